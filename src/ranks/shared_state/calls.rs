@@ -1,0 +1,132 @@
+//! The latest calls of each rank, which ranks compare.
+
+use std::time::{Duration, Instant};
+
+use super::{POSTS, SharedState};
+use crate::error::{Error, Result};
+use crate::protocol::board::Post;
+use crate::protocol::epoch::Epoch;
+use crate::protocol::flag::Awaited;
+use crate::ranks::call::{FIXED, MESSAGES, PostedCall, WORDS, describe};
+
+/// If calls differ, a rank waits this long for ranks that have not called, to learn which call most ranks made.
+const LATE_VOTES: Duration = Duration::from_millis(500);
+
+impl SharedState {
+    /// Checks that this rank may post its call `number`, because no slower rank needs the slot any more. Otherwise
+    /// returns the rank that needs it.
+    pub fn may_post(&self, number: u64) -> Result<(), usize> {
+        if self.slot(self.rank, number).latest() == 0 {
+            return Ok(());
+        }
+        // A rank that has posted the call after the one in the slot no longer compares with the slot.
+        let oldest = SharedState::needed_for(number);
+        let slow = (0..self.world).find(|&rank| !self.has_begun(rank, oldest));
+        slow.map_or(Ok(()), Err)
+    }
+
+    /// The call that every rank must have begun before one may post its call `number`.
+    pub fn needed_for(number: u64) -> u64 {
+        number.saturating_sub(POSTS - 1)
+    }
+
+    pub(super) fn has_begun(&self, rank: usize, number: u64) -> bool {
+        self.slot(rank, number).latest() >= number
+    }
+
+    /// True if every rank has posted its call `number`.
+    pub fn all_have_begun(&self, number: u64) -> bool {
+        (0..self.world).all(|rank| self.has_begun(rank, number))
+    }
+
+    fn slot(&self, rank: usize, number: u64) -> &Post<WORDS, FIXED> {
+        &self.block().posts[rank][(number % POSTS) as usize]
+    }
+
+    /// Posts that this rank's call `number` is operation `epoch`, and compares it with what the others have posted.
+    /// Of two ranks that differ, the one that posts later sees it.
+    pub fn post_operation(&self, number: u64, epoch: Epoch, operation: PostedCall) -> Result<()> {
+        self.post(number, operation.to_words(epoch))
+    }
+
+    /// As [`SharedState::post_operation`], for an exchange of messages. `call` is a number that tells calls apart.
+    pub fn post_messages(&self, number: u64, call: u64, words: &str) -> Result<()> {
+        self.block().message_calls[self.rank].write(number, words.as_bytes());
+        let mut post = [0; WORDS];
+        post[..2].copy_from_slice(&[MESSAGES, call]);
+        self.post(number, post)
+    }
+
+    fn post(&self, number: u64, words: [u64; WORDS]) -> Result<()> {
+        let others = (0..self.world).filter(|&rank| rank != self.rank);
+        let others = others.map(|rank| (rank, self.slot(rank, number)));
+        match self.slot(self.rank, number).post(number, words, others) {
+            Some(_) => Err(self.odd_one_out(number)),
+            None => Ok(()),
+        }
+    }
+
+    /// The error that names the rank whose call `number` fewer ranks made. In a tie, the lowest rank is right.
+    fn odd_one_out(&self, number: u64) -> Error {
+        let posted =
+            || (0..self.world).filter_map(|r| Some((r, self.slot(r, number).read(number)?)));
+        // The majority is known when all have called. But a late rank is not awaited for long.
+        let deadline = Instant::now() + LATE_VOTES;
+        while posted().count() < self.world && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let calls: Vec<(usize, [u64; WORDS])> = posted().collect();
+        let votes = |call| calls.iter().filter(|(_, other)| *other == call).count();
+        let most = calls.iter().map(|(_, call)| votes(*call)).max();
+        let right = calls.iter().find(|(_, call)| Some(votes(*call)) == most);
+        let (other, expected) = right.copied().unwrap_or((0, [0; WORDS]));
+        let odd = calls.iter().find(|(_, call)| *call != expected);
+        let rank = odd.map_or(0, |(rank, _)| *rank);
+        Error::CallMismatch {
+            rank,
+            theirs: self.call(rank, number),
+            other,
+            expected: self.call(other, number),
+            call: number,
+        }
+    }
+
+    /// The call `number` of `rank`, in words.
+    fn call(&self, rank: usize, number: u64) -> String {
+        let words = match self.slot(rank, number).read(number) {
+            Some([MESSAGES, ..]) => self.block().message_calls[rank]
+                .read(number)
+                .map(|words| String::from_utf8_lossy(&words).into_owned()),
+            words => words.map(describe),
+        };
+        words.unwrap_or_else(|| format!("its call {number}"))
+    }
+
+    /// The number of this rank's call that is operation `epoch`, if it is one of the latest.
+    ///
+    /// This rank may post the next call at the same time. Its slot then shows the words of either call, and neither is
+    /// this operation.
+    pub fn number_of(&self, epoch: Epoch) -> Option<u64> {
+        let posts = self.block().posts[self.rank].iter();
+        let mut numbers = posts.map(Post::latest).filter(|&number| number > 0);
+        numbers.find(|&number| {
+            let words = self.slot(self.rank, number).read(number);
+            words.is_some_and(|[name, its, ..]| name != MESSAGES && its == u64::from(epoch.raw()))
+        })
+    }
+
+    /// Operation `epoch` of this rank, in words.
+    pub fn call_of(&self, epoch: Epoch) -> String {
+        let number = self.number_of(epoch);
+        number.map_or_else(
+            || "an operation".into(),
+            |number| self.call(self.rank, number),
+        )
+    }
+
+    /// What this rank waits for in operation `epoch`, in words: the call, and what a peer has not done.
+    pub fn describe(&self, epoch: Epoch, awaited: Awaited) -> String {
+        let (call, what) = (self.call_of(epoch), awaited.describe(self.rank));
+        format!("{call}: rank {} {what}", awaited.peer())
+    }
+}

@@ -1,0 +1,366 @@
+//! What ranks see of one another through the block.
+
+use super::*;
+use crate::protocol::flag::Awaited;
+use crate::ranks::call::PostedCall;
+use crate::ranks::deadlines::Deadlines;
+use crate::ranks::memfd::memfd;
+use crate::schedule::Agreed;
+
+fn ranks(world: usize) -> Vec<SharedState> {
+    let fd = memfd(SharedState::BYTES).unwrap();
+    (0..world)
+        .map(|rank| {
+            SharedState::new(
+                Mapping::shared(&fd, SharedState::BYTES).unwrap(),
+                rank,
+                world,
+            )
+        })
+        .collect()
+}
+
+/// A call as ranks must agree on it.
+fn product(k: usize) -> Agreed {
+    Agreed::new("all_gather_matmul", &format!("M = 4096, K = {k}, bf16"))
+}
+
+#[test]
+fn the_first_failure_is_everybodys() {
+    let ranks = ranks(3);
+    assert_eq!(ranks[2].fault(), None);
+    let first = Error::RankLost {
+        rank: 0,
+        noticed_by: 1,
+    };
+    let second = Error::RankLost {
+        rank: 1,
+        noticed_by: 2,
+    };
+    assert_eq!(ranks[1].fail(first.clone()), first);
+    assert_eq!(ranks[2].fail(second), first);
+    assert_eq!(ranks[0].fault(), Some(first));
+}
+
+#[test]
+fn a_failure_too_long_for_the_block_is_shortened_not_lost() {
+    let ranks = ranks(2);
+    ranks[0].fail(Error::OutOfMemory {
+        rank: 0,
+        bytes: 1,
+        reason: "ü".repeat(FAULT_BYTES),
+    });
+    let seen = ranks[1].fault().unwrap().to_string();
+    assert!(seen.contains("has no memory for 1 byte:"), "{seen}");
+}
+
+#[test]
+fn a_rank_that_leaves_says_why_if_it_knows() {
+    let ranks = ranks(4);
+    let got = Error::Capturing { rank: 0 };
+    ranks[0].note_got(Some(&got));
+    let other = Error::ProgramFailed {
+        rank: 0,
+        reason: "no such file".into(),
+    };
+    assert_eq!(ranks[0].program_failed(got.to_string()), got);
+    assert_eq!(ranks[0].program_failed("no such file".into()), other);
+    ranks[0].leave_with_what_it_got();
+    ranks[1].note_got(Some(&got));
+    ranks[1].note_got(None);
+    ranks[1].leave_with_what_it_got();
+    ranks[2].let_go();
+    assert!(
+        (0..4)
+            .map(|rank| ranks[3].has_left(rank))
+            .eq([true, true, true, false])
+    );
+    assert_eq!(ranks[3].why_left(0, None), Some(got));
+    assert_eq!(ranks[3].why_left(1, None), None);
+    std::thread::scope(|scope| {
+        let asked = scope.spawn(|| ranks[3].why_left(2, None));
+        ranks[2].end(Some(other.clone()));
+        assert_eq!(asked.join().unwrap(), Some(other));
+    });
+}
+
+#[test]
+fn a_rank_that_hands_its_group_on_has_not_left_when_its_function_ends() {
+    let ranks = ranks(2);
+    ranks[0].end(None);
+    assert!(!ranks[1].has_left(0));
+    ranks[0].let_go();
+    assert!(ranks[1].has_left(0));
+    // A busy machine may hold this thread up, but not each time.
+    let is_quick = (0..20).any(|_| {
+        let begin = Instant::now();
+        assert_eq!(ranks[1].why_left(0, None), None);
+        begin.elapsed() < FAREWELL
+    });
+    assert!(is_quick, "it has nothing more to say");
+    // But a failed rank makes no more calls, whoever has the group.
+    let reason = Error::Capturing { rank: 1 };
+    ranks[1].end(Some(reason.clone()));
+    assert_eq!(ranks[0].fault(), Some(reason));
+}
+
+#[test]
+fn the_rank_that_waits_for_nobody_is_to_blame() {
+    let fresh = Duration::from_secs(60);
+    let ranks = ranks(4);
+    assert_eq!(ranks[0].culprit(1, fresh), 1);
+    ranks[1].note_wait(2);
+    ranks[2].note_wait(3);
+    assert_eq!(ranks[0].culprit(1, fresh), 3);
+    std::thread::sleep(Duration::from_millis(3));
+    let stopped = ranks[0].culprit(1, Duration::ZERO);
+    assert_eq!(stopped, 1, "it has not looked for its flag since");
+    ranks[3].note_wait(1);
+    assert_eq!(ranks[0].culprit(1, fresh), 1, "a circle");
+}
+
+fn operation(agreed: &Agreed) -> PostedCall<'_> {
+    PostedCall {
+        agreed,
+        matrices: &[2],
+        traced: false,
+        biased: false,
+        residual: false,
+    }
+}
+
+fn post(shared_state: &SharedState, number: u64, agreed: &Agreed) -> Result<()> {
+    shared_state.post_operation(number, Epoch::FIRST, operation(agreed))
+}
+
+#[track_caller]
+fn assert_blamed(result: Result<()>, blamed: usize, right: usize) {
+    match result {
+        Err(Error::CallMismatch { rank, other, .. }) => {
+            assert_eq!((rank, other), (blamed, right));
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn the_rank_that_calls_something_else_is_named() {
+    let other = Agreed::new("gather", "M = 4096, K = 64, bf16");
+    let ranks = ranks(3);
+    post(&ranks[2], 1, &product(64)).unwrap();
+    post(&ranks[0], 1, &product(64)).unwrap();
+    assert_eq!(
+        post(&ranks[1], 1, &other),
+        Err(Error::CallMismatch {
+            rank: 1,
+            theirs: "gather(M = 4096, K = 64, bf16, sharded matrix 2)".into(),
+            other: 0,
+            expected: "all_gather_matmul(M = 4096, K = 64, bf16, sharded matrix 2)".into(),
+            call: 1,
+        })
+    );
+}
+
+#[test]
+fn traced_calls_biased_ones_and_those_of_other_matrices_differ_and_a_long_text_is_cut() {
+    let ranks = ranks(2);
+    let long = Agreed::new("all_gather_matmul", &"rows, ".repeat(100));
+    let call = operation(&long);
+    ranks[0].post_operation(1, Epoch::FIRST, call).unwrap();
+    let traced = PostedCall {
+        traced: true,
+        ..call
+    };
+    let biased = PostedCall {
+        biased: true,
+        ..call
+    };
+    let residual = PostedCall {
+        residual: true,
+        ..call
+    };
+    let other = PostedCall {
+        matrices: &[0, 7],
+        ..call
+    };
+    for (differs, word) in [
+        (traced, "traced all_gather"),
+        (biased, "with a bias)"),
+        (residual, "with a residual)"),
+        (other, "sharded matrix 0, sharded matrix 7)"),
+    ] {
+        assert!(differs.to_string().contains(word), "{differs}");
+        assert!(differs.to_string().contains("rows, rows"), "{differs}");
+        assert!(differs.to_string().contains('…'), "{differs}");
+        assert_blamed(ranks[1].post_operation(1, Epoch::FIRST, differs), 1, 0);
+    }
+    // Only the end differs, for which the post has no room.
+    let longer = Agreed::new("all_gather_matmul", &"rows, ".repeat(101));
+    assert_blamed(post(&ranks[1], 1, &longer), 1, 0);
+}
+
+#[test]
+fn the_odd_one_is_named_also_when_it_came_first_and_in_a_tie_the_lowest_is_right() {
+    let other = product(32);
+    let ranks = ranks(3);
+    post(&ranks[1], 1, &other).unwrap();
+    // Rank 2 has not called.
+    assert_blamed(post(&ranks[0], 1, &product(64)), 1, 0);
+    assert_blamed(post(&ranks[2], 1, &other), 0, 1);
+}
+
+#[test]
+fn exchanges_and_operations_are_one_sequence() {
+    let ranks = ranks(2);
+    ranks[0].post_messages(1, 7, "barrier()").unwrap();
+    ranks[1].post_messages(1, 7, "barrier()").unwrap();
+    post(&ranks[0], 2, &product(64)).unwrap();
+    assert_eq!(
+        ranks[1].post_messages(2, 7, "barrier()"),
+        Err(Error::CallMismatch {
+            rank: 1,
+            theirs: "barrier()".into(),
+            other: 0,
+            expected: "all_gather_matmul(M = 4096, K = 64, bf16, sharded matrix 2)".into(),
+            call: 2,
+        })
+    );
+    ranks[0].post_messages(3, 7, "barrier()").unwrap();
+    assert_blamed(ranks[1].post_messages(3, 8, "another()"), 1, 0);
+}
+
+#[test]
+fn a_rank_cannot_overwrite_what_a_slower_one_still_needs() {
+    let ranks = ranks(2);
+    for number in 1..=POSTS {
+        assert_eq!(ranks[0].may_post(number), Ok(()));
+        post(&ranks[0], number, &product(64)).unwrap();
+    }
+    assert_eq!(ranks[0].may_post(POSTS + 1), Err(1));
+    post(&ranks[1], 1, &product(64)).unwrap();
+    let too_early = ranks[0].may_post(POSTS + 1);
+    assert_eq!(too_early, Err(1), "the slot after it is needed");
+    for number in 2..=POSTS {
+        post(&ranks[1], number, &product(64)).unwrap();
+        assert_eq!(ranks[0].may_post(POSTS + 1), Ok(()));
+    }
+    // A rank that is ahead is no reason to wait.
+    for number in POSTS + 1..2 * POSTS {
+        assert_eq!(ranks[1].may_post(number), Ok(()));
+        post(&ranks[1], number, &product(64)).unwrap();
+        assert_eq!(ranks[0].may_post(POSTS + 1), Ok(()));
+    }
+    assert_eq!(ranks[1].may_post(2 * POSTS), Err(0));
+}
+
+#[test]
+fn a_refusal_stands_until_its_rank_makes_the_call() {
+    const WAITED: Duration = Duration::from_secs(1);
+    // A rank has half of this to make its call after all. That is longer than a busy machine delays this test.
+    const TIMEOUT: Duration = Duration::from_secs(1);
+    let ranks = ranks(2);
+    let error = |value| Error::Limit {
+        rank: Some(1),
+        call: "matmul".into(),
+        what: "N".into(),
+        value,
+        min: 1,
+        max: 9,
+    };
+    post(&ranks[1], 1, &product(64)).unwrap();
+    ranks[1].note_refusal(2, &error(10));
+    ranks[1].note_refusal(2, &error(11));
+    assert_eq!(ranks[0].refusal(1, 2), Some(error(11)));
+    assert_eq!(ranks[0].refusal(1, 1), None);
+    assert_eq!(ranks[0].refusal(1, 3), None);
+    assert_eq!(ranks[0].refusal(0, 2), None);
+
+    let deadlines = Deadlines::new(Duration::ZERO, Some(TIMEOUT));
+    let standing = |number, waited| ranks[0].standing_refusal(|| Some(number), waited, &deadlines);
+    assert_eq!(standing(2, WAITED), None, "it was refused only now");
+    std::thread::sleep(TIMEOUT);
+    assert_eq!(standing(2, WAITED), Some(error(11)));
+    assert_eq!(standing(2, TIMEOUT / 4), None, "nobody has waited long");
+    assert_eq!(standing(1, WAITED), None);
+
+    post(&ranks[1], 2, &product(64)).unwrap();
+    assert_eq!(ranks[0].refusal(1, 2), None);
+    assert_eq!(standing(2, WAITED), None);
+}
+
+#[test]
+fn what_all_were_refused_counts_for_nobody_who_tries_again() {
+    const TIMEOUT: Duration = Duration::from_millis(20);
+    const WAITED: Duration = Duration::from_millis(15);
+    let ranks = ranks(2);
+    let error = Error::Capturing { rank: 1 };
+    let refuse = |rank: usize, number| ranks[rank].note_refusal(number, &error);
+    let standing = |number, waited| {
+        std::thread::sleep(TIMEOUT);
+        let deadlines = Deadlines::new(Duration::ZERO, Some(TIMEOUT));
+        ranks[0].standing_refusal(|| Some(number), waited, &deadlines)
+    };
+    (0..2).for_each(|rank| refuse(rank, 1));
+    assert_eq!(standing(1, WAITED), None);
+    assert_eq!(standing(1, TIMEOUT), Some(error.clone()), "it did not come");
+    // The other rank has tried again, and was refused again.
+    refuse(1, 1);
+    assert_eq!(standing(1, WAITED), Some(error.clone()));
+    refuse(0, 1);
+    assert_eq!(standing(1, WAITED), None);
+    // The next call has a new count, and the note about this call stays.
+    refuse(0, 2);
+    assert_eq!(standing(1, WAITED), None);
+    refuse(1, 2);
+    refuse(1, 2);
+    assert_eq!(standing(2, WAITED), Some(error.clone()));
+}
+
+#[test]
+fn a_refusal_is_withdrawn_when_its_rank_prepares_the_call() {
+    const WAITED: Duration = Duration::from_secs(1);
+    let ranks = ranks(2);
+    let error = Error::Capturing { rank: 1 };
+    let deadlines = Deadlines::new(Duration::ZERO, Some(Duration::ZERO));
+    let standing = || ranks[0].standing_refusal(|| Some(1), WAITED, &deadlines);
+    ranks[1].note_refusal(1, &error);
+    assert_eq!(standing(), Some(error.clone()));
+    ranks[1].withdraw_refusal();
+    assert_eq!(ranks[0].refusal(1, 1), None);
+    assert_eq!(standing(), None);
+    ranks[1].note_refusal(1, &error);
+    assert_eq!(standing(), Some(error));
+}
+
+#[test]
+fn a_wait_is_described_by_the_call_the_peer_and_what_that_has_not_done() {
+    let ranks = ranks(2);
+    let epoch = Epoch::from_raw(u32::MAX);
+    ranks[1].post_messages(1, 7, "barrier()").unwrap();
+    let product = product(64);
+    ranks[1]
+        .post_operation(2, epoch, operation(&product))
+        .unwrap();
+    ranks[1].post_messages(3, 7, "barrier()").unwrap();
+    let says = |awaited, what: &str| {
+        let call = "all_gather_matmul(M = 4096, K = 64, bf16, sharded matrix 2)";
+        let expected = format!("{call}: rank 0 {what}");
+        assert_eq!(ranks[1].describe(epoch, awaited), expected);
+    };
+    let (source, peer) = (0, 0);
+    says(Awaited::Ready { source }, "has not begun it");
+    let come = "has rows that have not come to rank 1";
+    let (flag, pulled) = (3, false);
+    says(
+        Awaited::Chunk {
+            source,
+            flag,
+            pulled,
+        },
+        come,
+    );
+    says(Awaited::LowLatency { source }, come);
+    let moved = "has not moved all that it takes from rank 1, or brings it";
+    says(Awaited::Done { peer }, moved);
+    assert_eq!(ranks[1].call_of(epoch.next()), "an operation");
+}
