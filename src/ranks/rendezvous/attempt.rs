@@ -1,0 +1,404 @@
+//! An attempt of rank 0: it listens until all ranks have come, or until they cannot become a group.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::net;
+
+use super::introduction::{Guest, Hello, Introduced, Stranger};
+use super::{LINGER, allocate, is_out_of_descriptors, members};
+use crate::error::{Error, Result};
+use crate::json;
+use crate::ranks::address;
+use crate::ranks::identity::Identity;
+use crate::ranks::members::Members;
+use crate::ranks::peer::{Peer, User, user_of};
+use crate::ranks::poll;
+use crate::ranks::search::RETRY;
+use crate::ranks::wire::{Channel, Connection};
+use crate::schedule::layout::MAX_WORLD;
+
+/// How long a connection may take to introduce itself.
+const INTRODUCTION: Duration = Duration::from_secs(2);
+/// After all ranks have come, rank 0 listens this long for a rank that comes twice.
+const LAST_CALL: Duration = Duration::from_millis(20);
+/// How many connections that have not introduced themselves are kept.
+const MAX_STRANGERS: usize = 256;
+/// How many connections are accepted before rank 0 looks at the time again.
+const ACCEPTED: usize = 64;
+/// How often rank 0 does that at its deadline, for ranks that were there in time. It is enough for as many connections
+/// as the system keeps by default.
+const LAST_TURNS: usize = 4096 / ACCEPTED;
+
+/// Rank 0 while it waits for the others.
+pub struct Rendezvous<'a> {
+    identity: &'a Identity,
+    hello: Hello,
+    /// The protocol version that this rank speaks.
+    version: u32,
+    listener: UnixListener,
+    /// A spare descriptor. If there are no others left, rank 0 uses it to hear and tell ranks one after the other.
+    spare: Option<UnixListener>,
+    strangers: Vec<Stranger>,
+    /// The guests by rank. Rank 0 has none.
+    guests: Vec<Option<Guest>>,
+    /// Guests that have no place in the group.
+    rejected: Vec<Guest>,
+    /// By rank, for as many ranks as a guest expects: true if the rank has been told already that there is no group.
+    told: Vec<bool>,
+    /// Why the user of the latest connection with an unknown user is not known.
+    unknown_user: Option<String>,
+}
+
+impl<'a> Rendezvous<'a> {
+    pub fn new(
+        identity: &'a Identity,
+        hello: Hello,
+        listener: UnixListener,
+        version: u32,
+    ) -> Result<Rendezvous<'a>> {
+        listener
+            .set_nonblocking(true)
+            .map_err(Error::system(0, "set up a socket"))?;
+        let spare = listener.try_clone();
+        let spare = spare.map_err(Error::system(0, "accept another rank's connection"))?;
+        Ok(Rendezvous {
+            identity,
+            hello,
+            version,
+            listener,
+            spare: Some(spare),
+            strangers: Vec::new(),
+            guests: (0..identity.world).map(|_| None).collect(),
+            rejected: Vec::new(),
+            told: Vec::new(),
+            unknown_user: None,
+        })
+    }
+
+    /// Makes one attempt, as part of a search that began at `begin`.
+    pub fn run(mut self, begin: Instant) -> Result<Members> {
+        let outcome = self.receive_all(begin).and_then(|()| {
+            self.spare = None;
+            allocate()
+        });
+        let is_over = |error: &Error| {
+            matches!(
+                error,
+                Error::RanksMissing { .. }
+                    | Error::RankNeverJoined { .. }
+                    | Error::UnknownUser { .. }
+            )
+        };
+        if let Err(error) = &outcome
+            && !is_over(error)
+        {
+            self.await_late(error);
+        }
+        let Rendezvous {
+            identity,
+            guests,
+            rejected,
+            listener,
+            strangers,
+            ..
+        } = self;
+        // This comes before the verdict, so that a rank that has heard it and comes again finds the next attempt.
+        close(&listener);
+        drop((listener, strangers));
+        let guests = guests.into_iter().flatten();
+        match outcome {
+            Ok((memory, fd)) => {
+                let mut connections = Vec::new();
+                for guest in guests {
+                    tell(&guest.stream, &Ok(()), &[fd.as_fd()]);
+                    connections.push(guest.stream);
+                }
+                members(identity, memory, connections)
+            }
+            Err(error) => {
+                for guest in guests.chain(rejected) {
+                    tell(&guest.stream, &Err(error.clone()), &[]);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Receives guests until each rank has come once.
+    fn receive_all(&mut self, begin: Instant) -> Result<()> {
+        let deadline = begin + self.identity.deadlines.rendezvous();
+        let mut turns = 0;
+        while !self.complete() {
+            let is_late = Instant::now() >= deadline;
+            let accepted = self.receive(deadline)?;
+            if is_late && !self.complete() && (accepted == 0 || turns == LAST_TURNS) {
+                return Err(self.incomplete(begin));
+            }
+            let mut missing = self.missing();
+            let ended = missing.find(|&rank| accepted == 0 && self.identity.has_ended(rank));
+            if let Some(rank) = ended {
+                return Err(Error::RankNeverJoined { rank });
+            }
+            turns += usize::from(is_late);
+        }
+        let last_call = Instant::now() + LAST_CALL;
+        while Instant::now() < last_call {
+            self.receive(last_call)?;
+        }
+        Ok(())
+    }
+
+    /// The error that ranks are missing at the deadline.
+    fn incomplete(&mut self, begin: Instant) -> Error {
+        let ranks = self.missing().collect();
+        let address = address::shown(&self.identity.address);
+        match self.unknown_user.take() {
+            Some(reason) => Error::UnknownUser {
+                ranks,
+                rank: 0,
+                address,
+                reason,
+            },
+            None => Error::RanksMissing {
+                ranks,
+                address,
+                waited_ms: begin.elapsed().as_millis() as u64,
+            },
+        }
+    }
+
+    /// The ranks that have not come.
+    fn missing(&self) -> impl Iterator<Item = usize> {
+        (1..self.identity.world).filter(|&rank| self.guests[rank].is_none())
+    }
+
+    fn complete(&self) -> bool {
+        self.missing().next().is_none()
+    }
+
+    /// Receives late ranks for a while, to tell them too that there is no group.
+    fn await_late(&mut self, error: &Error) {
+        let deadline = Instant::now() + LINGER;
+        self.spare = None;
+        while !self.all_have_come() && Instant::now() < deadline {
+            // Other errors of late ranks do not matter any more.
+            if let Err(Error::System { .. }) = self.receive(deadline) {
+                // There is no descriptor for a new connection, so ranks that have come make room.
+                self.tell_early(error);
+                std::thread::sleep(RETRY);
+            }
+        }
+    }
+
+    /// If world sizes differ, rank 0's may be wrong, so this counts all ranks that the guests expect.
+    fn all_have_come(&self) -> bool {
+        let guests = || self.guests.iter().flatten().chain(&self.rejected);
+        let theirs = guests().filter_map(|guest| Some(guest.hello.as_ref()?.world));
+        let world = theirs.fold(self.identity.world.max(self.told.len()), usize::max);
+        let has_come =
+            |rank| self.told.get(rank) == Some(&true) || guests().any(|guest| guest.rank == rank);
+        (1..world.min(MAX_WORLD)).all(has_come)
+    }
+
+    /// Tells the ranks that have come, and closes their connections.
+    fn tell_early(&mut self, error: &Error) {
+        let seated = self.guests.iter_mut().filter_map(Option::take);
+        for guest in seated.chain(self.rejected.drain(..)) {
+            tell(&guest.stream, &Err(error.clone()), &[]);
+            let world = guest.hello.as_ref().map_or(0, |hello| hello.world);
+            self.told
+                .resize(world.clamp(self.told.len(), MAX_WORLD), false);
+            if let Some(told) = self.told.get_mut(guest.rank) {
+                *told = true;
+            }
+        }
+    }
+
+    /// Waits until something happens, or until `until`, and handles a bounded number of connections. Returns how many
+    /// it has accepted.
+    fn receive(&mut self, until: Instant) -> Result<usize> {
+        let mut fds = vec![PollFd::new(&self.listener, PollFlags::IN)];
+        fds.extend(
+            self.strangers
+                .iter()
+                .map(|stranger| PollFd::new(&**stranger.stream, PollFlags::IN)),
+        );
+        let left = until.saturating_duration_since(Instant::now());
+        poll::poll(&mut fds, left.min(Duration::from_millis(50)))
+            .map_err(Error::system(0, "wait for the other ranks"))?;
+        drop(fds);
+        let accepted = self.accept()?;
+        self.listen()?;
+        Ok(accepted)
+    }
+
+    /// Accepts connections of this user.
+    fn accept(&mut self) -> Result<usize> {
+        for accepted in 0..ACCEPTED {
+            let stream = match self.listener.accept() {
+                Ok((stream, _)) => stream,
+                // One of the strangers may turn out to be no rank, and free its descriptor.
+                Err(error) if is_out_of_descriptors(&error) && !self.strangers.is_empty() => {
+                    std::thread::sleep(RETRY);
+                    return Ok(accepted);
+                }
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => return Ok(accepted),
+                    io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => continue,
+                    _ => return Err(Error::system(0, "accept another rank's connection")(error)),
+                },
+            };
+            // These calls fail only for sockets that are not connections.
+            let Ok(peer) = Peer::of(&stream) else {
+                continue;
+            };
+            if stream.set_nonblocking(true).is_err() {
+                continue;
+            }
+            match user_of(&stream, peer) {
+                User::Same => self.strangers.push(Stranger::new(stream)),
+                User::Other => {}
+                User::Unknown(reason) => self.unknown_user = Some(reason),
+            }
+        }
+        Ok(ACCEPTED)
+    }
+
+    /// Reads introductions, and gives ranks their places.
+    fn listen(&mut self) -> Result<()> {
+        let mut introduced = Vec::new();
+        let version = self.version;
+        self.strangers
+            .retain_mut(|stranger| match stranger.listen(version) {
+                Introduced::Rank(guest) => {
+                    introduced.push(guest);
+                    false
+                }
+                Introduced::Nobody => false,
+                Introduced::NotYet => stranger.since.elapsed() < INTRODUCTION,
+            });
+        // A rank introduces itself as soon as it is connected. So the oldest of many strangers is the least likely to
+        // be a rank.
+        let crowd = self.strangers.len().saturating_sub(MAX_STRANGERS);
+        self.strangers.drain(..crowd);
+        // Every rank that has come is told, also of what is wrong with a different rank.
+        let verdicts = introduced.into_iter().map(|guest| self.seat(guest));
+        verdicts.fold(Ok(()), Result::and)
+    }
+
+    /// Gives a guest its place, or says why it has none.
+    fn seat(&mut self, guest: Guest) -> Result<()> {
+        let verdict = self.judge(&guest);
+        match verdict {
+            Ok(()) => {
+                let rank = guest.rank;
+                self.guests[rank] = Some(guest);
+            }
+            Err(_) => self.rejected.push(guest),
+        }
+        verdict
+    }
+
+    pub fn judge(&self, guest: &Guest) -> Result<()> {
+        let rank = guest.rank;
+        let mismatch = |what: &str, theirs: String, expected: String| {
+            if theirs == expected {
+                return Ok(());
+            }
+            Err(Error::Mismatch {
+                rank,
+                what: what.into(),
+                theirs,
+                other: 0,
+                expected,
+            })
+        };
+        mismatch(
+            "protocol version",
+            guest.version.to_string(),
+            self.version.to_string(),
+        )?;
+        let Some(hello) = &guest.hello else {
+            return Ok(());
+        };
+        let own = &self.hello;
+        mismatch("host (boot id)", hello.boot_id.clone(), own.boot_id.clone())?;
+        mismatch("backend", hello.backend.clone(), own.backend.clone())?;
+        mismatch("world size", hello.world.to_string(), own.world.to_string())?;
+        if rank >= own.world {
+            return Err(Error::Limit {
+                rank: Some(rank),
+                call: "Group::connect".into(),
+                what: "the rank".into(),
+                value: rank,
+                min: 0,
+                max: own.world - 1,
+            });
+        }
+        let first = match rank {
+            0 => Some(own.pid),
+            // A rank that has gone and comes again is the same rank.
+            _ => self.guests[rank]
+                .as_ref()
+                .filter(|seated| !seated.has_gone())
+                .and_then(|seated| seated.hello.as_ref())
+                .map(|hello| hello.pid),
+        };
+        first.map_or(Ok(()), |first| {
+            Err(Error::DuplicateRank {
+                rank,
+                pids: [first, hello.pid],
+            })
+        })
+    }
+}
+
+/// Stops listening, also if a forked child has the socket too. Ranks that have connected and were not heard go on
+/// searching.
+fn close(listener: &UnixListener) {
+    // The call does not fail for a listening socket. From now on connections are refused.
+    let _ = net::shutdown(listener, net::Shutdown::Both);
+    // A process without descriptors leaves the connections to the end of the socket. So does one without a child.
+    while let Ok((stream, _)) = listener.accept() {
+        drop(Connection::from(stream));
+    }
+}
+
+/// Sends the verdict. If a guest has gone by then, the first call finds it missing.
+fn tell(stream: &UnixStream, verdict: &Result<()>, fds: &[BorrowedFd]) {
+    let channel = Channel {
+        stream,
+        deadline: Instant::now() + LINGER,
+        check: || Ok::<(), Error>(()),
+    };
+    let _ = channel.send(&json::of_outcome(verdict), fds);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::linux::net::SocketAddrExt;
+    use std::os::unix::net::SocketAddr;
+
+    use super::*;
+    use crate::ranks::wire;
+
+    #[test]
+    fn a_socket_that_listens_no_more_turns_all_away_whoever_has_it_open() {
+        let name = format!("gemmesh/test/{}", std::process::id());
+        let address = SocketAddr::from_abstract_name(name).unwrap();
+        let listener = UnixListener::bind_addr(&address).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        // A copy as a forked child has it.
+        let _copy = listener.try_clone().unwrap();
+        let waiting = [(); 3].map(|()| UnixStream::connect_addr(&address).unwrap());
+        close(&listener);
+        drop(listener);
+        assert!(waiting.iter().all(wire::has_hung_up));
+        let refused = UnixStream::connect_addr(&address).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
+    }
+}

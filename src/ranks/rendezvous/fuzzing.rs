@@ -1,0 +1,90 @@
+//! The bytes that come to a connection on which rank 0 waits for the other ranks.
+
+use std::io::Write;
+use std::net::Shutdown;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener};
+use std::time::Duration;
+
+use super::PROTOCOL_VERSION;
+use super::attempt::Rendezvous;
+use super::introduction::{Guest, Hello, Introduced, MAX_HELLO, Prefix, Stranger};
+use crate::ranks::deadlines::Deadlines;
+use crate::ranks::identity::Identity;
+use crate::ranks::naming::Arrival;
+use crate::ranks::wire;
+
+fn identity() -> Identity {
+    Identity {
+        rank: 0,
+        world: 4,
+        address: String::new(),
+        backend: "host",
+        deadlines: Deadlines::new(Duration::from_secs(1), None),
+        arrival: Arrival {
+            name: None,
+            job: None,
+        },
+        naming: None,
+        launcher: None,
+    }
+}
+
+thread_local! {
+    static HOST: Rendezvous<'static> = {
+        let name = format!("gemmesh/fuzz/{}", std::process::id());
+        let address = SocketAddr::from_abstract_name(name).expect("an address");
+        let listener = UnixListener::bind_addr(&address).expect("a listener");
+        let identity = Box::leak(Box::new(identity()));
+        let hello = Hello::new(identity).expect("the kernel's id");
+        Rendezvous::new(identity, hello, listener, PROTOCOL_VERSION).expect("a host")
+    };
+}
+
+/// The first byte says how much of the rest comes first.
+pub fn parse(data: &[u8]) {
+    let Some((&first, sent)) = data.split_first() else {
+        return;
+    };
+    let Ok((other, stream)) = wire::pair() else {
+        return;
+    };
+    let mut stranger = Stranger::new(stream);
+    let (early, late) = sent.split_at(sent.len().min(first.into()));
+    let _ = (&*other).write(early);
+    if let Introduced::NotYet = stranger.listen(PROTOCOL_VERSION) {
+        let _ = (&*other).write(late);
+        let _ = other.shutdown(Shutdown::Write);
+        if let Introduced::Rank(guest) = stranger.listen(PROTOCOL_VERSION) {
+            judge(&guest);
+        }
+    }
+    assert!(stranger.bytes.len() <= Prefix::BYTES + MAX_HELLO + 1024);
+}
+
+fn judge(guest: &Guest) {
+    if let Err(error) = HOST.with(|host| host.judge(guest)) {
+        let _ = error.to_string();
+    }
+}
+
+/// The introductions of a rank, of the same rank on a different host, and of one with a different version.
+pub fn seeds() -> Vec<Vec<u8>> {
+    let hello = Hello::new(&identity()).expect("the kernel's id");
+    let elsewhere = Hello {
+        boot_id: "another".into(),
+        ..hello.clone()
+    };
+    let versions = [PROTOCOL_VERSION, PROTOCOL_VERSION, PROTOCOL_VERSION + 1];
+    let introductions = versions.into_iter().zip([&hello, &elsewhere, &hello]);
+    let bytes = introductions.map(|(version, hello)| {
+        let words = serde_json::to_vec(hello).unwrap_or_default();
+        let prefix = Prefix {
+            version,
+            rank: 1,
+            length: words.len() as u32,
+        };
+        [&[10], &prefix.encode()[..], &words].concat()
+    });
+    bytes.collect()
+}
