@@ -2,8 +2,11 @@
 
 mod host;
 mod sharded;
+mod view;
 
 pub use sharded::{ShardMut, ShardedMatrix};
+pub(crate) use view::ViewMemory;
+pub use view::{MatrixView, MatrixViewMut};
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -12,11 +15,10 @@ use std::ops::Range;
 use rustix::io::Errno;
 
 use crate::backend::Backend;
-use crate::backend::sealed::Bound;
 use crate::element::Value;
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::refusal::{self, Refusal, require_count, require_elements, require_shape};
+use crate::refusal::{self, require_elements};
 use crate::resources::require_available;
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
@@ -115,6 +117,16 @@ pub(crate) fn bytes_of<T: Value>(rows: usize, columns: usize) -> refusal::Result
     limit("the number of columns", columns, 1, MAX_EXTENT)?;
     // Two extents below 2³¹ have a product below 2⁶². A saturated size is more than the memory of any machine.
     Ok((rows * columns).saturating_mul(size_of::<T>()))
+}
+
+/// Checks that a slice of `length` values has one for each element.
+fn require_length<B: Backend>(
+    group: &Group<B>,
+    call: &str,
+    shape: [usize; 2],
+    length: usize,
+) -> Result<()> {
+    group.judged(call, require_elements(shape, "the slice", length))
 }
 
 impl<B: Backend, T: Value> Matrix<B, T> {
@@ -236,228 +248,6 @@ impl<B: Backend, T: Value> fmt::Debug for Matrix<B, T> {
     }
 }
 
-/// The memory of a view.
-#[derive(Debug)]
-pub(crate) enum ViewMemory<'a, B: Backend> {
-    /// A matrix of this rank.
-    Buffer(&'a B::Buffer),
-    /// This rank's part of a sharded matrix, and the bytes from row to row.
-    Shared(&'a B::Symmetric, usize),
-}
-
-// Derived, they would need a backend that can be copied.
-impl<B: Backend> Clone for ViewMemory<'_, B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<B: Backend> Copy for ViewMemory<'_, B> {}
-
-impl<'a, B: Backend> ViewMemory<'a, B> {
-    /// Bytes from row to row.
-    fn pitch(self) -> usize {
-        match self {
-            ViewMemory::Buffer(memory) => B::place(memory).1,
-            ViewMemory::Shared(_, pitch) => pitch,
-        }
-    }
-
-    /// Binds the memory from byte `offset` on as an input.
-    pub fn input(self, offset: usize) -> Bound<'a, B> {
-        match self {
-            ViewMemory::Buffer(memory) => Bound::Input(memory, offset),
-            ViewMemory::Shared(memory, pitch) => Bound::Rows(memory, offset, pitch),
-        }
-    }
-
-    /// Binds the memory from byte `offset` on as an output.
-    fn output(self, offset: usize) -> Bound<'a, B> {
-        match self {
-            ViewMemory::Buffer(memory) => Bound::Output(memory, offset),
-            ViewMemory::Shared(memory, pitch) => Bound::Rows(memory, offset, pitch),
-        }
-    }
-}
-
-/// Some rows and columns of a [`Matrix`] or of a [`ShardedMatrix`], as an operand.
-///
-/// [`Matrix::view`], [`ShardedMatrix::view`] and [`ShardedMatrix::shard`] make one.
-#[must_use = "a view does nothing"]
-pub struct MatrixView<'a, B: Backend, T> {
-    memory: ViewMemory<'a, B>,
-    group: &'a Group<B>,
-    /// Bytes from the memory's beginning.
-    offset: usize,
-    shape: [usize; 2],
-    element: PhantomData<T>,
-}
-
-// Derived, they would need a backend that can be copied.
-impl<B: Backend, T> Clone for MatrixView<'_, B, T> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<B: Backend, T> Copy for MatrixView<'_, B, T> {}
-
-impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
-    /// The shape [rows, columns].
-    pub fn shape(&self) -> [usize; 2] {
-        self.shape
-    }
-
-    /// Some of the view's rows, or none.
-    ///
-    /// # Errors
-    /// [`Error::Limit`] if the view does not have these rows.
-    pub fn rows(self, rows: Range<usize>) -> Result<Self> {
-        self.rows_for("MatrixView::rows", rows)
-    }
-
-    fn rows_for(self, call: &str, rows: Range<usize>) -> Result<Self> {
-        let [all, columns] = self.shape;
-        let fits = limit("the end of the rows", rows.end, 0, all)
-            .and_then(|()| limit("the first row", rows.start, 0, rows.end));
-        self.group.judged(call, fits)?;
-        // An empty view begins at the start, because there may be no memory behind the last row.
-        let offset = match rows.is_empty() {
-            true => 0,
-            false => self.offset + rows.start * self.memory.pitch(),
-        };
-        Ok(MatrixView {
-            offset,
-            shape: [rows.len(), columns],
-            ..self
-        })
-    }
-
-    /// Some of the view's columns.
-    ///
-    /// # Errors
-    /// [`Error::Limit`] if there are none, or if the view does not have them; on GPUs [`Error::Unaligned`] unless the
-    /// first column begins at a multiple of 16 bytes.
-    pub fn columns(self, columns: Range<usize>) -> Result<Self> {
-        self.columns_for("MatrixView::columns", columns)
-    }
-
-    fn columns_for(self, call: &str, columns: Range<usize>) -> Result<Self> {
-        let [rows, all] = self.shape;
-        let check = || {
-            let what = "the first column";
-            limit("the end of the columns", columns.end, 1, all)?;
-            limit(what, columns.start, 0, columns.end - 1)?;
-            require_aligned::<B>(what, columns.start, size_of::<T>())
-        };
-        self.group.judged(call, check())?;
-        // As in `rows`.
-        let before = match rows {
-            0 => 0,
-            _ => columns.start * size_of::<T>(),
-        };
-        Ok(MatrixView {
-            offset: self.offset + before,
-            shape: [rows, columns.len()],
-            ..self
-        })
-    }
-
-    /// Copies the view to `values`, row by row, when the operations before are complete.
-    ///
-    /// # Errors
-    /// [`Error::Count`] unless there are rows · columns values; the group's failure.
-    pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
-        self.read("MatrixView::copy_to_host", values)
-    }
-
-    /// Copies the view to a new vector, row by row, when the operations before are complete.
-    ///
-    /// ```
-    /// use gemmesh::{Error, Group, Host};
-    ///
-    /// Group::<Host>::threads(1, |group| {
-    ///     let matrix = group.upload(&[1.0f32, 2.0, 3.0, 4.0], 2, 2)?;
-    ///     assert_eq!(matrix.columns(1..2)?.to_vec()?, [2.0, 4.0]);
-    ///     Ok::<_, Error>(())
-    /// })?;
-    /// # Ok::<_, Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`]; the group's failure.
-    pub fn to_vec(&self) -> Result<Vec<T>> {
-        let [rows, columns] = self.shape;
-        let mut values = self.group.zeros_of_host(rows * columns)?;
-        self.copy_to_host(&mut values)?;
-        Ok(values)
-    }
-
-    /// [`MatrixView::copy_to_host`], as the method `call`.
-    fn read(&self, call: &str, values: &mut [T]) -> Result<()> {
-        let (group, [_, columns]) = (self.group, self.shape);
-        require_length(group, call, self.shape, values.len())?;
-        group.synchronize()?;
-        let inner = group.inner();
-        let (from, width) = (self.memory.input(self.offset), columns * size_of::<T>());
-        let values = bytemuck::cast_slice_mut(values);
-        if let ViewMemory::Buffer(_) = self.memory {
-            return group.noted(inner.backend.read(&from, width, values));
-        }
-        // A different thread may call an operation that gathers rows into this memory through a shared borrow. It
-        // waits, and what it has begun since is complete first.
-        group.exclusively(|_| {
-            inner.backend.synchronize(&inner.members)?;
-            inner.backend.read(&from, width, values)
-        })?;
-        // A peer whose operation has failed meanwhile may have written to other ranks' rows.
-        group.check()
-    }
-
-    /// Checks that the view can be copied into rows of `shape` of the same group.
-    fn require_copied(&self, call: &str, group: &Group<B>, shape: [usize; 2]) -> Result<()> {
-        let fits = match self.group.is_same(group) {
-            true => require_shape("the view to copy [rows, columns]", shape, self.shape),
-            false => Err(Refusal::ForeignArgument {
-                argument: "the view to copy".into(),
-            }),
-        };
-        group.judged(call, fits)
-    }
-
-    pub(crate) fn group(&self) -> &'a Group<B> {
-        self.group
-    }
-
-    /// The memory, and the bytes before the view's first element.
-    pub(crate) fn memory(&self) -> (ViewMemory<'a, B>, usize) {
-        (self.memory, self.offset)
-    }
-}
-
-/// Checks that a slice of `length` values has one for each element.
-fn require_length<B: Backend>(
-    group: &Group<B>,
-    call: &str,
-    shape: [usize; 2],
-    length: usize,
-) -> Result<()> {
-    group.judged(call, require_elements(shape, "the slice", length))
-}
-
-/// Checks that a column begins a piece of `B::ROW_ALIGNMENT` bytes, by which memory is read and written.
-fn require_aligned<B: Backend>(what: &str, column: usize, size: usize) -> refusal::Result<()> {
-    let multiple = (B::ROW_ALIGNMENT / size).max(1);
-    if column.is_multiple_of(multiple) {
-        return Ok(());
-    }
-    Err(Refusal::Unaligned {
-        what: what.into(),
-        value: column,
-        multiple,
-    })
-}
-
 impl<'a, B: Backend, T: Value> From<&'a Matrix<B, T>> for MatrixView<'a, B, T> {
     fn from(matrix: &'a Matrix<B, T>) -> Self {
         matrix.view()
@@ -467,155 +257,5 @@ impl<'a, B: Backend, T: Value> From<&'a Matrix<B, T>> for MatrixView<'a, B, T> {
 impl<'a, B: Backend, T: Value> From<&'a mut Matrix<B, T>> for MatrixViewMut<'a, B, T> {
     fn from(matrix: &'a mut Matrix<B, T>) -> Self {
         matrix.view_mut()
-    }
-}
-
-impl<B: Backend, T: Value> fmt::Debug for MatrixView<'_, B, T> {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "MatrixView<{}, {}>{:?}", B::NAME, T::DTYPE, self.shape)
-    }
-}
-
-/// Some rows and columns of a [`Matrix`], or own rows of a [`ShardedMatrix`], as an output.
-///
-/// [`Matrix::view_mut`] and [`ShardMut::view_mut`] make one.
-#[must_use = "a view does nothing"]
-pub struct MatrixViewMut<'a, B: Backend, T> {
-    view: MatrixView<'a, B, T>,
-    exclusive: PhantomData<&'a mut T>,
-}
-
-impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
-    /// The shape [rows, columns].
-    pub fn shape(&self) -> [usize; 2] {
-        self.view.shape
-    }
-
-    /// Some of the view's rows.
-    ///
-    /// # Errors
-    /// As [`MatrixView::rows`].
-    pub fn rows(self, rows: Range<usize>) -> Result<Self> {
-        let view = self.view.rows_for("MatrixViewMut::rows", rows)?;
-        Ok(MatrixViewMut { view, ..self })
-    }
-
-    /// Some of the view's columns.
-    ///
-    /// # Errors
-    /// As [`MatrixView::columns`]; on GPUs also [`Error::Unaligned`] unless the columns end at a multiple of 16 bytes
-    /// or at the end of the view.
-    pub fn columns(self, columns: Range<usize>) -> Result<Self> {
-        self.columns_for("MatrixViewMut::columns", columns)
-    }
-
-    fn columns_for(self, call: &str, columns: Range<usize>) -> Result<Self> {
-        let [_, all] = self.shape();
-        if columns.end < all {
-            let what = "the end of the columns of an output";
-            let fits = require_aligned::<B>(what, columns.end, size_of::<T>());
-            self.view.group.judged(call, fits)?;
-        }
-        let view = self.view.columns_for(call, columns)?;
-        Ok(MatrixViewMut { view, ..self })
-    }
-
-    /// Splits the view into columns of these widths, such as those of Q, K and V.
-    ///
-    /// ```
-    /// use gemmesh::{Error, Group, Host};
-    ///
-    /// Group::<Host>::threads(1, |group| {
-    ///     let mut qkv = group.zeros::<f32>(2, 16)?;
-    ///     let [q, k, v] = qkv.view_mut().split_columns([8, 4, 4])?;
-    ///     assert_eq!([q.shape(), k.shape(), v.shape()], [[2, 8], [2, 4], [2, 4]]);
-    ///     Ok::<_, Error>(())
-    /// })?;
-    /// # Ok::<_, Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`Error::Count`] unless the sum of the widths is the number of columns; as [`MatrixViewMut::columns`].
-    pub fn split_columns<const N: usize>(self, widths: [usize; N]) -> Result<[Self; N]> {
-        const CALL: &str = "MatrixViewMut::split_columns";
-        let [_, columns] = self.shape();
-        let all = widths
-            .iter()
-            .fold(0, |sum: usize, &n| sum.saturating_add(n));
-        let part = format!("the list of widths {widths:?}, in all,");
-        let fits = require_count("the view", "column", columns, &part, all).and_then(|()| {
-            let mut widths = widths.iter();
-            widths.try_for_each(|&width| limit("a width", width, 1, columns))
-        });
-        self.view.group.judged(CALL, fits)?;
-        let mut begin = 0;
-        let mut parts = Vec::with_capacity(N);
-        for width in widths {
-            let whole = MatrixViewMut {
-                view: self.view,
-                exclusive: PhantomData,
-            };
-            parts.push(whole.columns_for(CALL, begin..begin + width)?);
-            begin += width;
-        }
-        let parts: std::result::Result<[Self; N], _> = parts.try_into();
-        Ok(parts.unwrap_or_else(|_| unreachable!("there is one for each width")))
-    }
-
-    /// Overwrites the view with the values of a view of the same shape, after this rank's earlier operations and before
-    /// its later ones.
-    ///
-    /// On GPUs the copy is put on the group's stream, and no host waits.
-    ///
-    /// ```
-    /// use gemmesh::{Error, Group, Host};
-    ///
-    /// Group::<Host>::threads(1, |group| {
-    ///     let from = group.upload(&[1.0f32, 2.0, 3.0, 4.0], 2, 2)?;
-    ///     let mut to = group.zeros::<f32>(2, 3)?;
-    ///     to.view_mut().columns(0..2)?.copy_from(&from)?;
-    ///     assert_eq!(to.to_vec()?, [1.0, 2.0, 0.0, 3.0, 4.0, 0.0]);
-    ///     Ok::<_, Error>(())
-    /// })?;
-    /// # Ok::<_, Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`Error::Shape`] unless the shapes are equal; [`Error::ForeignArgument`] if the matrices belong to different
-    /// groups; the group's failure.
-    pub fn copy_from<'m>(&mut self, from: impl Into<MatrixView<'m, B, T>>) -> Result<()> {
-        let (from, group) = (from.into(), self.view.group);
-        let [rows, columns] = self.shape();
-        from.require_copied("MatrixViewMut::copy_from", group, [rows, columns])?;
-        let backend = &group.inner().backend;
-        let from = from.memory.input(from.offset);
-        let width = columns * size_of::<T>();
-        group.exclusively(|_| backend.copy(&from, &self.output(), rows, width))
-    }
-
-    #[cfg(feature = "cuda")]
-    pub(crate) fn as_view(&self) -> MatrixView<'_, B, T> {
-        self.view
-    }
-
-    pub(crate) fn group(&self) -> &'a Group<B> {
-        self.view.group
-    }
-
-    /// Binds the view as an output.
-    pub(crate) fn output(&self) -> Bound<'a, B> {
-        self.view.memory.output(self.view.offset)
-    }
-}
-
-impl<B: Backend, T: Value> fmt::Debug for MatrixViewMut<'_, B, T> {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(
-            f,
-            "MatrixViewMut<{}, {}>{:?}",
-            B::NAME,
-            T::DTYPE,
-            self.shape()
-        )
     }
 }
