@@ -3,34 +3,32 @@
 mod builder;
 #[cfg(feature = "mpi")]
 mod mpi;
+mod operation;
+mod programs;
 mod threads;
 mod turns;
 
 pub use builder::{Builder, DEFAULT_TIMEOUT};
 
-use std::cell::{Cell, RefCell};
 use std::fmt::{self, Write};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use lru::LruCache;
 
-use self::turns::{Turn, Turns};
+use self::programs::Kept;
+use self::turns::Turns;
 use crate::backend::{Backend, KEPT, OpenOptions};
 use crate::error::{Error, Result};
 use crate::one_line::beginning;
 use crate::process::Own;
 use crate::profile::nvtx::range;
 use crate::protocol::epoch::Epoch;
-use crate::ranks::call::PostedCall;
 use crate::ranks::deadlines::Deadlines;
 use crate::ranks::members::Members;
 use crate::ranks::split::{self, Claim, SPLIT};
 use crate::refusal::{self, Refusal};
-use crate::resources::require_available;
-use crate::schedule::plan::matrices::PARTIALS;
-use crate::schedule::plan::{plan, tile_order};
-use crate::schedule::{Agreed, Config, Numerics, Problem, Schedule};
+use crate::schedule::{Config, Numerics, Problem};
 
 /// This rank's membership of a group of ranks that multiply together.
 ///
@@ -113,20 +111,6 @@ struct State<B: Backend> {
     recorded: Vec<Arc<B::Program>>,
     /// The partial sums of captured operations.
     recorded_partials: Vec<Arc<B::Symmetric>>,
-}
-
-thread_local! {
-    /// The groups in whose operations this thread runs a function of the caller's.
-    static CALLBACKS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
-}
-
-/// A list of tiles of more bytes than this is asked for before it is made.
-const LONG_LIST: usize = 1 << 20;
-
-/// A program for the short calls.
-struct Kept<B: Backend> {
-    program: Arc<B::Program>,
-    config: Config,
 }
 
 impl<B: Backend> Group<B> {
@@ -459,220 +443,8 @@ impl<B: Backend> Group<B> {
         &self.inner
     }
 
-    /// Symmetric memory for the partial sums of a schedule. Operations use it one after the
-    /// other. If there is not enough yet, the call is collective: ranks that agree on the operation need the same size.
-    pub(crate) fn partials(&self, schedule: &Schedule) -> Result<Arc<B::Symmetric>> {
-        self.check()?;
-        let matrix = schedule.matrices()[PARTIALS];
-        let bytes = matrix.rows.saturating_mul(matrix.row_bytes());
-        // Whole blocks, so that a few more rows need no new allocation. A size that overflows is too large for any
-        // machine.
-        let bytes = bytes.checked_next_multiple_of(B::BLOCK);
-        let bytes = bytes.unwrap_or(usize::MAX);
-        let Inner {
-            backend, members, ..
-        } = self.inner();
-        // A panic while it was held has not left it half-changed.
-        let partials = &self.inner.partials;
-        let mut partials = partials.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((memory, room)) = &*partials
-            && *room >= bytes
-        {
-            if self.is_recording()? {
-                let kept = &mut self.state(None)?.recorded_partials;
-                if !kept.iter().any(|kept| Arc::ptr_eq(kept, memory)) {
-                    kept.push(memory.clone());
-                }
-            }
-            return Ok(memory.clone());
-        }
-        self.refuse_recording()
-            .inspect_err(|error| members.refuse(error))?;
-        members.withdraw_refusal();
-        // All ranks are here. Memory that is too small is freed first, to make room.
-        *partials = None;
-        let call = schedule.agreed().map_or(String::new(), |agreed| {
-            format!("{}({})", agreed.name(), agreed.details())
-        });
-        let memory = Arc::new(self.noted(backend.symmetric(members, &call, bytes))?);
-        *partials = Some((memory.clone(), bytes));
-        Ok(memory)
-    }
-
     pub(crate) fn is_same(&self, other: &Group<B>) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
-    }
-
-    /// The program for a problem. It is prepared at its first use and kept for the next one. If there are too many, the
-    /// least recently used one is dropped. Without a configuration, the backend chooses one.
-    pub(crate) fn program(
-        &self,
-        problem: Problem,
-        config: Option<Config>,
-    ) -> refusal::Result<Arc<B::Program>> {
-        let (program, _) = self.configured_program(problem, config)?;
-        Ok(program)
-    }
-
-    /// [`Group::program`], and its configuration.
-    pub(crate) fn configured_program(
-        &self,
-        problem: Problem,
-        config: Option<Config>,
-    ) -> refusal::Result<(Arc<B::Program>, Config)> {
-        let key = (problem, config);
-        self.refuse_misplaced()?;
-        let mut state = self.state(None)?;
-        if let Some(kept) = state.programs.get(&key) {
-            return Ok((kept.program.clone(), kept.config));
-        }
-        // A capture allows no allocation.
-        self.refuse_recording()?;
-        let Inner {
-            backend,
-            members,
-            numerics,
-            ..
-        } = self.inner();
-        let _range = range(|| format!("gemmesh prepare {}", key.0.operation));
-        let config = config.unwrap_or_else(|| {
-            let rows = key.0.layout.with_a_row();
-            let problem = rows.map(|layout| Problem {
-                layout,
-                ..key.0.clone()
-            });
-            backend.default_config(problem.as_ref().unwrap_or(&key.0), *numerics)
-        });
-        config.check_numerics(*numerics)?;
-        let listed = tile_order::bytes(&key.0, &config);
-        // Asking takes longer than planning a short list.
-        if listed > LONG_LIST {
-            require_available(listed).map_err(Error::out_of_memory(members.rank, listed))?;
-        }
-        let schedule = plan(&key.0, members.rank, config)?;
-        let program = Arc::new(backend.prepare(members, schedule)?);
-        let kept = Kept {
-            program: program.clone(),
-            config,
-        };
-        let evicted = state.programs.push(key, kept);
-        drop(state);
-        if let Some((_, evicted)) = evicted {
-            self.evict(evicted);
-        }
-        Ok((program, config))
-    }
-
-    /// Keeps a program until this rank waits for the device, and drops it then. If there are many, the oldest is
-    /// dropped at once.
-    fn evict(&self, program: Kept<B>) {
-        const MOST: usize = 16;
-        let mut evicted = self.evicted();
-        let oldest = (evicted.len() == MOST).then(|| evicted.remove(0));
-        evicted.push(program);
-        // Unlocked first, so that nobody waits while a program is dropped.
-        drop(evicted);
-        drop(oldest);
-    }
-
-    fn evicted(&self) -> MutexGuard<'_, Vec<Kept<B>>> {
-        // A panic cannot have left it half-changed, because each change is one call.
-        let evicted = &self.inner.evicted;
-        evicted.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Keeps the program of a captured operation as long as the group lives.
-    pub(crate) fn keep_recorded(&self, program: &Arc<B::Program>) -> Result<()> {
-        let recorded = &mut self.state(None)?.recorded;
-        if !recorded.iter().any(|kept| Arc::ptr_eq(kept, program)) {
-            recorded.push(program.clone());
-        }
-        Ok(())
-    }
-
-    /// Calls a function of the caller's within an operation. Calls of this group that the function makes are refused,
-    /// because they would wait for the operation.
-    pub(crate) fn in_callback<R>(&self, f: impl FnOnce() -> R) -> R {
-        let this = Arc::as_ptr(&self.inner).addr();
-        CALLBACKS.with_borrow_mut(|groups| groups.push(this));
-        let result = f();
-        CALLBACKS.with_borrow_mut(|groups| groups.pop());
-        result
-    }
-
-    /// Fails in a fork of this rank's process, and in a function that an operation has called.
-    pub(crate) fn refuse_misplaced(&self) -> Result<()> {
-        let members = &self.inner.members;
-        members.refuse_fork()?;
-        let this = Arc::as_ptr(&self.inner).addr();
-        match CALLBACKS.with_borrow(|groups| groups.contains(&this)) {
-            true => Err(members.named(Error::CallInCallback { rank: self.rank() })),
-            false => Ok(()),
-        }
-    }
-
-    /// Begins a collective operation. No other begins on this rank before `run` returns.
-    pub(crate) fn operate<R>(
-        &self,
-        call: PostedCall<'_>,
-        run: impl FnOnce(Epoch) -> Result<R>,
-    ) -> Result<R> {
-        self.check()?;
-        // Before the operation gets its number, so that a refusal on one rank leaves all ranks in step.
-        self.refuse_recording()
-            .inspect_err(|error| self.inner.members.refuse(error))?;
-        let state = self.state(Some(call.agreed));
-        let mut state = state.inspect_err(|error| self.inner.members.refuse(error))?;
-        let epoch = state.epoch;
-        self.inner.members.post(epoch, call)?;
-        state.epoch = epoch.next();
-        run(epoch).map_err(|error| self.inner.members.named(error))
-    }
-
-    /// Runs something that has no number of its own but must not overlap with operations. `run` gets the epoch of the
-    /// last operation.
-    pub(crate) fn exclusively<R>(&self, run: impl FnOnce(Epoch) -> Result<R>) -> Result<R> {
-        self.check()?;
-        let state = self.state(None);
-        self.noted(state.and_then(|state| run(state.epoch.previous())))
-    }
-
-    /// True while operations are only captured, to run later.
-    pub(crate) fn is_recording(&self) -> Result<bool> {
-        self.refuse_misplaced()?;
-        let members = &self.inner.members;
-        let is_recording = self.inner.backend.is_recording(members);
-        is_recording.map_err(|error| members.named(error))
-    }
-
-    fn refuse_recording(&self) -> Result<()> {
-        if self.is_recording()? {
-            let rank = self.rank();
-            return Err(self.inner.members.named(Error::Capturing { rank }));
-        }
-        Ok(())
-    }
-
-    /// Waits for this thread's turn, which is for `operation` or for something else.
-    fn state(&self, operation: Option<&Agreed>) -> Result<Turn<'_, State<B>>> {
-        let members = &self.inner.members;
-        let (rank, longest) = (members.rank, members.deadlines.call());
-        // How long this thread had waited when a rank was last seen not to have come to the other thread's operation.
-        let until_all_came = Cell::new(Duration::ZERO);
-        self.inner.state.take(operation, |waited, other| {
-            members.check()?;
-            if members.awaits_a_rank() {
-                until_all_came.set(waited);
-            }
-            if waited - until_all_came.get() < longest {
-                return Ok(());
-            }
-            Err(members.named(Error::Busy {
-                rank,
-                call: other.map_or("call", Agreed::name).into(),
-                waited_ms: waited.as_millis() as u64,
-            }))
-        })
     }
 }
 

@@ -1,0 +1,151 @@
+//! Programs that a group keeps for later calls, and the memory of partial sums, which its operations share.
+
+use std::sync::{Arc, MutexGuard, PoisonError};
+
+use super::{Group, Inner};
+use crate::backend::Backend;
+use crate::error::{Error, Result};
+use crate::profile::nvtx::range;
+use crate::refusal;
+use crate::resources::require_available;
+use crate::schedule::plan::matrices::PARTIALS;
+use crate::schedule::plan::{plan, tile_order};
+use crate::schedule::{Config, Problem, Schedule};
+
+/// A list of tiles of more bytes than this is asked for before it is made.
+const LONG_LIST: usize = 1 << 20;
+
+/// A program for the short calls.
+pub struct Kept<B: Backend> {
+    program: Arc<B::Program>,
+    config: Config,
+}
+
+impl<B: Backend> Group<B> {
+    /// The program for a problem. It is prepared at its first use and kept for the next one. If there are too many, the
+    /// least recently used one is dropped. Without a configuration, the backend chooses one.
+    pub(crate) fn program(
+        &self,
+        problem: Problem,
+        config: Option<Config>,
+    ) -> refusal::Result<Arc<B::Program>> {
+        let (program, _) = self.configured_program(problem, config)?;
+        Ok(program)
+    }
+
+    /// [`Group::program`], and its configuration.
+    pub(crate) fn configured_program(
+        &self,
+        problem: Problem,
+        config: Option<Config>,
+    ) -> refusal::Result<(Arc<B::Program>, Config)> {
+        let key = (problem, config);
+        self.refuse_misplaced()?;
+        let mut state = self.state(None)?;
+        if let Some(kept) = state.programs.get(&key) {
+            return Ok((kept.program.clone(), kept.config));
+        }
+        // A capture allows no allocation.
+        self.refuse_recording()?;
+        let Inner {
+            backend,
+            members,
+            numerics,
+            ..
+        } = self.inner();
+        let _range = range(|| format!("gemmesh prepare {}", key.0.operation));
+        let config = config.unwrap_or_else(|| {
+            let rows = key.0.layout.with_a_row();
+            let problem = rows.map(|layout| Problem {
+                layout,
+                ..key.0.clone()
+            });
+            backend.default_config(problem.as_ref().unwrap_or(&key.0), *numerics)
+        });
+        config.check_numerics(*numerics)?;
+        let listed = tile_order::bytes(&key.0, &config);
+        // Asking takes longer than planning a short list.
+        if listed > LONG_LIST {
+            require_available(listed).map_err(Error::out_of_memory(members.rank, listed))?;
+        }
+        let schedule = plan(&key.0, members.rank, config)?;
+        let program = Arc::new(backend.prepare(members, schedule)?);
+        let kept = Kept {
+            program: program.clone(),
+            config,
+        };
+        let evicted = state.programs.push(key, kept);
+        drop(state);
+        if let Some((_, evicted)) = evicted {
+            self.evict(evicted);
+        }
+        Ok((program, config))
+    }
+
+    /// Keeps a program until this rank waits for the device, and drops it then. If there are many, the oldest is
+    /// dropped at once.
+    fn evict(&self, program: Kept<B>) {
+        const MOST: usize = 16;
+        let mut evicted = self.evicted();
+        let oldest = (evicted.len() == MOST).then(|| evicted.remove(0));
+        evicted.push(program);
+        // Unlocked first, so that nobody waits while a program is dropped.
+        drop(evicted);
+        drop(oldest);
+    }
+
+    pub(super) fn evicted(&self) -> MutexGuard<'_, Vec<Kept<B>>> {
+        // A panic cannot have left it half-changed, because each change is one call.
+        let evicted = &self.inner.evicted;
+        evicted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps the program of a captured operation as long as the group lives.
+    pub(crate) fn keep_recorded(&self, program: &Arc<B::Program>) -> Result<()> {
+        let recorded = &mut self.state(None)?.recorded;
+        if !recorded.iter().any(|kept| Arc::ptr_eq(kept, program)) {
+            recorded.push(program.clone());
+        }
+        Ok(())
+    }
+
+    /// Symmetric memory for the partial sums of a schedule. Operations use it one after the other. If there is not
+    /// enough yet, the call is collective: ranks that agree on the operation need the same size.
+    pub(crate) fn partials(&self, schedule: &Schedule) -> Result<Arc<B::Symmetric>> {
+        self.check()?;
+        let matrix = schedule.matrices()[PARTIALS];
+        let bytes = matrix.rows.saturating_mul(matrix.row_bytes());
+        // Whole blocks, so that a few more rows need no new allocation. A size that overflows is too large for any
+        // machine.
+        let bytes = bytes.checked_next_multiple_of(B::BLOCK);
+        let bytes = bytes.unwrap_or(usize::MAX);
+        let Inner {
+            backend, members, ..
+        } = self.inner();
+        // A panic while it was held has not left it half-changed.
+        let partials = &self.inner.partials;
+        let mut partials = partials.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((memory, room)) = &*partials
+            && *room >= bytes
+        {
+            if self.is_recording()? {
+                let kept = &mut self.state(None)?.recorded_partials;
+                if !kept.iter().any(|kept| Arc::ptr_eq(kept, memory)) {
+                    kept.push(memory.clone());
+                }
+            }
+            return Ok(memory.clone());
+        }
+        self.refuse_recording()
+            .inspect_err(|error| members.refuse(error))?;
+        members.withdraw_refusal();
+        // All ranks are here. Memory that is too small is freed first, to make room.
+        *partials = None;
+        let call = schedule.agreed().map_or(String::new(), |agreed| {
+            format!("{}({})", agreed.name(), agreed.details())
+        });
+        let memory = Arc::new(self.noted(backend.symmetric(members, &call, bytes))?);
+        *partials = Some((memory.clone(), bytes));
+        Ok(memory)
+    }
+}
