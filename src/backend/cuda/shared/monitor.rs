@@ -5,37 +5,29 @@
 //! complete. Once the group has failed, whoever noticed it, the thread writes the words that this rank's kernels and
 //! streams wait for, so that they run through.
 
+mod release;
+mod report;
+mod watch;
+
 use std::mem::offset_of;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::words::{FlagLine, OwnWords, Snapshot, Waits};
-use crate::backend::cuda::abi::{
-    GEMMESH_FAULT_RECORDED, GEMMESH_GROUP_FAILED, GEMMESH_LOW_LATENCY, GEMMESH_READY, GemmeshFault,
-    GemmeshMailbox, GemmeshPushEpoch,
-};
-use crate::backend::cuda::driver::{Device, DevicePtr, Pinned, Priority, Stream, StreamMemOp};
-use crate::error::{Deadline, Error, Result};
+use self::release::Satisfying;
+use super::words::{OwnWords, Snapshot, Waits};
+use crate::backend::cuda::abi::GemmeshFault;
+use crate::backend::cuda::driver::{Device, DevicePtr, Pinned, Priority, Stream};
+use crate::error::{Error, Result};
 use crate::protocol::epoch::Epoch;
-use crate::protocol::flag::Awaited;
-use crate::ranks::deadlines::{Clock, Deadlines};
 use crate::ranks::failure_reporter::FailureReporter;
 use crate::ranks::members::Members;
-use crate::schedule::{MAX_BLOCKS, MAX_FLAGS};
 
-/// How often the thread looks.
-const PERIOD: Duration = Duration::from_millis(2);
-/// How much longer than the deadline it waits. A kernel in a graph has the deadline itself and knows more. A call that a
-/// function waits for gives up at the deadline, and then the function may return. It is also how long a copy of words
-/// may take.
+/// How much longer than the deadline the thread waits. A kernel in a graph has the deadline itself and knows more. A
+/// call that a function waits for gives up at the deadline, and then the function may return. It is also how long a
+/// copy of words may take.
 const GRACE: Duration = Duration::from_millis(500);
-/// An operation has waited this long before the monitor asks whether all ranks have begun it.
-const NOT_SHORT: Duration = Duration::from_millis(10);
-/// How long an operation must have waited before the monitor checks whether peers have left. It is also the time
-/// between two notes of which rank the operation waits for.
-const LEFT_AFTER: Duration = Duration::from_millis(100);
 
 /// The most operations that are on the device at a time.
 pub const OUTSTANDING: usize = 64;
@@ -101,19 +93,6 @@ struct Replayed {
 
 // SAFETY: plain words, for which zero is valid.
 unsafe impl bytemuck::Zeroable for Replayed {}
-
-/// Values that copies bring to the words that streams wait for.
-///
-/// (A fill will not do, because it is a kernel, which may have to wait for the kernel that it is to release.)
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-struct Satisfying {
-    chunks: [u32; MAX_FLAGS],
-    open: [u32; MAX_BLOCKS],
-}
-
-// SAFETY: plain words, for which zero is valid.
-unsafe impl bytemuck::Zeroable for Satisfying {}
 
 /// An operation that has not ended.
 #[derive(Clone, Copy, Debug)]
@@ -299,363 +278,8 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 impl Watch {
-    fn run(&self) {
-        let mut last = (self.completed.read(), self.replayed.read());
-        let mut clocks = (Clock::start(), Clock::start());
-        let mut hurried = false;
-        let mut released = false;
-        let mut closing = lock(&self.closing);
-        while !*closing {
-            closing = self
-                .closed
-                .wait_timeout(closing, PERIOD)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-            let completed = self.completed.read();
-            // An operation that the streams have not reached is not late, because the caller's own work may be in front
-            // of it.
-            let is_idle = completed == self.started.read();
-            let hurry = !hurried && self.hurried.load(Ordering::Relaxed);
-            if is_idle || completed != last.0 || hurry {
-                last.0 = completed;
-                clocks.0 = Clock::start();
-                hurried |= hurry;
-            }
-            let replayed = self.replayed.read();
-            if replayed.running == 0 || replayed != last.1 {
-                last.1 = replayed;
-                clocks.1 = Clock::start();
-            }
-            self.look();
-            let next = Epoch::from_raw(completed).next();
-            if clocks.0.total() >= NOT_SHORT {
-                clocks.0.look(|| self.failures.all_have_begun(next));
-            }
-            let has_failed = self.failures.fault().is_some();
-            self.device
-                .note_awaited_rank(!is_idle && !clocks.0.has_begun() && !has_failed);
-            // Nobody sees whether a rank has begun a replay.
-            clocks.1.look(|| true);
-            self.judge(Running::Live(next), &clocks.0);
-            self.judge(Running::Replay(replayed.running), &clocks.1);
-            // Release once, and again while work is on the device, because replays close graph words behind themselves.
-            // (Not more often, because each release takes a turn of the GPU from other processes.)
-            let is_busy = self.outstanding() > 0 || self.replayed.read().running > 0;
-            if self.failures.fault().is_some() && (is_busy || !released) {
-                // If the words can't be written, the device has failed, and nothing helps.
-                released = self.release().is_ok();
-            }
-        }
-        self.device.note_awaited_rank(false);
-    }
-
     fn outstanding(&self) -> u32 {
         let begun = self.begun.load(Ordering::Acquire);
         begun.wrapping_sub(self.completed.read())
-    }
-
-    fn deadlines(&self) -> Deadlines {
-        let deadlines = self.failures.deadlines;
-        match self.hurried.load(Ordering::Relaxed) {
-            true => Deadlines::new(deadlines.call(), Some(deadlines.call())),
-            false => deadlines,
-        }
-    }
-
-    /// Fails the group if an operation has waited too long, or waits in vain.
-    fn judge(&self, running: Running, clock: &Clock) {
-        let waited = clock.total();
-        let refusal = || match running {
-            Running::Live(epoch) => self.failures.standing_refusal(epoch, waited),
-            Running::Replay(_) => None,
-        };
-        if let Some(passed) = self.deadlines().passed(clock, GRACE) {
-            self.failures
-                .fail(self.diagnose(running, passed, clock.waited()));
-        } else if let Some(error) = refusal() {
-            self.failures.fail(error);
-        } else if waited > LEFT_AFTER {
-            self.note(running, waited);
-            if self.someone_has_left() {
-                self.blame_the_one_who_left(running);
-            }
-        }
-    }
-
-    /// Notes now and then which rank an operation waits for. `waited`: for how long it has waited.
-    ///
-    /// Ranks that wait for this rank then blame that one instead.
-    fn note(&self, running: Running, waited: Duration) {
-        let mut noted = lock(&self.noted);
-        if noted.elapsed() < LEFT_AFTER || self.waits_for_its_caller(running) {
-            return;
-        }
-        let time = noted.elapsed().min(waited);
-        *noted = Instant::now();
-        if let Ok(Some((awaited, ..))) = self.missing(running) {
-            self.failures.note_wait(awaited.peer(), time);
-        }
-    }
-
-    /// Whether the operation waits for work that a callback on this rank has not enqueued yet.
-    fn waits_for_its_caller(&self, running: Running) -> bool {
-        let latest = Epoch::from_raw(self.begun.load(Ordering::Acquire));
-        let is_latest = matches!(running, Running::Live(epoch) if epoch == latest);
-        is_latest && self.calling.load(Ordering::Relaxed)
-    }
-
-    /// The name of a captured operation, and which ranks it waits for.
-    fn recording(&self, number: u32) -> Option<(String, Waits)> {
-        let index = (number as usize).checked_sub(1)?;
-        lock(&self.recordings).get(index).cloned()
-    }
-
-    fn waits_of(&self, epoch: Epoch) -> Waits {
-        lock(&self.waits)[epoch.raw() as usize % OUTSTANDING].clone()
-    }
-
-    fn someone_has_left(&self) -> bool {
-        (0..self.world).any(|rank| self.failures.has_left(rank))
-    }
-
-    /// Fails the group if an operation waits for a rank that has left.
-    fn blame_the_one_who_left(&self, running: Running) {
-        let Ok(Some((awaited, expected, seen))) = self.missing(running) else {
-            return;
-        };
-        // A rank that left may have done its part first, so the words are read again after it has left. This rank's own
-        // part may end while they are read, so both reads must be the same.
-        if !self.failures.has_left(awaited.peer()) {
-            return;
-        }
-        let again = self.missing(running);
-        if matches!(again, Ok(Some(again)) if again == (awaited, expected, seen)) {
-            let epoch = match running {
-                Running::Live(epoch) => Some(epoch),
-                Running::Replay(_) => None,
-            };
-            let reason = self.failures.why_left(awaited.peer(), epoch);
-            self.failures
-                .fail(reason.unwrap_or_else(|| Error::RankLeft {
-                    rank: awaited.peer(),
-                    waiting: self.failures.rank,
-                    what: self.describe(running, awaited),
-                }));
-        }
-    }
-
-    /// The error with which `rank`, which an operation waits for, was refused that call, if it was.
-    fn refusal(&self, running: Running, rank: usize) -> Option<Error> {
-        match running {
-            Running::Live(epoch) => self.failures.refusal(rank, epoch),
-            Running::Replay(_) => None,
-        }
-    }
-
-    fn look(&self) {
-        // SAFETY: the record lives as long as `self`. The kernel writes the state after the rest. So once the state is
-        // seen and the fence has passed, the rest is final.
-        let state = unsafe { (&raw const (*self.fault.as_ptr()).state).read_volatile() };
-        if state != GEMMESH_FAULT_RECORDED || self.failures.fault().is_some() {
-            return;
-        }
-        fence(Ordering::Acquire);
-        let fault = self.fault.read();
-        let epoch = Epoch::from_raw(fault.expected);
-        let waited = Duration::from_nanos(fault.waited_ns);
-        let source = fault.peer as usize;
-        let noted = match fault.flag {
-            GEMMESH_READY => Awaited::Ready { source },
-            GEMMESH_LOW_LATENCY => Awaited::LowLatency { source },
-            flag => Awaited::Chunk {
-                source,
-                flag: flag as usize,
-                pulled: fault.pushed == 0,
-            },
-        };
-        // The owner of late rows may be waiting for `ready` of a third rank. Then the rank whose `ready` is missing is
-        // to blame.
-        let (rank, world) = (self.failures.rank, self.world);
-        let waits = match fault.pushed {
-            0 => self.waits_of(epoch),
-            _ => no_flags(),
-        };
-        let missing = self.read_words().ok();
-        let missing = missing.and_then(|words| words.missing(rank, world, epoch, &waits));
-        let awaited = match missing {
-            Some((awaited @ Awaited::Ready { .. }, _)) => awaited,
-            _ => noted,
-        };
-        // The record names the operation. Flags of pushes have a count of their own, and by now this kernel and those
-        // behind it may have run through.
-        let running = match fault.recording {
-            0 => Running::Live(Epoch::from_raw(fault.operation)),
-            recording => Running::Replay(recording),
-        };
-        let passed = (Deadline::Call, self.failures.deadlines.call());
-        self.failures
-            .fail(self.late(running, passed, awaited, waited));
-    }
-
-    /// The error if `awaited` has not come before the deadline that has `passed`, which is given with its length.
-    fn late(
-        &self,
-        running: Running,
-        passed: (Deadline, Duration),
-        awaited: Awaited,
-        waited: Duration,
-    ) -> Error {
-        let refusal = self.refusal(running, awaited.peer());
-        refusal.unwrap_or_else(|| {
-            let what = self.describe(running, awaited);
-            self.failures
-                .timed_out(passed, awaited.peer(), waited, what)
-        })
-    }
-
-    /// What an operation waits for, in words.
-    fn describe(&self, running: Running, awaited: Awaited) -> String {
-        let what = awaited.describe(self.failures.rank);
-        format!("{}: rank {} {what}", self.name(running), awaited.peer())
-    }
-
-    fn name(&self, running: Running) -> String {
-        match running {
-            Running::Live(epoch) => self.failures.call_of(epoch),
-            Running::Replay(number) => {
-                let recording = self.recording(number);
-                let name = recording.map_or(String::new(), |(name, _)| name);
-                format!("{name} in a graph")
-            }
-        }
-    }
-
-    /// The error of an operation that has waited too long. `passed` is the deadline and its length.
-    fn diagnose(&self, running: Running, passed: (Deadline, Duration), waited: Duration) -> Error {
-        let rank = self.failures.rank;
-        let unknown = |reason: String| Error::Timeout {
-            rank,
-            waiting: rank,
-            what: format!("{} on its own GPU ({reason})", self.name(running)),
-            waited_ms: waited.as_millis() as u64,
-            deadline: passed.0,
-        };
-        if self.waits_for_its_caller(running) {
-            return unknown("its caller's function has not returned".into());
-        }
-        let by_kernel = |epoch| matches!(self.waits_of(epoch), Waits::Kernel { .. });
-        match self.missing(running) {
-            Ok(Some((awaited, ..))) => self.late(running, passed, awaited, waited),
-            Ok(None) if matches!(running, Running::Live(epoch) if by_kernel(epoch)) => {
-                unknown("its kernel does not run, or does not end".into())
-            }
-            Ok(None) => unknown("all peers have done their part".into()),
-            Err(error) => unknown(error.to_string()),
-        }
-    }
-
-    /// The first missing word of an operation, the epoch that it should have reached, and its value.
-    fn missing(&self, running: Running) -> Result<Option<(Awaited, Epoch, u32)>> {
-        let words = self.read_words()?;
-        let (waits, expected, has_ended) = match running {
-            Running::Live(epoch) => {
-                let waits = self.waits_of(epoch);
-                let expected = match (&waits, words.pushed_epoch()) {
-                    (Waits::Kernel { .. }, Some(expected)) => expected,
-                    // No kernel waits.
-                    (Waits::Kernel { .. }, None) => return Ok(None),
-                    _ => epoch,
-                };
-                let has_ended = epoch.reached_by(self.completed.read());
-                (waits, expected, has_ended)
-            }
-            Running::Replay(number) => {
-                let Some((_, waits)) = self.recording(number) else {
-                    return Ok(None);
-                };
-                let has_ended = self.replayed.read().running != number;
-                (waits, Epoch::OPEN, has_ended)
-            }
-        };
-        if has_ended {
-            return Ok(None);
-        }
-        let missing = words.missing(self.failures.rank, self.world, expected, &waits);
-        Ok(missing.map(|(awaited, seen)| (awaited, expected, seen)))
-    }
-
-    fn read_words(&self) -> Result<Snapshot> {
-        let _bound = self.device.bind()?;
-        let snapshot = self.snapshot.ptr();
-        let at = |offset: usize| snapshot + offset as u64;
-        let line = size_of::<FlagLine>();
-        // SAFETY: the control block and the snapshot live as long as this thread, which waits for the copies below
-        // or, if the device does not do them, never reads it.
-        unsafe {
-            self.rescue.copy(snapshot, self.own.flags.ready, 2 * line)?;
-            let graph = at(offset_of!(Snapshot, graph_ready));
-            self.rescue.copy(graph, self.own.graph.ready, 2 * line)?;
-            let moved = at(offset_of!(Snapshot, moved));
-            self.rescue.copy(moved, self.own.moved, size_of::<u32>())?;
-            let mailbox = at(offset_of!(Snapshot, mailbox));
-            let length = size_of::<GemmeshMailbox>();
-            self.rescue.copy(mailbox, self.own.mailbox, length)?;
-            let push_epoch = at(offset_of!(Snapshot, push_epoch));
-            let length = size_of::<GemmeshPushEpoch>();
-            self.rescue.copy(push_epoch, self.own.push_epoch, length)?;
-        }
-        let deadline = Instant::now() + GRACE;
-        while !self.rescue.is_idle()? {
-            if Instant::now() > deadline {
-                return Err(Error::System {
-                    rank: Some(self.failures.rank),
-                    action: "read its flags".into(),
-                    reason: "its GPU does not copy them".into(),
-                });
-            }
-            std::thread::sleep(Duration::from_micros(100));
-        }
-        Ok(self.snapshot.read())
-    }
-
-    /// Lets this rank's kernels and streams run through. Their results are void, because the group has failed.
-    ///
-    /// It is safe that this writes flags of other writers, because nobody uses what they guard any more.
-    fn release(&self) -> Result<()> {
-        let last = self.begun.load(Ordering::Acquire);
-        let _bound = self.device.bind()?;
-        let mut words = vec![
-            StreamMemOp::Write(self.own.abort, GEMMESH_GROUP_FAILED),
-            StreamMemOp::Write(
-                self.own.push_epoch + offset_of!(GemmeshPushEpoch, permit) as u64,
-                1,
-            ),
-        ];
-        let OwnWords { flags, graph, .. } = &self.own;
-        for (lines, value) in [(flags, last), (graph, Epoch::OPEN.raw())] {
-            for peer in 0..self.world as u64 {
-                words.push(StreamMemOp::Write(lines.ready + 4 * peer, value));
-                words.push(StreamMemOp::Write(lines.done + 4 * peer, value));
-            }
-        }
-        const { assert!(MAX_FLAGS <= MAX_BLOCKS) };
-        // The monitor's thread and the thread that closes the group may both be here.
-        let _alone = lock(&self.releases);
-        self.satisfying.write(Satisfying {
-            chunks: [last; MAX_FLAGS],
-            open: [Epoch::OPEN.raw(); MAX_BLOCKS],
-        });
-        let chunks = self.satisfying.ptr() + offset_of!(Satisfying, chunks) as u64;
-        let open = self.satisfying.ptr() + offset_of!(Satisfying, open) as u64;
-        let (flags_bytes, blocks_bytes) = (4 * MAX_FLAGS, 4 * MAX_BLOCKS);
-        // SAFETY: the control block lives as long as this thread, and what is copied until its stream has passed.
-        unsafe {
-            self.rescue.words(&words)?;
-            self.rescue.copy(flags.chunk, chunks, flags_bytes)?;
-            // A replay closes them again, so this is repeated as long as the replay goes on.
-            self.rescue.copy(graph.chunk, open, flags_bytes)?;
-            // For the blocks of a product whose kernel was not launched.
-            self.rescue.copy(self.own.stored, open, blocks_bytes)
-        }
     }
 }
