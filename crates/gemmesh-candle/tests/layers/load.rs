@@ -120,8 +120,63 @@ fn ranks_read_each_element_once_but_for_what_they_share() -> Result<(), Failure>
 
 #[test]
 fn errors_name_the_tensor_its_shape_in_the_file_and_the_rank() -> Result<(), Failure> {
-    let dtype = DType::BF16;
-    let zeros = |shape: &[usize]| Tensor::zeros(shape, dtype, &Device::Cpu);
+    wrong_file(|ranks, file| {
+        let vb = |name: &str| Ok::<_, Failure>(file.sharded(DType::BF16)?.pp(name));
+        let tensors = VarBuilder::from_tensors(file.tensors.clone(), DType::BF16, &Device::Cpu);
+        let plain = tensors.pp("model");
+
+        let said = "loading a weight: model.up.weight in the file is [18, 8] and must be [16, 8]";
+        let made = ColumnParallelLinear::load(ranks, 8, 16, false, vb("up")?);
+        assert_says(ranks, made, said)?;
+        let made = ColumnParallelLinear::load(ranks, 8, 16, false, plain.pp("up"));
+        assert_says(ranks, made, said)?;
+        let made = GatedParallelLinear::load(ranks, 8, 16, false, [vb("up")?, vb("up")?]);
+        assert_says(ranks, made, said)?;
+        let qkv = [vb("up")?, vb("up")?, vb("up")?];
+        let made = QkvParallelLinear::load(ranks, 8, [4, 4], 4, false, qkv);
+        assert_says(ranks, made, said)?;
+        let said = "loading a weight: model.up.weight in the file is [18, 8] and must be [18, 16]";
+        let made = RowParallelLinear::load(ranks, 16, 18, false, vb("up")?);
+        assert_says(ranks, made, said)?;
+
+        let said = "loading a weight: model.norm.weight in the file is [8] and must be [8, 8]";
+        let made = RowParallelLinear::load(ranks, 8, 8, false, vb("norm")?);
+        assert_says(ranks, made, said)?;
+        let made = ColumnParallelLinear::load(ranks, 8, 8, false, vb("norm")?);
+        assert_says(ranks, made, said)?;
+
+        let said = "loading a weight: model.up.bias in the file is [16] and must be [18]";
+        let made = RowParallelLinear::load(ranks, 8, 18, true, vb("up")?);
+        assert_says(ranks, made, said)
+    })
+}
+
+#[test]
+fn errors_name_a_tensor_that_is_missing_and_one_that_cannot_be_a_weight() -> Result<(), Failure> {
+    wrong_file(|ranks, file| {
+        let down = file.sharded(DType::BF16)?.pp("down");
+        let made = RowParallelLinear::load(ranks, 8, 8, false, down);
+        let said = "cannot read model.down.weight: cannot find tensor model.down.weight";
+        assert_says(ranks, made, said)?;
+
+        let up = file.sharded(DType::F32)?.pp("up");
+        let made = ColumnParallelLinear::load(ranks, 8, 18, false, up);
+        let said = match ranks.world_size() {
+            1 => "a parallel layer: the dtype of weight is F32 and must be BF16 or F16",
+            _ => {
+                "TensorParallel::shard: dimension 0 of model.up.weight that 4 ranks share evenly is [18] and must be \
+                 [20]"
+            }
+        };
+        assert_says(ranks, made, said)
+    })
+}
+
+/// Runs `check` on one rank, and on each of four, with a file whose weights fit few layers.
+fn wrong_file(
+    check: impl Fn(&TensorParallel, &File) -> Result<(), Failure> + Sync,
+) -> Result<(), Failure> {
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::BF16, &Device::Cpu);
     let tensors = [
         ("model.up.weight", zeros(&[18, 8])?),
         ("model.up.bias", zeros(&[16])?),
@@ -130,74 +185,20 @@ fn errors_name_the_tensor_its_shape_in_the_file_and_the_rank() -> Result<(), Fai
     let file = File::new(&tensors.map(|(name, tensor)| (name.into(), tensor)).into())?;
     for world in [1, 4] {
         Group::<Host>::threads(world, |group| {
-            let rank = group.rank();
-            let ranks = &TensorParallel::new(group, &Device::Cpu, CAPACITY)?;
-            let vb = |name: &str| Ok::<_, Failure>(file.sharded(dtype)?.pp(name));
-            let plain = |name: &str| {
-                VarBuilder::from_tensors(file.tensors.clone(), dtype, &Device::Cpu)
-                    .pp("model")
-                    .pp(name)
-            };
-            let says = |error: candle_core::Error, said: &str| {
-                let error = gemmesh_error(&error)
-                    .expect("an error of gemmesh's")
-                    .to_string();
-                assert_eq!(error, format!("rank {rank}: {said}"));
-                ranks.barrier()
-            };
-
-            let said =
-                "loading a weight: model.up.weight in the file is [18, 8] and must be [16, 8]";
-            let made = ColumnParallelLinear::load(ranks, 8, 16, false, vb("up")?);
-            says(made.unwrap_err(), said)?;
-            let made = ColumnParallelLinear::load(ranks, 8, 16, false, plain("up"));
-            says(made.unwrap_err(), said)?;
-            let made = GatedParallelLinear::load(ranks, 8, 16, false, [vb("up")?, vb("up")?]);
-            says(made.unwrap_err(), said)?;
-            let made = QkvParallelLinear::load(
-                ranks,
-                8,
-                [4, 4],
-                4,
-                false,
-                [vb("up")?, vb("up")?, vb("up")?],
-            );
-            says(made.unwrap_err(), said)?;
-            let said =
-                "loading a weight: model.up.weight in the file is [18, 8] and must be [18, 16]";
-            let made = RowParallelLinear::load(ranks, 16, 18, false, vb("up")?);
-            says(made.unwrap_err(), said)?;
-
-            let said = "loading a weight: model.norm.weight in the file is [8] and must be [8, 8]";
-            let made = RowParallelLinear::load(ranks, 8, 8, false, vb("norm")?);
-            says(made.unwrap_err(), said)?;
-            let made = ColumnParallelLinear::load(ranks, 8, 8, false, vb("norm")?);
-            says(made.unwrap_err(), said)?;
-
-            let said = "loading a weight: model.up.bias in the file is [16] and must be [18]";
-            let made = RowParallelLinear::load(ranks, 8, 18, true, vb("up")?);
-            says(made.unwrap_err(), said)?;
-
-            let said = "cannot read model.down.weight: cannot find tensor model.down.weight";
-            let made = RowParallelLinear::load(ranks, 8, 8, false, vb("down")?);
-            says(made.unwrap_err(), said)?;
-
-            let made =
-                ColumnParallelLinear::load(ranks, 8, 18, false, file.sharded(DType::F32)?.pp("up"));
-            match world {
-                1 => says(
-                    made.unwrap_err(),
-                    "a parallel layer: the dtype of weight is F32 and must be BF16 or F16",
-                )?,
-                _ => says(
-                    made.unwrap_err(),
-                    "TensorParallel::shard: dimension 0 of model.up.weight that 4 ranks share evenly is [18] and must be [20]",
-                )?,
-            }
-            Ok::<_, Failure>(())
+            check(&TensorParallel::new(group, &Device::Cpu, CAPACITY)?, &file)
         })?;
     }
     Ok(())
+}
+
+/// Checks what this rank is told of a layer that cannot be made.
+#[track_caller]
+fn assert_says<L>(ranks: &TensorParallel, made: Result<L>, said: &str) -> Result<(), Failure> {
+    let error = made.err().expect("a layer that cannot be made");
+    let error = gemmesh_error(&error).expect("an error of gemmesh's");
+    let rank = ranks.rank();
+    assert_eq!(error.to_string(), format!("rank {rank}: {said}"));
+    Ok(ranks.barrier()?)
 }
 
 #[test]
