@@ -139,16 +139,26 @@ fn rank(group: Group<Host>, link: f64) -> std::result::Result<(), Failure> {
     if group.rank() > 0 {
         return Ok(());
     }
-    Picture::new(format!(
+    let title = format!(
         "all_gather_matmul on {world} ranks: out[{M}, {n}] = gather(a)[{M}, {K}] · b[{n}, {K}]ᵀ, bf16"
-    ))
-    .note(format!(
+    );
+    let note = format!(
         "Each rank has {} rows of a, copies the others' rows at {link:.2} GB/s, and multiplies all rows by its own b.",
         M / world
-    ))
-    .timeline("fused: rows are multiplied while the next ones arrive", &fused)
-    .timeline("without overlap: first the gather, then the product", &alone)
-    .write_svg("timeline.svg")?;
+    );
+    Ok(draw(title, note, [&fused, &alone])?)
+}
+
+/// Draws the timelines of the fused product and of the one without overlap.
+fn draw(title: String, note: String, [fused, alone]: [&Timeline; 2]) -> Result<()> {
+    Picture::new(title)
+        .note(note)
+        .timeline(
+            "fused: rows are multiplied while the next ones arrive",
+            fused,
+        )
+        .timeline("without overlap: first the gather, then the product", alone)
+        .write_svg("timeline.svg")?;
     fused.write_chrome("timeline.json")?;
     println!(
         "wrote timeline.svg (open it in a browser) and timeline.json (open it in ui.perfetto.dev)"
