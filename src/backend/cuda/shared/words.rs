@@ -388,7 +388,11 @@ mod tests {
         assert_eq!(words.missing(1, 4, epoch, &streams(0b101, 0b1100)), None);
         let pulled = words.missing(1, 4, epoch, &streams(0b1000, 0));
         assert_eq!(pulled, Some((Awaited::Ready { source: 3 }, 4)));
-        // Once all is moved, the graph words that were passed are closed.
+    }
+
+    #[test]
+    fn graph_words_that_were_passed_are_closed_once_all_is_moved() {
+        let mut words: Snapshot = bytemuck::Zeroable::zeroed();
         let graph = &Waits::Graph {
             ready: 0b101,
             sources: 0,
@@ -410,6 +414,11 @@ mod tests {
         assert_eq!(first, Some((Awaited::Done { peer: 0 }, 0)));
         words.graph_done[..4].fill(1);
         assert_eq!(missing(&words), None);
+    }
+
+    #[test]
+    fn the_pushed_operation_is_the_next_one_while_a_kernel_runs() {
+        let mut words: Snapshot = bytemuck::Zeroable::zeroed();
         words.push_epoch.epoch = u32::MAX;
         assert_eq!(words.pushed_epoch(), None);
         words.push_epoch.entered = 1;
