@@ -287,10 +287,7 @@ fn more_shapes_than_are_kept_come_and_go_while_an_operation_waits() {
     let Some(_leave) = gpu_alone() else { return };
     all_done(ranks(test_name!(), 2, |rank| {
         let steps = host_group(rank)?;
-        let (_context, group) = connect_short(&Rank {
-            address: format!("{}-cuda", rank.address),
-            ..*rank
-        })?;
+        let (_context, group) = connect_short(&beside_the_host(rank))?;
         let k = 264;
         let mut a = group.sharded::<bf16>(301, k)?;
         let expected = bf16::from_f32(k as f32);

@@ -16,10 +16,7 @@ fn run_ahead(
     ahead: impl FnOnce(&Group<Cuda>, &mut Arguments) -> Result<(), Error>,
 ) -> Result<String, Error> {
     let steps = host_group(rank)?;
-    let (_context, group) = connect_short(&Rank {
-        address: format!("{}-cuda", rank.address),
-        ..*rank
-    })?;
+    let (_context, group) = connect_short(&beside_the_host(rank))?;
     let mut arguments = Arguments::new(&group, m, 16, 264)?;
     arguments.verify(&group)?;
     let begin = Instant::now();

@@ -77,10 +77,7 @@ fn a_rank_that_stays_in_a_call_which_a_late_one_has_begun_too_is_named_at_the_ti
 fn drop_while_a_rank_does_not_come(test: &str, route: Route) {
     all_done(ranks(test, 2, |rank| {
         let steps = host_group(rank)?;
-        let (_context, group) = late::connect_patient::<Cuda>(&Rank {
-            address: format!("{}-cuda", rank.address),
-            ..*rank
-        })?;
+        let (_context, group) = late::connect_patient::<Cuda>(&beside_the_host(rank))?;
         let mut arguments = Arguments::new(&group, 300, 72, 264)?;
         arguments.verify_by(&group, route)?;
         if rank.rank == 0 {

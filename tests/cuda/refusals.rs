@@ -5,7 +5,7 @@ use std::time::Instant;
 use gemmesh::{AllGatherMatmul, Cuda, Error, Matmul, Route, TileShape, all_gather_matmul, bf16};
 
 use crate::support::gpu::*;
-use crate::support::processes::{Rank, Setting};
+use crate::support::processes::Setting;
 use crate::{exchanges_that_differ, test_name};
 
 #[test]
@@ -68,10 +68,7 @@ fn of_ranks_that_were_all_refused_one_that_gives_up_is_named_with_the_reason() {
     let Some(_leave) = gpu() else { return };
     all_done(ranks(test_name!(), 2, |rank| {
         let steps = host_group(rank)?;
-        let (_context, group) = connect_short(&Rank {
-            address: format!("{}-cuda", rank.address),
-            ..*rank
-        })?;
+        let (_context, group) = connect_short(&beside_the_host(rank))?;
         let mut arguments = Arguments::new(&group, 20, 24, 16)?;
         let wrong = group.zeros::<bf16>(24, 8)?;
         let refused = all_gather_matmul(&arguments.a, &wrong, &mut arguments.out);

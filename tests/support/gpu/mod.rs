@@ -173,6 +173,14 @@ pub fn another_group(
     builder.connect(rank.rank, rank.world, &address)
 }
 
+/// The same ranks at an address of their own, for a group beside that of [`host_group`].
+pub fn beside_the_host(rank: &Rank) -> Rank {
+    Rank {
+        address: format!("{}-cuda", rank.address),
+        ..*rank
+    }
+}
+
 /// A group whose timeout is shorter than the start of CUDA may take.
 pub fn connect_short(rank: &Rank) -> Result<(Context, Group<Cuda>), Error> {
     tested::connect_short(rank)
