@@ -10,7 +10,7 @@ use gemmesh::{Error, Group, Host, bf16};
 use rustix::process::Signal;
 
 use crate::support::processes::{
-    Outcome, Rank, Setting, in_namespaces, runs, start, start_with, this_program,
+    Outcome, Processes, Rank, Setting, in_namespaces, runs, start, start_with, this_program,
 };
 use crate::{Arguments, NOTICED, SHORT, TIMEOUT, test_name};
 
@@ -22,13 +22,21 @@ fn launched(rank: &Rank, world: usize) -> Result<String, Error> {
         .map(|()| "all ranks have succeeded".into())
 }
 
+/// Starts a process that launches `world` ranks, each of which plays its part.
+fn launching(
+    test: &str,
+    world: usize,
+    part: impl FnOnce(&Rank) -> Result<String, Error>,
+) -> Processes {
+    start(test, &[(0, 1)], |me| match launch::is_rank() {
+        true => part(me),
+        false => launched(me, world),
+    })
+}
+
 #[test]
 fn launched_ranks_meet_and_their_output_is_forwarded() {
-    let test = test_name!();
-    let ranks = start(test, &[(0, 1)], |me| {
-        if !launch::is_rank() {
-            return launched(me, 3);
-        }
+    let ranks = launching(test_name!(), 3, |me| {
         let group = Group::<Host>::from_env()?;
         Arguments::new(&group, 9, 5, 3)?.verify(&group)?;
         me.say(format!("rank {} of {}", group.rank(), group.world_size()));
@@ -51,11 +59,7 @@ fn launched_ranks_meet_and_their_output_is_forwarded() {
 #[test]
 fn lines_that_launched_ranks_write_in_pieces_at_the_same_time_do_not_mix() {
     const LINES: usize = 100;
-    let test = test_name!();
-    let ranks = start(test, &[(0, 1)], |me| {
-        if !launch::is_rank() {
-            return launched(me, 4);
-        }
+    let ranks = launching(test_name!(), 4, |_| {
         let group = Group::<Host>::from_env()?;
         let rank = group.rank();
         group.barrier()?;
@@ -119,11 +123,7 @@ fn what_launched_ranks_write_last_comes_out_however_they_end() {
 
 #[test]
 fn a_process_that_a_launched_rank_leaves_behind_is_not_waited_for() {
-    let test = test_name!();
-    let ranks = start(test, &[(0, 1)], |me| {
-        if !launch::is_rank() {
-            return launched(me, 2);
-        }
+    let ranks = launching(test_name!(), 2, |me| {
         let left = Command::new("sleep").arg("300").spawn();
         me.say(format!("left {}", left.unwrap().id()));
         std::process::exit(0);
@@ -265,11 +265,7 @@ fn ranks_of_one_launcher_meet_whichever_time_namespaces_they_are_in() {
 
 #[test]
 fn the_first_launched_rank_that_fails_is_returned_and_the_others_are_killed() {
-    let test = test_name!();
-    let ranks = start(test, &[(0, 1)], |me| {
-        if !launch::is_rank() {
-            return launched(me, 3);
-        }
+    let ranks = launching(test_name!(), 3, |me| {
         let group = Group::<Host>::from_env()?;
         me.say(format!("pid {}", std::process::id()));
         group.barrier()?;
@@ -295,11 +291,7 @@ fn the_first_launched_rank_that_fails_is_returned_and_the_others_are_killed() {
 
 #[test]
 fn a_launched_rank_that_is_killed_is_returned() {
-    let test = test_name!();
-    let ranks = start(test, &[(0, 1)], |me| {
-        if !launch::is_rank() {
-            return launched(me, 3);
-        }
+    let ranks = launching(test_name!(), 3, |me| {
         let group = Group::<Host>::from_env()?;
         me.say(format!("pid {}", std::process::id()));
         group.barrier()?;
@@ -322,11 +314,7 @@ fn a_launched_rank_that_is_killed_is_returned() {
 
 #[test]
 fn launched_ranks_die_with_their_launcher() {
-    let test = test_name!();
-    let ranks = start(test, &[(0, 1)], |me| {
-        if !launch::is_rank() {
-            return launched(me, 3);
-        }
+    let ranks = launching(test_name!(), 3, |me| {
         let group = Group::<Host>::from_env()?;
         me.say(format!("pid {}", std::process::id()));
         group.barrier()?;
@@ -713,10 +701,7 @@ fn launch_as_rank(me: &Rank, test: &str) -> Result<String, Error> {
 #[test]
 fn a_launched_rank_cannot_launch() {
     let test = test_name!();
-    let ranks = start(test, &[(0, 1)], |me| {
-        if !launch::is_rank() {
-            return launched(me, 2);
-        }
+    let ranks = launching(test, 2, |me| {
         launch_as_rank(me, test)?;
         std::process::exit(0);
     });
