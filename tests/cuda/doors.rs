@@ -13,6 +13,7 @@ use gemmesh::{
 
 use crate::support::gpu::*;
 use crate::support::numbers::{Reference, nan, normal};
+use crate::support::processes::Rank;
 use crate::test_name;
 
 const M: usize = 72;
@@ -31,6 +32,16 @@ fn context(group: &Group<gemmesh::Cuda>) -> Result<Arc<CudaContext>> {
     of_cudarc(CudaContext::new(group.device_ordinal()))
 }
 
+/// A group whose operations go to a stream of cudarc's, that stream, and another one.
+fn on_cudarc_stream(rank: &Rank) -> Result<(Group<gemmesh::Cuda>, [Arc<CudaStream>; 2])> {
+    let group = connect(rank, TIMEOUT)?;
+    let context = context(&group)?;
+    let stream = of_cudarc(context.new_stream())?;
+    let other = of_cudarc(context.new_stream())?;
+    group.use_cudarc_stream(&stream)?;
+    Ok((group, [stream, other]))
+}
+
 fn upload(stream: &Arc<CudaStream>, values: &[bf16]) -> Result<CudaSlice<bf16>> {
     of_cudarc(stream.clone_htod(values))
 }
@@ -39,11 +50,7 @@ fn upload(stream: &Arc<CudaStream>, values: &[bf16]) -> Result<CudaSlice<bf16>> 
 fn matrices_in_memory_of_cudarcs_are_operands() {
     let Some(_leave) = gpu() else { return };
     all_done(ranks(test_name!(), 2, |rank| {
-        let group = connect(rank, TIMEOUT)?;
-        let context = context(&group)?;
-        let [stream, other] = [(); 2].map(|()| of_cudarc(context.new_stream()));
-        let (stream, other) = (stream?, other?);
-        group.use_cudarc_stream(&stream)?;
+        let (group, [stream, other]) = on_cudarc_stream(rank)?;
         let all: Vec<bf16> = normal(1, M * K);
         let weight: Vec<bf16> = normal(2 + rank.rank as u64, N * K);
         let mut a = group.sharded::<bf16>(M, K)?;
@@ -116,11 +123,7 @@ fn events_of_cudarc_order_the_group_and_other_streams() {
 fn shards_are_memory_of_cudarcs() {
     let Some(_leave) = gpu() else { return };
     all_done(ranks(test_name!(), 2, |rank| {
-        let group = connect(rank, TIMEOUT)?;
-        let context = context(&group)?;
-        let [stream, other] = [(); 2].map(|()| of_cudarc(context.new_stream()));
-        let (stream, other) = (stream?, other?);
-        group.use_cudarc_stream(&stream)?;
+        let (group, [stream, other]) = on_cudarc_stream(rank)?;
         let weight: Vec<bf16> = normal(2, N * K);
         let b = group.upload(&weight, N, K)?;
         let mut x = group.sharded::<bf16>(M, K)?;
@@ -159,11 +162,7 @@ fn shards_are_memory_of_cudarcs() {
 fn what_of_cudarc_does_not_fit_is_refused() {
     let Some(_leave) = gpu() else { return };
     all_done(ranks(test_name!(), 1, |rank| {
-        let group = connect(rank, TIMEOUT)?;
-        let context = context(&group)?;
-        let [stream, other] = [(); 2].map(|()| of_cudarc(context.new_stream()));
-        let (stream, other) = (stream?, other?);
-        group.use_cudarc_stream(&stream)?;
+        let (group, [stream, other]) = on_cudarc_stream(rank)?;
         let own = upload(&stream, &normal(1, 16 * 16))?;
         let others = upload(&other, &normal(1, 16 * 16))?;
         memory_that_does_not_fit_is_refused(&group, &own, &others);
