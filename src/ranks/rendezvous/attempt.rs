@@ -260,7 +260,7 @@ impl<'a> Rendezvous<'a> {
                 continue;
             }
             match user_of(&stream, peer) {
-                User::Same => self.strangers.push(Stranger::new(stream)),
+                User::Same => self.strangers.push(Stranger::new(Connection::from(stream))),
                 User::Other => {}
                 User::Unknown(reason) => self.unknown_user = Some(reason),
             }

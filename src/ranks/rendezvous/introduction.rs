@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::io::{self, Read};
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -114,9 +113,9 @@ impl Guest {
 }
 
 impl Stranger {
-    pub fn new(stream: UnixStream) -> Stranger {
+    pub fn new(stream: Connection) -> Stranger {
         Stranger {
-            stream: Arc::new(Connection::from(stream)),
+            stream: Arc::new(stream),
             since: Instant::now(),
             bytes: Vec::new(),
         }
