@@ -1,6 +1,9 @@
 //! What can go wrong, and who is at fault.
 
+mod call;
 mod words;
+
+pub use self::call::{Call, called_at};
 
 use std::fmt;
 
@@ -24,6 +27,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Nothing has been done, and the rank may make the call with a different argument. If it does not, the ranks that wait
 /// for it in that call get its error half a second later, or at once if it leaves. The group has then failed.
 ///
+/// An error of an argument also names the call's place in the program's source, on other ranks too:
+/// `rank 1: all_gather_matmul at src/block.rs:31: b [N, K] is [5, 3] and must be [5, 4]`.
+///
 /// `Debug` prints the same sentence as `Display`, because a program prints it whose `main` returns a [`Result`].
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -34,7 +40,7 @@ pub enum Error {
         /// The rank that made the call. None if there are no ranks yet.
         rank: Option<usize>,
         /// The call.
-        call: String,
+        call: Call,
         /// What the number is.
         what: String,
         /// The number.
@@ -51,7 +57,7 @@ pub enum Error {
         /// The rank that made the call.
         rank: usize,
         /// The call.
-        call: String,
+        call: Call,
         /// What must hold instead.
         what: String,
     },
@@ -63,7 +69,7 @@ pub enum Error {
         /// The rank that made the call.
         rank: usize,
         /// The call.
-        call: String,
+        call: Call,
         /// The argument, with the names of its extents.
         argument: String,
         /// The shape it must have.
@@ -79,7 +85,7 @@ pub enum Error {
         /// The rank that made the call.
         rank: usize,
         /// The call.
-        call: String,
+        call: Call,
         /// What says how many there must be, such as a matrix.
         whole: String,
         /// What is counted, such as "element".
@@ -99,7 +105,7 @@ pub enum Error {
         /// The rank that made the call.
         rank: usize,
         /// The call.
-        call: String,
+        call: Call,
         /// The argument.
         argument: String,
         /// The type that the call was prepared for.
@@ -114,7 +120,7 @@ pub enum Error {
         /// The rank that made the call.
         rank: usize,
         /// The call.
-        call: String,
+        call: Call,
         /// The property that does not fit, and the argument that has it, such as "the device of the tensors".
         what: String,
         /// What the property must be.
@@ -131,7 +137,7 @@ pub enum Error {
         /// The rank that made the call.
         rank: usize,
         /// The call.
-        call: String,
+        call: Call,
         /// The argument.
         argument: String,
     },
@@ -454,7 +460,7 @@ pub enum Error {
         /// The rank that made the call.
         rank: usize,
         /// The call.
-        call: String,
+        call: Call,
         /// What the number is.
         what: String,
         /// The number.
@@ -682,8 +688,8 @@ impl Error {
         }
     }
 
-    /// The error, of `call`.
-    pub(crate) fn in_call(mut self, name: &str) -> Error {
+    /// The error, of `refused`.
+    pub(crate) fn in_call(mut self, refused: Call) -> Error {
         if let Error::Limit { call, .. }
         | Error::Unsupported { call, .. }
         | Error::Shape { call, .. }
@@ -693,9 +699,24 @@ impl Error {
         | Error::ForeignArgument { call, .. }
         | Error::Unaligned { call, .. } = &mut self
         {
-            *call = name.into();
+            *call = refused;
         }
         self
+    }
+
+    /// The call that was refused, if an argument is wrong.
+    pub fn call(&self) -> Option<&Call> {
+        match self.cause() {
+            Error::Limit { call, .. }
+            | Error::Unsupported { call, .. }
+            | Error::Shape { call, .. }
+            | Error::Count { call, .. }
+            | Error::DType { call, .. }
+            | Error::Unsuitable { call, .. }
+            | Error::ForeignArgument { call, .. }
+            | Error::Unaligned { call, .. } => Some(call),
+            _ => None,
+        }
     }
 
     /// The failure itself, without saying that it happened earlier, nor in which group it happened. The ranks that it

@@ -1,7 +1,9 @@
 //! Why a call is refused, before its rank and its name are known.
 
+use std::panic::Location;
+
 use crate::element::DType;
-use crate::error::Error;
+use crate::error::{Call, Error};
 
 /// A result of a check that knows neither the rank nor the call.
 pub type Result<T, E = Refusal> = std::result::Result<T, E>;
@@ -69,10 +71,11 @@ impl From<Error> for Refusal {
 }
 
 impl Refusal {
-    /// For `map_err`: the error of `rank` in `call`.
-    pub fn of(rank: impl Into<Option<usize>>, call: &str) -> impl FnOnce(Refusal) -> Error {
-        let rank = rank.into();
-        move |refusal| refusal.into_error(rank, call.into())
+    /// For `map_err`: the error of `rank` in `call`, at the place from which the calling function is called.
+    #[track_caller]
+    pub fn of(rank: impl Into<Option<usize>>, call: &str) -> impl Fn(Refusal) -> Error + Copy {
+        let (rank, place) = (rank.into(), Location::caller());
+        move |refusal| refusal.into_error(rank, Call::at(call, place))
     }
 
     /// For `map_err`: names the argument's place if it is one of several. `unit` is the name of one.
@@ -91,7 +94,7 @@ impl Refusal {
     }
 
     /// `rank` is unknown only where there are no ranks yet. Then only limits are checked.
-    pub fn into_error(self, rank: Option<usize>, call: String) -> Error {
+    pub fn into_error(self, rank: Option<usize>, call: Call) -> Error {
         let known = rank.unwrap_or(0);
         /// The variants whose fields, with the rank and the call, are those of the error's variant.
         macro_rules! completed {

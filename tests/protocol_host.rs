@@ -192,7 +192,7 @@ fn a_message_too_long_for_all_is_refused_and_its_sender_named() {
         Error::Limit {
             rank, call, value, ..
         } => {
-            assert_eq!((rank, call.as_str()), (Some(1), "all_gather_bytes"));
+            assert_eq!((rank, call.name()), (Some(1), "all_gather_bytes"));
             assert_eq!(value, 1 << 28);
         }
         other => panic!("{other}"),

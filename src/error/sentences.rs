@@ -18,8 +18,8 @@ macro_rules! examples {
     };
 }
 
-fn call() -> String {
-    "all_gather_matmul".into()
+fn call() -> Call {
+    Call::new("all_gather_matmul".into(), Some("src/block.rs:31".into()))
 }
 
 fn reason() -> String {

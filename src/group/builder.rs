@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::panic::Location;
 use std::time::Duration;
 
 use super::{Group, threads};
@@ -198,7 +199,13 @@ impl<B: Backend> Builder<B> {
     }
 
     /// Opens the group of `members`. Options that are not set are those of `whole`, of which the group is a part.
-    pub(super) fn open(&self, members: Members, whole: Option<&Group<B>>) -> Result<Group<B>> {
+    /// `place`: of the call that opens it.
+    pub(super) fn open(
+        &self,
+        members: Members,
+        whole: Option<&Group<B>>,
+        place: &'static Location<'static>,
+    ) -> Result<Group<B>> {
         let whole = whole.map(Group::inner);
         let its = whole.map(|whole| whole.backend.reopening());
         let its = |option: fn(&OpenOptions) -> Option<usize>| its.as_ref().and_then(option);
@@ -209,7 +216,8 @@ impl<B: Backend> Builder<B> {
             device: self.device.or(its(|its| its.device)),
             first_epoch: self.first_epoch,
         };
-        Group::open(members, numerics.unwrap_or(Numerics::Fast), &options)
+        let numerics = numerics.unwrap_or(Numerics::Fast);
+        Group::open(members, numerics, &options, place)
     }
 
     /// [`Group::split`] with these options. Options that are not set are those of `group`.
@@ -230,18 +238,22 @@ impl<B: Backend> Builder<B> {
     ///
     /// # Errors
     /// As [`Group::split`]; [`Error::Mismatch`] if ranks of a color give different names.
+    #[track_caller]
     pub fn split(self, group: &Group<B>, color: usize, key: usize) -> Result<Group<B>> {
         let checked = naming::check(Some(group.rank()), self.name.as_deref());
         let name = self.name.clone();
         let claim = checked.map(|()| Claim { color, key, name });
         let deadlines = self.deadlines(Some(&group.inner().members.deadlines));
-        group.noted(group.split_into(claim, deadlines, |members| self.open(members, Some(group))))
+        let place = Location::caller();
+        let open = |members| self.open(members, Some(group), place);
+        group.noted(group.split_into(claim, deadlines, open))
     }
 
     /// [`Group::from_env`] with these options.
     ///
     /// # Errors
     /// As [`Group::from_env`].
+    #[track_caller]
     pub fn from_env(self) -> Result<Group<B>> {
         let described = env::describe_this_process()?.ok_or_else(env::no_launcher)?;
         naming::check(Some(described.rank), self.name.as_deref())?;
@@ -261,12 +273,14 @@ impl<B: Backend> Builder<B> {
     ///
     /// # Errors
     /// As [`Group::connect`].
+    #[track_caller]
     pub fn connect(self, rank: usize, world: usize, address: &str) -> Result<Group<B>> {
         self.connect_speaking(rank, world, address, rendezvous::PROTOCOL_VERSION)
     }
 
     /// [`Builder::connect`] as a build of protocol version `version`, for tests.
     #[doc(hidden)]
+    #[track_caller]
     pub fn connect_speaking(
         self,
         rank: usize,
@@ -305,11 +319,13 @@ impl<B: Backend> Builder<B> {
         }
     }
 
+    #[track_caller]
     fn meet(&self, identity: &Identity, version: u32) -> Result<Group<B>> {
         limit("the world size", identity.world, 1, MAX_WORLD)
             .and_then(|()| limit("the rank", identity.rank, 0, identity.world - 1))
             .map_err(Refusal::of(identity.rank, "Group::connect"))?;
-        self.open(rendezvous::meet_speaking(identity, version)?, None)
+        let members = rendezvous::meet_speaking(identity, version)?;
+        self.open(members, None, Location::caller())
     }
 
     /// [`Group::threads`] with these options.
@@ -319,6 +335,7 @@ impl<B: Backend> Builder<B> {
     ///
     /// # Panics
     /// As [`Group::threads`].
+    #[track_caller]
     pub fn threads<T, E>(
         self,
         world: usize,

@@ -11,6 +11,7 @@ mod turns;
 pub use builder::{Builder, DEFAULT_TIMEOUT};
 
 use std::fmt::{self, Write};
+use std::panic::Location;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -19,7 +20,7 @@ use lru::LruCache;
 use self::programs::Kept;
 use self::turns::Turns;
 use crate::backend::{Backend, KEPT, OpenOptions};
-use crate::error::{Error, Result};
+use crate::error::{Call, Error, Result, called_at};
 use crate::one_line::beginning;
 use crate::process::Own;
 use crate::profile::nvtx::range;
@@ -145,6 +146,7 @@ impl<B: Backend> Group<B> {
     /// # Errors
     /// [`Error::Environment`] names the variables that are missing, and [`Error::EnvironmentValue`] one that cannot be
     /// used. All other errors are those of [`Group::connect`].
+    #[track_caller]
     pub fn from_env() -> Result<Group<B>> {
         Builder::new().from_env()
     }
@@ -167,6 +169,7 @@ impl<B: Backend> Group<B> {
     /// On every rank that comes: [`Error::RanksMissing`], [`Error::DuplicateRank`], [`Error::Mismatch`], and errors of
     /// a backend that does not find what it needs. [`Error::AddressTaken`] if other processes hold the address,
     /// [`Error::UnknownUser`] if the system does not say which user a process belongs to.
+    #[track_caller]
     pub fn connect(rank: usize, world: usize, address: &str) -> Result<Group<B>> {
         Builder::new().connect(rank, world, address)
     }
@@ -187,6 +190,7 @@ impl<B: Backend> Group<B> {
     ///
     /// # Panics
     /// If `f` panics on a rank. All ranks have ended then.
+    #[track_caller]
     pub fn threads<T, E>(
         world: usize,
         f: impl Fn(Group<B>) -> Result<T, E> + Sync,
@@ -246,6 +250,7 @@ impl<B: Backend> Group<B> {
     /// # Errors
     /// The same on every rank of this group, and it goes on: the error of a rank that has no memory or descriptors left,
     /// or whose new group does not open. If this group fails, its failure.
+    #[track_caller]
     pub fn split(&self, color: usize, key: usize) -> Result<Group<B>> {
         Builder::new().split(self, color, key)
     }
@@ -288,6 +293,7 @@ impl<B: Backend> Group<B> {
     ///
     /// # Errors
     /// [`Error::Limit`] if a rank sends more than its part of 256 MiB; the group's failure.
+    #[track_caller]
     pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.gather_bytes("all_gather_bytes()", bytes)
     }
@@ -351,23 +357,27 @@ impl<B: Backend> Group<B> {
 /// For libraries that are built on this one.
 impl<B: Backend> Group<B> {
     /// Tells the other ranks why this rank does not make the collective call `call`, and returns the error with the
-    /// name of this call. A library that refuses arguments before it makes the call uses this.
+    /// name of this call, and its place as [`Call::here`]. A library that refuses arguments before it makes the call
+    /// uses this.
     ///
     /// Ranks that wait for this one in the call get `error` half a second later, unless this rank makes the call after
     /// all. A rank that was refused the call as often as this one, or more often, waits longer, because all ranks may
     /// be about to try again: for [`Builder::arrival_timeout`] or, if there is none, for [`Builder::timeout`].
+    #[track_caller]
     pub fn refuse(&self, call: &str, error: Error) -> Error {
-        self.tell(error.in_call(call))
+        self.tell(error.in_call(Call::here(call)))
     }
 
     /// For `map_err`: tells the other ranks why this rank does not make the collective call `call`, and makes an error
     /// of the refusal.
+    #[track_caller]
     pub(crate) fn refusal<'g>(&'g self, call: &'g str) -> impl FnOnce(Refusal) -> Error + 'g {
         let of = Refusal::of(self.rank(), call);
         move |refusal| self.tell(of(refusal))
     }
 
     /// Makes an error of a refusal of `call`, which this rank makes alone, and notes the result.
+    #[track_caller]
     pub(crate) fn judged<R>(&self, call: &str, result: refusal::Result<R>) -> Result<R> {
         self.noted(result.map_err(Refusal::of(self.rank(), call)))
     }
@@ -392,8 +402,15 @@ impl<B: Backend> Group<B> {
 }
 
 impl<B: Backend> Group<B> {
-    fn open(members: Members, numerics: Numerics, options: &OpenOptions) -> Result<Group<B>> {
-        let backend = B::open(&members, options).map_err(|error| members.named(error))?;
+    /// `place`: of the call that opens the group.
+    fn open(
+        members: Members,
+        numerics: Numerics,
+        options: &OpenOptions,
+        place: &'static Location<'static>,
+    ) -> Result<Group<B>> {
+        let backend = called_at(Some(place), || B::open(&members, options));
+        let backend = backend.map_err(|error| members.named(error))?;
         Ok(Group {
             inner: Arc::new(Own::new(Inner {
                 backend,
@@ -433,6 +450,7 @@ impl<B: Backend> Group<B> {
         opened
     }
 
+    #[track_caller]
     pub(crate) fn gather_bytes(&self, call: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.refuse_misplaced()?;
         let gathered = self.inner.members.all_gather(call, bytes, None)?;

@@ -21,6 +21,7 @@ impl<B: Backend> Builder<B> {
     ///
     /// # Errors
     /// As [`Builder::connect`].
+    #[track_caller]
     pub fn from_communicator(self, communicator: &impl Communicator) -> Result<Group<B>> {
         let (rank, world) = (communicator.rank() as usize, communicator.size() as usize);
         let mut address = [b' '; ADDRESS_BYTES];
@@ -53,6 +54,7 @@ impl<B: Backend> Builder<B> {
     ///
     /// # Errors
     /// As [`Builder::connect`]; [`Error::Environment`] if MPI is not initialised.
+    #[track_caller]
     pub fn from_mpi(self) -> Result<Group<B>> {
         if !mpi::environment::is_initialized() {
             return Err(Error::Environment {

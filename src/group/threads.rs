@@ -1,6 +1,7 @@
 //! Ranks as threads of one process.
 
 use std::fmt;
+use std::panic::Location;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{Builder, Group, in_words};
@@ -19,6 +20,7 @@ use crate::schedule::limits::limit;
 
 /// Runs `f` on `world` threads, each with its rank's group. Returns the results by rank, or the error of the rank that
 /// failed first.
+#[track_caller]
 pub(super) fn run<B, T, E, F>(builder: &Builder<B>, world: usize, f: F) -> Result<Vec<T>, E>
 where
     B: Backend,
@@ -50,12 +52,13 @@ where
 ///
 /// `part` gets a rank and its group, or the reason why there is no group. It returns its error in words. `start` does
 /// not depend on the types of `f`, so it is compiled only once.
+#[track_caller]
 fn start<B: Backend>(
     builder: &Builder<B>,
     ends: Vec<Vec<Arc<Connection>>>,
     part: &(dyn Fn(usize, Result<Group<B>>) -> Option<String> + Sync),
 ) -> Result<Vec<usize>> {
-    let world = ends.len();
+    let (world, place) = (ends.len(), Location::caller());
     let memory = memfd(SharedState::BYTES).map_err(Error::out_of_memory(0, SharedState::BYTES))?;
     let shared_state = |rank| {
         Mapping::shared(&memory, SharedState::BYTES)
@@ -72,7 +75,7 @@ fn start<B: Backend>(
     std::thread::scope(|scope| {
         let mut threads = Vec::new();
         for (rank, joining) in ranks.iter().enumerate() {
-            let run = move || joining.run(builder, rank, world, part);
+            let run = move || joining.run(builder, rank, world, part, place);
             let thread = std::thread::Builder::new().name(format!("rank {rank}"));
             match thread.spawn_scoped(scope, run) {
                 Ok(thread) => threads.push(thread),
@@ -109,13 +112,15 @@ impl Joining {
         parts.take()
     }
 
-    /// Joins the group as `rank`, does its part, and tells the others how that ended.
+    /// Joins the group as `rank`, does its part, and tells the others how that ended. `place`: of the call that opens the
+    /// group.
     fn run<B: Backend>(
         &self,
         builder: &Builder<B>,
         rank: usize,
         world: usize,
         part: &(dyn Fn(usize, Result<Group<B>>) -> Option<String> + Sync),
+        place: &'static Location<'static>,
     ) {
         let Some((shared_state, connections)) = self.take() else {
             return;
@@ -126,7 +131,7 @@ impl Joining {
         let members = Watched::of(rank, &connections, processes)
             .and_then(|peers| Members::new(rank, deadlines, true, shared_state, world, peers));
         let farewell = members.as_ref().ok().map(Farewell::of);
-        let open = |members| builder.open(members, None);
+        let open = |members| builder.open(members, None, place);
         let reason = part(rank, members.and_then(open));
         if let Some(farewell) = farewell {
             farewell.say(reason);
@@ -159,6 +164,7 @@ impl Drop for Farewell {
 }
 
 /// The control connections, by rank: rank 0 holds one to each other rank.
+#[track_caller]
 fn connect(world: usize) -> Result<Vec<Vec<Arc<Connection>>>> {
     let world_size = limit("the world size", world, 1, MAX_WORLD);
     world_size.map_err(Refusal::of(None, "Group::threads"))?;

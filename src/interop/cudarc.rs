@@ -58,6 +58,7 @@ impl Group<Cuda> {
     /// # Errors
     /// [`Error::Unsuitable`] if the stream is not of the GPU's primary context, if it is the default stream of each
     /// thread, or while matrices lie in memory of the current stream ([`CudarcMatrix`]); as [`Group::set_stream`].
+    #[track_caller]
     pub fn use_cudarc_stream(&self, stream: &Arc<CudaStream>) -> Result<()> {
         let check = || {
             self.require_context("the stream", stream.context().cu_ctx().cast())?;
@@ -82,6 +83,7 @@ impl Group<Cuda> {
     /// # Errors
     /// [`Error::Unsuitable`] if the event is not of the GPU's primary context; [`Error::Cuda`] if the driver refuses;
     /// the group's failure.
+    #[track_caller]
     pub fn record_cudarc_event(&self, event: &CudaEvent) -> Result<()> {
         self.require_context("the event", event.context().cu_ctx().cast())
             .map_err(Refusal::of(self.rank(), "Group::record_cudarc_event"))?;
@@ -168,19 +170,20 @@ impl<'a, T: Value> CudarcMatrix<'a, T> {
     /// [`Error::Unsuitable`] unless the memory's context and stream are the group's; [`Error::Count`] unless it has
     /// rows · columns elements; [`Error::Unaligned`] unless the memory and each row begin at a multiple of 16 bytes;
     /// [`Error::Limit`] if there are no columns, or more rows or columns than 2³¹ - 1.
+    #[track_caller]
     pub fn new<S: DevicePtr<T> + OrderedByItsStream>(
         group: &Group<Cuda>,
         memory: &'a S,
         rows: usize,
         columns: usize,
     ) -> Result<Self> {
-        let of = || Refusal::of(group.rank(), "CudarcMatrix::new");
-        let guard = hold_stream(group, memory, rows, columns).map_err(of())?;
+        let of = Refusal::of(group.rank(), "CudarcMatrix::new");
+        let guard = hold_stream(group, memory, rows, columns).map_err(of)?;
         let (ptr, read) = memory.device_ptr(memory.stream());
         Ok(CudarcMatrix {
             // SAFETY: the memory has as many elements and is borrowed as long as this matrix lives. Later uses of the
             // memory come after the operations, in the order of its stream.
-            matrix: unsafe { of_memory(group, ptr, rows, columns) }.map_err(of())?,
+            matrix: unsafe { of_memory(group, ptr, rows, columns) }.map_err(of)?,
             _stream: guard,
             _read: read,
         })
@@ -197,14 +200,15 @@ impl<'a, T: Value> CudarcMatrixMut<'a, T> {
     ///
     /// # Errors
     /// As [`CudarcMatrix::new`].
+    #[track_caller]
     pub fn new<S: DevicePtrMut<T> + OrderedByItsStream>(
         group: &Group<Cuda>,
         memory: &'a mut S,
         rows: usize,
         columns: usize,
     ) -> Result<Self> {
-        let of = || Refusal::of(group.rank(), "CudarcMatrixMut::new");
-        let guard = hold_stream(group, memory, rows, columns).map_err(of())?;
+        let of = Refusal::of(group.rank(), "CudarcMatrixMut::new");
+        let guard = hold_stream(group, memory, rows, columns).map_err(of)?;
         let stream = memory.stream().clone();
         let (ptr, written) = memory.device_ptr_mut(&stream);
         // SAFETY: `written` borrows the stream that the memory keeps. So the stream lives as long as the memory is
@@ -212,7 +216,7 @@ impl<'a, T: Value> CudarcMatrixMut<'a, T> {
         let written = unsafe { std::mem::transmute::<SyncOnDrop<'_>, SyncOnDrop<'a>>(written) };
         Ok(CudarcMatrixMut {
             // SAFETY: as in `CudarcMatrix::new`.
-            matrix: unsafe { of_memory(group, ptr, rows, columns) }.map_err(of())?,
+            matrix: unsafe { of_memory(group, ptr, rows, columns) }.map_err(of)?,
             _stream: guard,
             _written: written,
         })
@@ -236,6 +240,7 @@ impl<T: Value> MatrixView<'_, Cuda, T> {
     /// # Errors
     /// [`Error::Unsuitable`] unless `stream` is the group's; [`Error::Unsupported`] unless the rows follow one another
     /// without padding; the group's failure.
+    #[track_caller]
     pub fn with_cudarc<R>(
         &self,
         stream: &Arc<CudaStream>,
@@ -269,6 +274,7 @@ impl<T: Value> MatrixViewMut<'_, Cuda, T> {
     ///
     /// # Errors
     /// As [`MatrixView::with_cudarc`].
+    #[track_caller]
     pub fn with_cudarc<R>(
         &mut self,
         stream: &Arc<CudaStream>,
@@ -296,6 +302,7 @@ impl<T> Drop for Lent<T> {
 ///
 /// A function instead of a guard: nobody can leak it, so the group's stream always waits for what `f` has begun on
 /// cudarc's other streams, before the memory can be freed.
+#[track_caller]
 fn lend<T: Value, R>(
     view: &MatrixView<'_, Cuda, T>,
     stream: &Arc<CudaStream>,

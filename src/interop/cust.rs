@@ -26,6 +26,7 @@ impl Group<Cuda> {
     /// # Safety
     /// As [`Group::set_stream`]: the stream is of the GPU's primary context, which cust's `Context::new` gives, and
     /// lives until the group uses a different one or has ended.
+    #[track_caller]
     pub unsafe fn use_cust_stream(&self, stream: &Stream) -> Result<()> {
         // SAFETY: as this function's.
         unsafe { self.set_stream(stream.as_inner().cast()) }
@@ -46,6 +47,7 @@ impl<T: Value> Matrix<Cuda, T> {
     /// # Safety
     /// As [`Matrix::from_device_ptr`]: the memory is of the group's GPU, and is neither freed nor used otherwise before
     /// the operations that use the matrix have ended. A `DeviceBuffer` does not wait for them when it is dropped.
+    #[track_caller]
     pub unsafe fn from_cust<D: DeviceCopy>(
         group: &Group<Cuda>,
         memory: &DeviceSlice<D>,

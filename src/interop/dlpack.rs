@@ -156,6 +156,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     ///   reads the memory while an operation writes it.
     /// - On GPUs each row is allocated in whole pieces of 16 bytes. If the matrix is an output, these pieces hold
     ///   nothing else, because an operation may write after a row's last element, up to the next piece.
+    #[track_caller]
     pub unsafe fn from_dlpack(
         group: &Group<B>,
         tensor: *mut DLManagedTensor,

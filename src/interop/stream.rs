@@ -58,6 +58,7 @@ impl Group<Cuda> {
     ///
     /// # Safety
     /// The stream lives until the group uses a different one or has ended.
+    #[track_caller]
     pub unsafe fn set_stream(&self, stream: *mut c_void) -> Result<()> {
         // SAFETY: as this function's; there is nothing to keep.
         unsafe { self.set_stream_of(stream, Arc::new(())) }
@@ -72,6 +73,7 @@ impl Group<Cuda> {
     ///
     /// # Safety
     /// The stream lives as long as `owner`.
+    #[track_caller]
     pub unsafe fn set_stream_of(
         &self,
         stream: *mut c_void,
@@ -93,6 +95,7 @@ impl Group<Cuda> {
     ///
     /// # Safety
     /// As [`Group::set_stream_of`].
+    #[track_caller]
     pub unsafe fn hold_stream_of(
         &self,
         stream: *mut c_void,
@@ -270,6 +273,7 @@ impl<T: Value> Matrix<Cuda, T> {
     ///   for them.
     /// - Until then nobody else writes it, and nobody reads it if it is an output. If a row of an output does not end
     ///   at a piece of 16 bytes, operations write meaningless numbers into its padding, up to the next piece.
+    #[track_caller]
     pub unsafe fn from_device_ptr(
         group: &Group<Cuda>,
         ptr: u64,

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::element::DType;
-use crate::error::{Deadline, Error, Result};
+use crate::error::{Call, Deadline, Error, Result};
 use crate::profile::span::{Lane, Span, Work};
 use crate::schedule::Route;
 
@@ -178,6 +178,22 @@ pub mod optional {
     }
 }
 
+/// A call as its name and its place.
+mod call {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    use crate::error::Call;
+
+    pub fn serialize<S: Serializer>(call: &Call, serializer: S) -> Result<S::Ok, S::Error> {
+        (call.name(), call.place()).serialize(serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Call, D::Error> {
+        let (name, place) = <(String, Option<String>)>::deserialize(deserializer)?;
+        Ok(Call::new(name, place))
+    }
+}
+
 mod boxed {
     use serde::{Deserializer, Serializer};
 
@@ -198,7 +214,8 @@ mod boxed {
 enum ErrorJson {
     Limit {
         rank: Option<usize>,
-        call: String,
+        #[serde(with = "call")]
+        call: Call,
         what: String,
         value: usize,
         min: usize,
@@ -206,19 +223,22 @@ enum ErrorJson {
     },
     Unsupported {
         rank: usize,
-        call: String,
+        #[serde(with = "call")]
+        call: Call,
         what: String,
     },
     Shape {
         rank: usize,
-        call: String,
+        #[serde(with = "call")]
+        call: Call,
         argument: String,
         expected: Vec<usize>,
         found: Vec<usize>,
     },
     Count {
         rank: usize,
-        call: String,
+        #[serde(with = "call")]
+        call: Call,
         whole: String,
         unit: String,
         expected: usize,
@@ -227,7 +247,8 @@ enum ErrorJson {
     },
     DType {
         rank: usize,
-        call: String,
+        #[serde(with = "call")]
+        call: Call,
         argument: String,
         #[serde(with = "DTypeJson")]
         expected: DType,
@@ -236,14 +257,16 @@ enum ErrorJson {
     },
     Unsuitable {
         rank: usize,
-        call: String,
+        #[serde(with = "call")]
+        call: Call,
         what: String,
         expected: String,
         found: String,
     },
     ForeignArgument {
         rank: usize,
-        call: String,
+        #[serde(with = "call")]
+        call: Call,
         argument: String,
     },
     Environment {
@@ -370,7 +393,8 @@ enum ErrorJson {
     },
     Unaligned {
         rank: usize,
-        call: String,
+        #[serde(with = "call")]
+        call: Call,
         what: String,
         value: usize,
         multiple: usize,
@@ -483,7 +507,7 @@ mod tests {
             },
             Error::Unsupported {
                 rank: 2,
-                call: "matmul".into(),
+                call: Call::here("matmul"),
                 what: "operands must be bf16 or f16".into(),
             },
             Error::Internal {
@@ -492,7 +516,9 @@ mod tests {
             },
             program(&"long\0 ".repeat(1000)),
         ] {
-            assert_eq!(super::error(&of_error(&error)).unwrap(), error);
+            let sent = super::error(&of_error(&error)).unwrap();
+            // Equal errors may differ in the place of a call.
+            assert_eq!((sent.to_string(), &sent), (error.to_string(), &error));
             let outcome: Result<()> = Err(error);
             assert_eq!(super::outcome(&of_outcome(&outcome)).unwrap(), outcome);
         }

@@ -28,6 +28,7 @@ impl<T: Value> Matrix<Host, T> {
     /// # Errors
     /// [`Error::Unsupported`] if other bytes lie between the rows, as in a part of another library's tensor; the
     /// group's failure.
+    #[track_caller]
     pub fn as_slice(&self) -> Result<&[T]> {
         let (first, values) = place(&self.view())?;
         // SAFETY: as `place` says. The memory is written only through exclusive borrows of the matrix.
@@ -38,6 +39,7 @@ impl<T: Value> Matrix<Host, T> {
     ///
     /// # Errors
     /// As [`Matrix::as_slice`].
+    #[track_caller]
     pub fn as_mut_slice(&mut self) -> Result<&mut [T]> {
         let (first, values) = place(&self.view())?;
         // SAFETY: as `place` says. The matrix is borrowed exclusively.
@@ -51,6 +53,7 @@ impl<T: Value> ShardedMatrix<Host, T> {
     ///
     /// # Errors
     /// As [`ShardedMatrix::shard`]; the group's failure.
+    #[track_caller]
     pub fn shard_slice(&self) -> Result<&[T]> {
         let (first, values) = place(&self.shard_for("ShardedMatrix::shard_slice")?)?;
         // SAFETY: as `place` says. Own rows are written only through exclusive borrows of the matrix: operations that
@@ -77,6 +80,7 @@ impl<T: Value> ShardedMatrix<Host, T> {
     ///
     /// # Errors
     /// As [`ShardedMatrix::shard_slice`].
+    #[track_caller]
     pub fn shard_slice_mut(&mut self) -> Result<&mut [T]> {
         let (first, values) = place(&self.shard_for("ShardedMatrix::shard_slice_mut")?)?;
         // SAFETY: as `place` says. The matrix is borrowed exclusively, so this rank is in no operation of it, and peers
@@ -88,6 +92,7 @@ impl<T: Value> ShardedMatrix<Host, T> {
 
 /// The first value of a view, and how many there are. The memory is aligned for the type, of which every bit pattern is
 /// a value.
+#[track_caller]
 fn place<T: Value>(view: &MatrixView<'_, Host, T>) -> Result<(*mut T, usize)> {
     view.group.check()?;
     let [rows, columns] = view.shape;

@@ -62,10 +62,12 @@ impl<B: Backend> Group<B> {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]; [`Error::Limit`] if there are no columns.
+    #[track_caller]
     pub fn zeros<T: Value>(&self, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
         self.zeros_for("Group::zeros", rows, columns)
     }
 
+    #[track_caller]
     fn zeros_for<T: Value>(&self, call: &str, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
         let memory = || -> refusal::Result<B::Buffer> {
             bytes_of::<T>(rows, columns)?;
@@ -82,6 +84,7 @@ impl<B: Backend> Group<B> {
     ///
     /// # Errors
     /// As [`Group::zeros`]; [`Error::Count`] unless there are rows · columns values.
+    #[track_caller]
     pub fn upload<T: Value>(
         &self,
         values: &[T],
@@ -120,6 +123,7 @@ pub(crate) fn bytes_of<T: Value>(rows: usize, columns: usize) -> refusal::Result
 }
 
 /// Checks that a slice of `length` values has one for each element.
+#[track_caller]
 fn require_length<B: Backend>(
     group: &Group<B>,
     call: &str,
@@ -152,6 +156,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     ///
     /// # Errors
     /// [`Error::Limit`] if the matrix was made with fewer rows.
+    #[track_caller]
     pub fn set_rows(&mut self, rows: usize) -> Result<()> {
         let fits = limit("the number of rows", rows, 0, self.capacity);
         self.group.judged("Matrix::set_rows", fits)?;
@@ -163,6 +168,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     ///
     /// # Errors
     /// [`Error::Count`] unless there are rows · columns values; the group's failure.
+    #[track_caller]
     pub fn copy_from_host(&mut self, values: &[T]) -> Result<()> {
         self.require_length("Matrix::copy_from_host", values.len())?;
         self.write(values)
@@ -180,6 +186,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     ///
     /// # Errors
     /// [`Error::Count`] unless there are rows · columns values; the group's failure.
+    #[track_caller]
     pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
         self.view().read("Matrix::copy_to_host", values)
     }
@@ -194,6 +201,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         Ok(values)
     }
 
+    #[track_caller]
     fn require_length(&self, call: &str, length: usize) -> Result<()> {
         require_length(&self.group, call, self.shape(), length)
     }
@@ -229,6 +237,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     ///
     /// # Errors
     /// As [`MatrixView::rows`].
+    #[track_caller]
     pub fn rows(&self, rows: Range<usize>) -> Result<MatrixView<'_, B, T>> {
         self.view().rows_for("Matrix::rows", rows)
     }
@@ -237,6 +246,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     ///
     /// # Errors
     /// As [`MatrixView::columns`].
+    #[track_caller]
     pub fn columns(&self, columns: Range<usize>) -> Result<MatrixView<'_, B, T>> {
         self.view().columns_for("Matrix::columns", columns)
     }

@@ -56,6 +56,7 @@ impl<B: Backend> Group<B> {
     /// # Errors
     /// [`Error::OutOfMemory`] on every rank if one rank has too little memory; [`Error::CallMismatch`] unless all ranks
     /// give the same shape; the group's failure.
+    #[track_caller]
     pub fn sharded<T: Value>(&self, m: usize, k: usize) -> Result<ShardedMatrix<B, T>> {
         self.sharded_for("Group::sharded", &balanced_rows(m, self.world_size()), k)
     }
@@ -72,10 +73,12 @@ impl<B: Backend> Group<B> {
     ///
     /// # Errors
     /// As [`Group::sharded`]; [`Error::Count`] unless `rows` has one count for each rank.
+    #[track_caller]
     pub fn sharded_rows<T: Value>(&self, rows: &[usize], k: usize) -> Result<ShardedMatrix<B, T>> {
         self.sharded_for("Group::sharded_rows", rows, k)
     }
 
+    #[track_caller]
     fn sharded_for<T: Value>(
         &self,
         call: &str,
@@ -98,6 +101,7 @@ impl<B: Backend> Group<B> {
     ///
     /// # Errors
     /// As [`Group::sharded`]; [`Error::Limit`] unless there are 1 to 64 stages.
+    #[track_caller]
     pub fn sharded_staged<T: Value>(
         &self,
         m: usize,
@@ -119,6 +123,7 @@ impl<B: Backend> Group<B> {
     ///
     /// # Errors
     /// As [`Group::sharded`].
+    #[track_caller]
     pub fn sharded_with_capacity<T: Value>(
         &self,
         capacity: usize,
@@ -133,6 +138,7 @@ impl<B: Backend> Group<B> {
     }
 
     /// Makes a matrix with room for `capacity` rows. All ranks must say the same `rows`.
+    #[track_caller]
     fn allocate<T: Value>(
         &self,
         layout: Layout,
@@ -196,6 +202,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// # Errors
     /// [`Error::Count`] unless `rows` has one count for each rank; [`Error::Limit`] if there are more rows than the
     /// capacity.
+    #[track_caller]
     pub fn set_rows(&mut self, rows: &[usize]) -> Result<()> {
         let layout = || {
             let layout = self.group.layout(rows, self.layout.k(), T::DTYPE)?;
@@ -272,10 +279,12 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the rows lie in several places, which [`ShardedMatrix::blocks_of`] lists.
+    #[track_caller]
     pub fn shard(&self) -> Result<MatrixView<'_, B, T>> {
         self.shard_for("ShardedMatrix::shard")
     }
 
+    #[track_caller]
     pub(super) fn shard_for(&self, call: &str) -> Result<MatrixView<'_, B, T>> {
         let blocks = self.blocks_of(self.group.rank());
         match &blocks[..] {
@@ -321,6 +330,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     ///
     /// # Errors
     /// [`Error::Count`] unless there are M · K values; the group's failure.
+    #[track_caller]
     pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
         self.view().read("ShardedMatrix::copy_to_host", values)
     }
@@ -358,6 +368,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// # Errors
     /// [`Error::Limit`] if there are more values than elements from that row on; the group's failure.
     #[doc(hidden)]
+    #[track_caller]
     pub fn write(&mut self, first_row: usize, values: &[T]) -> Result<()> {
         let [m, k] = self.shape();
         let check = || {
@@ -431,6 +442,7 @@ impl<'a, B: Backend, T: Value> ShardMut<'a, B, T> {
     ///
     /// # Errors
     /// [`Error::Count`] unless there is one value for each element; the group's failure.
+    #[track_caller]
     pub fn copy_from_host(&mut self, values: &[T]) -> Result<()> {
         let k = self.0.layout.k();
         let shape = [self.0.rows().len(), k];
@@ -472,6 +484,7 @@ impl<'a, B: Backend, T: Value> ShardMut<'a, B, T> {
     ///
     /// # Errors
     /// As [`MatrixViewMut::copy_from`].
+    #[track_caller]
     pub fn copy_from<'m>(&mut self, rows: impl Into<MatrixView<'m, B, T>>) -> Result<()> {
         let (from, matrix) = (rows.into(), &mut *self.0);
         let shape = [matrix.rows().len(), matrix.layout.k()];
@@ -510,6 +523,7 @@ impl<'a, B: Backend, T: Value> ShardMut<'a, B, T> {
     ///
     /// # Errors
     /// As [`ShardedMatrix::shard`].
+    #[track_caller]
     pub fn view_mut(self) -> Result<MatrixViewMut<'a, B, T>> {
         let matrix: &'a ShardedMatrix<B, T> = self.0;
         Ok(MatrixViewMut {

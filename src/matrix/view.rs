@@ -93,10 +93,12 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     ///
     /// # Errors
     /// [`Error::Limit`] if the view does not have these rows.
+    #[track_caller]
     pub fn rows(self, rows: Range<usize>) -> Result<Self> {
         self.rows_for("MatrixView::rows", rows)
     }
 
+    #[track_caller]
     pub(super) fn rows_for(self, call: &str, rows: Range<usize>) -> Result<Self> {
         let [all, columns] = self.shape;
         let fits = limit("the end of the rows", rows.end, 0, all)
@@ -119,10 +121,12 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     /// # Errors
     /// [`Error::Limit`] if there are none, or if the view does not have them; on GPUs [`Error::Unaligned`] unless the
     /// first column begins at a multiple of 16 bytes.
+    #[track_caller]
     pub fn columns(self, columns: Range<usize>) -> Result<Self> {
         self.columns_for("MatrixView::columns", columns)
     }
 
+    #[track_caller]
     pub(super) fn columns_for(self, call: &str, columns: Range<usize>) -> Result<Self> {
         let [rows, all] = self.shape;
         let check = || {
@@ -148,6 +152,7 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     ///
     /// # Errors
     /// [`Error::Count`] unless there are rows · columns values; the group's failure.
+    #[track_caller]
     pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
         self.read("MatrixView::copy_to_host", values)
     }
@@ -175,6 +180,7 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     }
 
     /// [`MatrixView::copy_to_host`], as the method `call`.
+    #[track_caller]
     pub(super) fn read(&self, call: &str, values: &mut [T]) -> Result<()> {
         let (group, [_, columns]) = (self.group, self.shape);
         require_length(group, call, self.shape, values.len())?;
@@ -196,6 +202,7 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     }
 
     /// Checks that the view can be copied into rows of `shape` of the same group.
+    #[track_caller]
     pub(super) fn require_copied(
         &self,
         call: &str,
@@ -259,6 +266,7 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
     ///
     /// # Errors
     /// As [`MatrixView::rows`].
+    #[track_caller]
     pub fn rows(self, rows: Range<usize>) -> Result<Self> {
         let view = self.view.rows_for("MatrixViewMut::rows", rows)?;
         Ok(MatrixViewMut { view, ..self })
@@ -269,10 +277,12 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
     /// # Errors
     /// As [`MatrixView::columns`]; on GPUs also [`Error::Unaligned`] unless the columns end at a multiple of 16 bytes
     /// or at the end of the view.
+    #[track_caller]
     pub fn columns(self, columns: Range<usize>) -> Result<Self> {
         self.columns_for("MatrixViewMut::columns", columns)
     }
 
+    #[track_caller]
     fn columns_for(self, call: &str, columns: Range<usize>) -> Result<Self> {
         let [_, all] = self.shape();
         if columns.end < all {
@@ -300,6 +310,7 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
     ///
     /// # Errors
     /// [`Error::Count`] unless the sum of the widths is the number of columns; as [`MatrixViewMut::columns`].
+    #[track_caller]
     pub fn split_columns<const N: usize>(self, widths: [usize; N]) -> Result<[Self; N]> {
         const CALL: &str = "MatrixViewMut::split_columns";
         let [_, columns] = self.shape();
@@ -347,6 +358,7 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
     /// # Errors
     /// [`Error::Shape`] unless the shapes are equal; [`Error::ForeignArgument`] if the matrices belong to different
     /// groups; the group's failure.
+    #[track_caller]
     pub fn copy_from<'m>(&mut self, from: impl Into<MatrixView<'m, B, T>>) -> Result<()> {
         let (from, group) = (from.into(), self.view.group);
         let [rows, columns] = self.shape();

@@ -80,6 +80,7 @@ const NAME: &str = OPERATION.name();
 ///
 /// # Panics
 /// If `consume` panics. Its work on the streams has been joined with the group's stream before.
+#[track_caller]
 pub fn all_gather_and_consume<B: Backend, T: Value>(
     a: &ShardedMatrix<B, T>,
     consume: impl FnMut(Chunk<'_, B, T>) -> CallbackResult,
@@ -162,6 +163,7 @@ impl AllGatherAndConsume {
     ///
     /// # Panics
     /// As [`all_gather_and_consume`].
+    #[track_caller]
     pub fn run<B: Backend, T: Value>(
         &self,
         a: &ShardedMatrix<B, T>,
@@ -180,14 +182,15 @@ impl AllGatherAndConsume {
     ///
     /// # Panics
     /// As [`all_gather_and_consume`].
+    #[track_caller]
     pub fn run_traced<B: Backend, T: Value>(
         &self,
         a: &ShardedMatrix<B, T>,
         mut consume: impl FnMut(Chunk<'_, B, T>) -> CallbackResult,
     ) -> Result<Trace> {
-        Trace::of(a.group().rank(), |spans| {
-            self.gather(a, None, Some(spans), |rows| consume(Chunk { a, rows }))
-        })
+        let mut spans = Vec::new();
+        self.gather(a, None, Some(&mut spans), |rows| consume(Chunk { a, rows }))?;
+        Ok(Trace::new(a.group().rank(), spans))
     }
 
     /// Gathers two matrices whose rows belong together, such as values and their scales.
@@ -200,6 +203,7 @@ impl AllGatherAndConsume {
     ///
     /// # Panics
     /// As [`all_gather_and_consume`].
+    #[track_caller]
     pub fn run_with<B: Backend, T: Value, U: Value>(
         &self,
         a: &ShardedMatrix<B, T>,
@@ -231,6 +235,7 @@ impl AllGatherAndConsume {
         })
     }
 
+    #[track_caller]
     fn gather<B: Backend, T: Value>(
         &self,
         a: &ShardedMatrix<B, T>,

@@ -60,6 +60,7 @@ use crate::trace::Trace;
 /// you may make the call again with other arguments. If you don't call again, the waiting ranks get this error half a
 /// second later, and the group has failed. [`Error::CallMismatch`] if a rank makes a different call; the group's
 /// failure.
+#[track_caller]
 pub fn all_gather_matmul<B: Backend, T: Element>(
     a: &ShardedMatrix<B, T>,
     b: &Matrix<B, T>,
@@ -175,6 +176,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// As [`all_gather_matmul`]; [`Error::Count`] unless there is one output for each weight, or one for the two weights
     /// of a gated product; [`Error::DType`] if the outputs' types differ; [`Error::Limit`] or [`Error::Unsupported`] if
     /// the configuration can't be used.
+    #[track_caller]
     pub fn run<'w, 'o>(
         &self,
         a: &ShardedMatrix<B, T>,
@@ -211,6 +213,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// and up differ in N; [`Error::Unsupported`] if the configuration is not supported; [`Error::Count`] if a gated
     /// product has more than two weights; [`Error::Shape`] or [`Error::ForeignArgument`] if the bias does not fit; the
     /// group's failure.
+    #[track_caller]
     pub fn prepare(
         &self,
         a: &ShardedMatrix<B, T>,
@@ -338,6 +341,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// # Errors
     /// As [`all_gather_matmul`]; [`Error::Count`] unless there are as many weights and outputs as planned;
     /// [`Error::DType`] if an output has a different type than planned ([`AllGatherMatmul::f32_output`]).
+    #[track_caller]
     pub fn run<'w, 'o>(
         &self,
         a: &ShardedMatrix<B, T>,
@@ -354,24 +358,25 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     ///
     /// # Errors
     /// As [`all_gather_matmul`].
+    #[track_caller]
     pub fn run_traced<'w, 'o>(
         &self,
         a: &ShardedMatrix<B, T>,
         weights: impl Into<Weights<'w, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<Trace> {
-        let call = self.call(&self.program);
-        let rank = a.group().rank();
+        let mut spans = Vec::new();
         let product = Some((weights.into().all, outputs.into().all));
-        Trace::of(rank, |spans| {
-            call.collective(a.into(), product, Some(spans))
-        })
+        let call = self.call(&self.program);
+        call.collective(a.into(), product, Some(&mut spans))?;
+        Ok(Trace::new(a.group().rank(), spans))
     }
 
     /// Only gathers the rows of `a`. Collective.
     ///
     /// # Errors
     /// As [`all_gather_matmul`].
+    #[track_caller]
     pub fn gather(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
         self.call(&self.gather).collective(a.into(), None, None)
     }
@@ -380,6 +385,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::Count`], [`Error::DType`] or [`Error::ForeignArgument`]; the group's failure.
+    #[track_caller]
     pub fn matmul<'w, 'o>(
         &self,
         a: &ShardedMatrix<B, T>,
@@ -397,6 +403,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// # Errors
     /// As [`all_gather_matmul`].
     #[doc(hidden)]
+    #[track_caller]
     pub fn run_in_sequence_traced<'w, 'o>(
         &self,
         a: &ShardedMatrix<B, T>,
@@ -404,15 +411,14 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<Trace> {
         let rank = a.group().rank();
-        let mut trace = Trace::of(rank, |spans| {
-            let call = self.call(&self.gather);
-            call.collective(a.into(), None, Some(spans))
-        })?;
+        let (mut gathered, mut multiplied) = (Vec::new(), Vec::new());
+        let call = self.call(&self.gather);
+        call.collective(a.into(), None, Some(&mut gathered))?;
         let product = Some((weights.into().all, outputs.into().all));
-        trace.extend(Trace::of(rank, |spans| {
-            let call = self.call(&self.multiply);
-            call.alone(MULTIPLY, a.into(), product, Some(spans))
-        })?);
+        let call = self.call(&self.multiply);
+        call.alone(MULTIPLY, a.into(), product, Some(&mut multiplied))?;
+        let mut trace = Trace::new(rank, gathered);
+        trace.extend(Trace::new(rank, multiplied));
         // All rows are there, so the schedule does not say whose they are.
         let rows = self.config().tile.m;
         let owner = |row| (0..a.group().world_size()).find(|&rank| a.rows_of(rank).contains(&row));
@@ -432,6 +438,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// # Safety
     /// Until the copy has ended, no other rank writes its own rows of this matrix.
     #[doc(hidden)]
+    #[track_caller]
     pub unsafe fn copy(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
         let layout = self.problem.layout.clone();
         let problem = Problem::new(COPY, T::DTYPE, layout, 0);
@@ -465,6 +472,7 @@ struct GatherCall<'c, B: Backend> {
 
 impl<B: Backend> GatherCall<'_, B> {
     /// Runs the program as an operation of all ranks.
+    #[track_caller]
     fn collective(
         &self,
         a: RawShards<B>,
@@ -480,6 +488,7 @@ impl<B: Backend> GatherCall<'_, B> {
     }
 
     /// Runs the program on this rank alone.
+    #[track_caller]
     fn alone(
         &self,
         operation: Operation,

@@ -33,6 +33,7 @@ type BareOperands<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);
 /// Tiles are disjoint and wait for the flags of the rows that they read. The ranks' schedules belong together: when a
 /// rank writes a flag, the rows under it are those that its peer expects, and no rank moves or multiplies rows while
 /// they are written. (A rank sees only its own schedule, so it cannot check this.)
+#[track_caller]
 pub unsafe fn run_schedule<B: Backend, T: Element>(
     group: &Group<B>,
     schedule: Schedule,

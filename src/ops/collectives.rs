@@ -34,10 +34,12 @@ use crate::schedule::{Layout, Operation, Problem, Route};
 /// # Errors
 /// [`Error::CallMismatch`](crate::Error::CallMismatch) if a rank makes a different call;
 /// [`Error::Capturing`](crate::Error::Capturing) if the first run is captured in a graph; the group's failure.
+#[track_caller]
 pub fn all_gather<B: Backend, T: Value>(a: &ShardedMatrix<B, T>) -> Result<()> {
     gather(Operation::AllGather, a)
 }
 
+#[track_caller]
 fn gather<B: Backend, T: Value>(operation: Operation, a: &ShardedMatrix<B, T>) -> Result<()> {
     let group = a.group();
     let problem = Problem::new(operation, T::DTYPE, a.layout().clone(), 0);
@@ -78,6 +80,7 @@ fn gather<B: Backend, T: Value>(operation: Operation, a: &ShardedMatrix<B, T>) -
 ///
 /// # Errors
 /// As [`all_gather`]; [`Error::Limit`](crate::Error::Limit) unless `root` is a rank.
+#[track_caller]
 pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize) -> Result<()> {
     const OPERATION: Operation = Operation::Broadcast;
     let [m, n] = a.shape();
@@ -129,6 +132,7 @@ pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize)
 /// As [`all_gather`]; [`Error::Shape`](crate::Error::Shape) or
 /// [`Error::ForeignArgument`](crate::Error::ForeignArgument) if the output does not fit;
 /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+#[track_caller]
 pub fn reduce_scatter<'a, 'o, B: Backend, T: Float>(
     a: impl Into<MatrixView<'a, B, T>>,
     out: impl Into<MatrixViewMut<'o, B, T>>,
@@ -178,6 +182,7 @@ pub fn reduce_scatter<'a, 'o, B: Backend, T: Float>(
 ///
 /// # Errors
 /// As [`reduce_scatter`].
+#[track_caller]
 pub fn all_reduce<'a, B: Backend, T: Float>(
     a: impl Into<MatrixView<'a, B, T>>,
     out: &mut ShardedMatrix<B, T>,
@@ -226,6 +231,7 @@ pub fn all_reduce<'a, B: Backend, T: Float>(
 ///
 /// # Errors
 /// As [`reduce_scatter`].
+#[track_caller]
 pub fn all_to_all<'a, B: Backend, T: Value>(
     a: impl Into<MatrixView<'a, B, T>>,
     out: &mut ShardedMatrix<B, T>,
@@ -258,6 +264,7 @@ struct CollectiveCall {
 
 impl CollectiveCall {
     /// `layout` has as many columns as the rows. `shared`: the numbers of the sharded matrices.
+    #[track_caller]
     fn run<B: Backend, T: Value>(
         &self,
         group: &Group<B>,

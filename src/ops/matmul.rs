@@ -51,6 +51,7 @@ const OPERATION: Operation = Operation::Matmul;
 ///
 /// # Errors
 /// [`Error::Shape`] or [`Error::ForeignArgument`] if the arguments don't fit together; the group's failure.
+#[track_caller]
 pub fn matmul<B: Backend, T: Element>(
     a: &Matrix<B, T>,
     b: &Matrix<B, T>,
@@ -143,6 +144,7 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     /// As [`matmul`]; [`Error::Count`] or [`Error::DType`] as
     /// [`AllGatherMatmul::run`](crate::AllGatherMatmul::run); [`Error::Limit`] or [`Error::Unsupported`] if the
     /// configuration can't be used.
+    #[track_caller]
     pub fn run<'m, 'o>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -169,6 +171,7 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     /// [`Error::Count`] if a gated product has more than two weights; [`Error::Unsupported`] if the configuration is
     /// not supported; [`Error::Shape`] or [`Error::ForeignArgument`] if the bias or the residual does not fit; the
     /// group's failure.
+    #[track_caller]
     pub fn prepare(
         &self,
         group: &Group<B>,
@@ -263,6 +266,7 @@ impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
     /// # Errors
     /// As [`matmul`]; [`Error::Count`] unless there are as many weights and outputs as planned; [`Error::DType`] if an
     /// output has a different type than planned ([`Matmul::f32_output`]).
+    #[track_caller]
     pub fn run<'m, 'o>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,

@@ -54,6 +54,7 @@ use crate::trace::Trace;
 ///
 /// # Errors
 /// As [`matmul_reduce_scatter`](crate::matmul_reduce_scatter).
+#[track_caller]
 pub fn matmul_all_reduce<B: Backend, T: Element>(
     a: &Matrix<B, T>,
     b: &Matrix<B, T>,
@@ -143,6 +144,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     ///
     /// # Errors
     /// As [`matmul_all_reduce`]; [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used.
+    #[track_caller]
     pub fn run<'m>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -163,6 +165,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// # Errors
     /// [`Error::Shape`] or [`Error::ForeignArgument`] if the output, the bias or the residual does not fit;
     /// [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used; the group's failure.
+    #[track_caller]
     pub fn prepare<'m>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -272,6 +275,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     ///
     /// # Errors
     /// As [`matmul_all_reduce`].
+    #[track_caller]
     pub fn run<'m>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -288,17 +292,20 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     ///
     /// # Errors
     /// As [`matmul_all_reduce`].
+    #[track_caller]
     pub fn run_traced<'m>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
         b: impl Into<MatrixView<'m, B, T>>,
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<Trace> {
-        let rank = self.sums.group().rank();
+        let mut spans = Vec::new();
         let operands = [a.into().into(), b.into().into()];
-        Trace::of(rank, |spans| self.collective(operands, out, Some(spans)))
+        self.collective(operands, out, Some(&mut spans))?;
+        Ok(Trace::new(self.sums.group().rank(), spans))
     }
 
+    #[track_caller]
     fn collective(
         &self,
         operands: [RawView<B>; 2],
@@ -337,6 +344,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// # Errors
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
     #[doc(hidden)]
+    #[track_caller]
     pub fn matmul(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
         self.sums.matmul([a.view().into(), b.view().into()])
     }
@@ -347,13 +355,14 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// # Errors
     /// As [`matmul_all_reduce`].
     #[doc(hidden)]
+    #[track_caller]
     pub fn all_reduce(&self, out: &mut ShardedMatrix<B, T>) -> Result<()> {
         let out = RawShards::from(&*out);
-        let of = || Refusal::of(self.sums.group().rank(), Which::All.name());
-        self.sums.check_sharded(out).map_err(of())?;
+        let of = Refusal::of(self.sums.group().rank(), Which::All.name());
+        self.sums.check_sharded(out).map_err(of)?;
         let gather = match (&self.gather, self.sums.reduces_own_rows) {
             (Some(gather), _) => Some(gather.clone()),
-            (None, true) => Some(gather_of(self.sums.group(), out, self.config()).map_err(of())?),
+            (None, true) => Some(gather_of(self.sums.group(), out, self.config()).map_err(of)?),
             (None, false) => None,
         };
         self.sums.reduce(out.bound(), &[out.id])?;
@@ -370,6 +379,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// Until the copy has ended, no other rank begins an operation that makes partials or sums, or writes its rows of
     /// `out`.
     #[doc(hidden)]
+    #[track_caller]
     pub unsafe fn copy(&self, out: &mut ShardedMatrix<B, T>) -> Result<()> {
         let out = RawShards::from(&*out);
         let checked = self.sums.check_sharded(out);

@@ -74,6 +74,7 @@ use crate::trace::Trace;
 /// [`Error::Shape`] or [`Error::ForeignArgument`] if the arguments don't fit together; nothing has been done then.
 /// [`Error::CallMismatch`] if a rank makes a different call; [`Error::OutOfMemory`] if the memory for partials cannot
 /// be allocated; the group's failure.
+#[track_caller]
 pub fn matmul_reduce_scatter<B: Backend, T: Element>(
     a: &Matrix<B, T>,
     b: &Matrix<B, T>,
@@ -192,6 +193,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// As [`matmul_reduce_scatter`]; [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used;
     /// [`Error::Count`] unless there is one output, and unless [`MatmulReduceScatter::rows`] has one count for each rank,
     /// M in all.
+    #[track_caller]
     pub fn run<'m, 'o>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -214,6 +216,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// # Errors
     /// As [`MatmulReduceScatter::run`]; [`Error::Shape`] unless `out` is [M, N], or if [`MatmulReduceScatter::rows`]
     /// gives a different split.
+    #[track_caller]
     pub fn run_into<'m>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -246,6 +249,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// [`Error::Limit`] if `n` or the configuration is out of range; [`Error::Unsupported`] if the configuration is not
     /// supported; [`Error::Count`] unless [`MatmulReduceScatter::rows`] has one count for each rank, M in all;
     /// [`Error::Shape`] or [`Error::ForeignArgument`] if the bias or the residual does not fit; the group's failure.
+    #[track_caller]
     pub fn prepare<'m>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -341,6 +345,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// # Errors
     /// As [`matmul_reduce_scatter`]; [`Error::Count`] unless there is one output; [`Error::DType`] if it has a different
     /// type than planned ([`MatmulReduceScatter::f32_output`]).
+    #[track_caller]
     pub fn run<'m, 'o>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -357,17 +362,20 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     ///
     /// # Errors
     /// As [`matmul_reduce_scatter`].
+    #[track_caller]
     pub fn run_traced<'m, 'o>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
         b: impl Into<MatrixView<'m, B, T>>,
         out: impl Into<Outputs<'o, B, T>>,
     ) -> Result<Trace> {
-        let rank = self.0.group().rank();
+        let mut spans = Vec::new();
         let (operands, out) = ([a.into().into(), b.into().into()], out.into().all);
-        Trace::of(rank, |spans| self.collective(operands, out, Some(spans)))
+        self.collective(operands, out, Some(&mut spans))?;
+        Ok(Trace::new(self.0.group().rank(), spans))
     }
 
+    #[track_caller]
     fn collective(
         &self,
         operands: [RawView<B>; 2],
@@ -382,6 +390,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     ///
     /// # Errors
     /// As [`MatmulReduceScatter::run_into`].
+    #[track_caller]
     pub fn run_into<'m>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -395,19 +404,20 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     ///
     /// # Errors
     /// As [`MatmulReduceScatter::run_into`].
+    #[track_caller]
     pub fn run_into_traced<'m>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
         b: impl Into<MatrixView<'m, B, T>>,
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<Trace> {
-        let rank = self.0.group().rank();
+        let mut spans = Vec::new();
         let operands = [a.into().into(), b.into().into()];
-        Trace::of(rank, |spans| {
-            self.collective_into(operands, out, Some(spans))
-        })
+        self.collective_into(operands, out, Some(&mut spans))?;
+        Ok(Trace::new(self.0.group().rank(), spans))
     }
 
+    #[track_caller]
     fn collective_into(
         &self,
         operands: [RawView<B>; 2],
@@ -423,6 +433,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// # Errors
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
     #[doc(hidden)]
+    #[track_caller]
     pub fn matmul(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
         self.0.matmul([a.view().into(), b.view().into()])
     }
@@ -432,6 +443,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// # Errors
     /// As [`matmul_reduce_scatter`].
     #[doc(hidden)]
+    #[track_caller]
     pub fn reduce_scatter(&self, out: &mut Matrix<B, T>) -> Result<()> {
         let out = Outputs::<B, T>::from(out).all;
         let checked = self.0.check_out(&out);
@@ -448,6 +460,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// # Safety
     /// Until the copy has ended, no other rank begins an operation that makes partials or sums.
     #[doc(hidden)]
+    #[track_caller]
     pub unsafe fn copy(&self) -> Result<()> {
         // SAFETY: as this function's.
         unsafe { self.0.copy(Bound::Nothing) }

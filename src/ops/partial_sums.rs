@@ -174,6 +174,7 @@ impl<B: Backend> PlannedSums<'_, B> {
 
     /// Runs the sum, once the operands have been checked too. `checked`: the result of checking `out`. `shared`: the
     /// numbers of the sharded matrices that are written.
+    #[track_caller]
     pub fn run(
         &self,
         operands: [RawView<B>; 2],
@@ -189,6 +190,7 @@ impl<B: Backend> PlannedSums<'_, B> {
     }
 
     /// Only multiplies, and leaves the partials where they are made. Not collective.
+    #[track_caller]
     pub fn matmul(&self, operands: [RawView<B>; 2]) -> Result<()> {
         let checked = self.check(operands);
         checked.map_err(Refusal::of(self.group.rank(), self.which.name()))?;
@@ -197,6 +199,7 @@ impl<B: Backend> PlannedSums<'_, B> {
     }
 
     /// Only pulls the partials that have been made, and adds them.
+    #[track_caller]
     pub fn reduce(&self, out: Bound<B>, shared: &[u32]) -> Result<()> {
         let config = Some(self.config.with_route(Route::Pull));
         let program = self.group.program(self.problem.clone(), config);
@@ -209,6 +212,7 @@ impl<B: Backend> PlannedSums<'_, B> {
     /// # Safety
     /// Until the copy has ended, no other rank begins an operation that makes partials or sums, or writes its rows of
     /// `out`.
+    #[track_caller]
     pub unsafe fn copy(&self, out: Bound<B>) -> Result<()> {
         let program = match self.which {
             Which::Own => self.part(Operation::CopyPartials),
@@ -217,6 +221,7 @@ impl<B: Backend> PlannedSums<'_, B> {
         self.launch(None, &program?, None, out, &[], None)
     }
 
+    #[track_caller]
     fn part(&self, operation: Operation) -> Result<Arc<B::Program>> {
         let problem = Problem {
             operation,
@@ -226,6 +231,7 @@ impl<B: Backend> PlannedSums<'_, B> {
         program.map_err(Refusal::of(self.group.rank(), operation.name()))
     }
 
+    #[track_caller]
     fn launch(
         &self,
         before: Option<&Arc<B::Program>>,

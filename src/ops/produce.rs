@@ -85,6 +85,7 @@ const EXCHANGE: Operation = Operation::ProduceAndAllToAll;
 ///
 /// # Panics
 /// If `produce` panics. Its work on the streams has been joined with the group's stream before.
+#[track_caller]
 pub fn produce_and_reduce_scatter<B: Backend, T: Float>(
     m: usize,
     out: &mut Matrix<B, T>,
@@ -124,6 +125,7 @@ pub fn produce_and_reduce_scatter<B: Backend, T: Float>(
 ///
 /// # Panics
 /// As [`produce_and_reduce_scatter`].
+#[track_caller]
 pub fn produce_and_all_to_all<B: Backend, T: Value>(
     out: &mut ShardedMatrix<B, T>,
     produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
@@ -209,6 +211,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
     ///
     /// # Panics
     /// As [`produce_and_reduce_scatter`].
+    #[track_caller]
     pub fn run<B: Backend, T: Float>(
         &self,
         m: usize,
@@ -228,16 +231,19 @@ impl<'a> ProduceAndReduceScatter<'a> {
     ///
     /// # Panics
     /// As [`produce_and_reduce_scatter`].
+    #[track_caller]
     pub fn run_traced<B: Backend, T: Float>(
         &self,
         m: usize,
         out: &mut Matrix<B, T>,
         produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
     ) -> Result<Trace> {
-        let rank = out.group().rank();
-        Trace::of(rank, |spans| self.sum(m, out, Some(spans), produce))
+        let mut spans = Vec::new();
+        self.sum(m, out, Some(&mut spans), produce)?;
+        Ok(Trace::new(out.group().rank(), spans))
     }
 
+    #[track_caller]
     fn sum<B: Backend, T: Float>(
         &self,
         m: usize,
@@ -268,6 +274,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
     ///
     /// # Panics
     /// As [`produce_and_reduce_scatter`].
+    #[track_caller]
     pub fn run_into<B: Backend, T: Float>(
         &self,
         out: &mut ShardedMatrix<B, T>,
@@ -358,6 +365,7 @@ impl ProduceAndAllToAll {
     ///
     /// # Panics
     /// As [`produce_and_all_to_all`].
+    #[track_caller]
     pub fn run<B: Backend, T: Value>(
         &self,
         out: &mut ShardedMatrix<B, T>,

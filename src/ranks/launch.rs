@@ -116,6 +116,7 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
 /// - [`Error::AlreadyRank`] if this process is a rank; [`Error::Environment`] or [`Error::EnvironmentValue`] if it is a
 ///   rank whose variables are incomplete or wrong.
 /// - [`Error::Limit`] unless there are 1 to 64 ranks.
+#[track_caller]
 pub fn launch(world: usize) -> Result<()> {
     Launch::new(world).run()
 }
@@ -177,6 +178,7 @@ impl Launch {
     ///
     /// # Errors
     /// As [`launch`].
+    #[track_caller]
     pub fn run(self) -> Result<()> {
         refuse_rank(env::describe_this_process())?;
         let world = limit("the number of ranks", self.world, 1, MAX_WORLD);

@@ -124,6 +124,7 @@ pub fn agree<'a>(
 }
 
 /// Refuses a name that is too long. `rank`: the rank, if there is one yet.
+#[track_caller]
 pub fn check(rank: Option<usize>, name: Option<&str>) -> Result<()> {
     let bytes = name.map_or(1, str::len);
     let fits = limit("the number of bytes of the name", bytes, 1, MAX_NAME);

@@ -35,14 +35,7 @@ impl fmt::Debug for Trace {
 }
 
 impl Trace {
-    /// The trace of the spans that `run` notes.
-    pub(crate) fn of(rank: usize, run: impl FnOnce(&mut Vec<Span>) -> Result<()>) -> Result<Trace> {
-        let mut spans = Vec::new();
-        run(&mut spans)?;
-        Ok(Trace::new(rank, spans))
-    }
-
-    fn new(rank: usize, mut spans: Vec<Span>) -> Trace {
+    pub(crate) fn new(rank: usize, mut spans: Vec<Span>) -> Trace {
         spans.sort_by_key(|span| (span.begin, span.lane));
         Trace { rank, spans }
     }
@@ -108,6 +101,7 @@ impl Timeline {
     ///
     /// # Errors
     /// The group's failure.
+    #[track_caller]
     pub fn collect<B: Backend>(group: &Group<B>, trace: &Trace) -> Result<Timeline> {
         let bytes = json::of_spans(&trace.spans).map_err(|e| Error::System {
             rank: Some(group.rank()),

@@ -28,6 +28,16 @@ fn of_cudarc<T>(result: std::result::Result<T, cudarc::driver::DriverError>) -> 
     })
 }
 
+/// The error of a call of this file, which names its place.
+#[track_caller]
+fn refused<T>(result: Result<T>) -> Error {
+    let error = result.err().expect("it should be refused");
+    let place = error.call().and_then(|call| call.place());
+    let is_here = place.is_some_and(|place| place.starts_with(concat!(file!(), ":")));
+    assert!(is_here, "{error}");
+    error
+}
+
 fn context(group: &Group<gemmesh::Cuda>) -> Result<Arc<CudaContext>> {
     of_cudarc(CudaContext::new(group.device_ordinal()))
 }
@@ -147,7 +157,7 @@ fn shards_are_memory_of_cudarcs() {
             let reference = Reference::new(&all, &weight, None, K);
             reference.check(&out.to_vec()?).unwrap();
         }
-        let refused = x.view().with_cudarc(&other, |_| ()).unwrap_err();
+        let refused = refused(x.view().with_cudarc(&other, |_| ()));
         assert!(matches!(refused, Error::Unsuitable { .. }), "{refused}");
         let padded = x.view().columns(0..8)?.with_cudarc(&stream, |_| ());
         assert!(
@@ -180,12 +190,12 @@ fn memory_that_does_not_fit_is_refused(
     own: &CudaSlice<bf16>,
     others: &CudaSlice<bf16>,
 ) {
-    let error = CudarcMatrix::new(group, others, 16, 16).unwrap_err();
+    let error = refused(CudarcMatrix::new(group, others, 16, 16));
     assert!(
         matches!(&error, Error::Unsuitable { what, .. } if what.starts_with("the stream")),
         "{error}"
     );
-    let error = CudarcMatrix::new(group, own, 16, 15).unwrap_err();
+    let error = refused(CudarcMatrix::new(group, own, 16, 15));
     assert!(
         matches!(
             &error,
@@ -198,27 +208,27 @@ fn memory_that_does_not_fit_is_refused(
         "{error}"
     );
     let part = own.slice(1..241);
-    let error = CudarcMatrix::new(group, &part, 15, 16).unwrap_err();
+    let error = refused(CudarcMatrix::new(group, &part, 15, 16));
     assert!(
         matches!(error, Error::Unaligned { multiple: 16, .. }),
         "{error}"
     );
     let part = own.slice(..240);
-    let error = CudarcMatrix::new(group, &part, 20, 12).unwrap_err();
+    let error = refused(CudarcMatrix::new(group, &part, 20, 12));
     assert!(
         matches!(error, Error::Unaligned { value: 24, .. }),
         "{error}"
     );
-    let error = CudarcMatrix::new(group, own, 0, 16).unwrap_err();
+    let error = refused(CudarcMatrix::new(group, own, 0, 16));
     assert!(matches!(error, Error::Count { expected: 0, .. }), "{error}");
-    let error = CudarcMatrix::new(group, own, 16, 0).unwrap_err();
+    let error = refused(CudarcMatrix::new(group, own, 16, 0));
     assert!(matches!(error, Error::Limit { .. }), "{error}");
 }
 
 /// Such a stream is another one on each thread.
 fn a_stream_of_each_thread_is_refused(group: &Group<gemmesh::Cuda>, own: &CudaSlice<bf16>) {
     let each_threads = own.stream().context().per_thread_stream();
-    let error = group.use_cudarc_stream(&each_threads).unwrap_err();
+    let error = refused(group.use_cudarc_stream(&each_threads));
     assert!(
         matches!(&error, Error::Unsuitable { what, .. } if what.starts_with("the handle")),
         "{error}"
@@ -232,14 +242,14 @@ fn another_stream_has_to_wait_for_matrices(
     other: &Arc<CudaStream>,
 ) -> Result<()> {
     let matrix = CudarcMatrix::new(group, own, 16, 16)?;
-    let error = group.use_cudarc_stream(other).unwrap_err();
+    let error = refused(group.use_cudarc_stream(other));
     assert!(
         matches!(&error, Error::Unsuitable { found, .. } if found == "1"),
         "{error}"
     );
     let handle = other.cu_stream().cast();
     // SAFETY: the stream is what is kept.
-    let error = unsafe { group.set_stream_of(handle, Arc::new(other.clone())) }.unwrap_err();
+    let error = refused(unsafe { group.set_stream_of(handle, Arc::new(other.clone())) });
     assert!(
         matches!(&error, Error::Unsuitable { found, .. } if found == "1"),
         "{error}"
@@ -257,10 +267,10 @@ fn what_is_another_gpus_is_refused(group: &Group<gemmesh::Cuda>) -> Result<()> {
         let event = of_cudarc(foreign.new_event(None))?;
         let mut memory = upload(&stream, &normal(1, 16 * 16))?;
         for error in [
-            group.use_cudarc_stream(&stream).unwrap_err(),
-            group.record_cudarc_event(&event).unwrap_err(),
-            CudarcMatrix::new(group, &memory, 16, 16).unwrap_err(),
-            CudarcMatrixMut::new(group, &mut memory, 16, 16).unwrap_err(),
+            refused(group.use_cudarc_stream(&stream)),
+            refused(group.record_cudarc_event(&event)),
+            refused(CudarcMatrix::new(group, &memory, 16, 16)),
+            refused(CudarcMatrixMut::new(group, &mut memory, 16, 16)),
         ] {
             let expected =
                 matches!(&error, Error::Unsuitable { what, .. } if what.starts_with("the context"));
@@ -283,7 +293,7 @@ fn tensors_of_dlpack_go_out_and_come_back_on_gpus() {
             let expected = (2, group.device_ordinal() as i32);
             assert_eq!((device.device_type, device.device_id), expected);
             (*tensor).dl_tensor.device.device_id += 1;
-            let error = Matrix::<gemmesh::Cuda, bf16>::from_dlpack(&group, tensor).unwrap_err();
+            let error = refused(Matrix::<gemmesh::Cuda, bf16>::from_dlpack(&group, tensor));
             assert!(matches!(error, Error::Unsuitable { .. }), "{error}");
             (*tensor).dl_tensor.device.device_id -= 1;
         }

@@ -93,6 +93,9 @@ fn pointers_that_do_not_fit_are_refused(group: &Group<Cuda>, begin: u64) -> Resu
             matches!(error, Error::Unaligned { multiple: 16, .. }),
             "{error}"
         );
+        let place = error.call().and_then(|call| call.place());
+        let is_here = place.is_some_and(|place| place.starts_with(concat!(file!(), ":")));
+        assert!(is_here, "{error}");
     }
     // No rows lie nowhere.
     for ptr in [0, 2] {

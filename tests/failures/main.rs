@@ -13,6 +13,7 @@ mod limits;
 mod memory;
 mod messages;
 mod mismatches;
+mod places;
 mod reasons;
 mod refusals;
 mod rendezvous;

@@ -12,42 +12,69 @@ use gemmesh::{
     produce_and_reduce_scatter, reduce_scatter,
 };
 
+use crate::support::tested;
+
 type Done = Result<(), Error>;
 /// What is done wrong, a rank that does it, and what it is told.
 type Mistake = (&'static str, fn(&Group<Host>) -> Done, &'static str);
 
-/// Each mistake is made by all of `world` ranks, in a group of its own. The table has what the last rank is told.
+/// Each mistake is made by all of `world` ranks, in a group of its own. The table has what the last rank is told, without
+/// the place of the call.
 #[track_caller]
 fn check(world: usize, mistakes: &[Mistake]) {
     let told = mistakes.iter().map(|(mistake, make, _)| {
         let told = Group::<Host>::builder().workers(1).threads(world, |group| {
             let error = make(&group).expect_err(mistake);
-            Ok::<_, Error>(error.to_string())
+            Ok::<_, Error>(error)
         });
         let mut told = told.unwrap_or_else(|error| panic!("{mistake}: {error}"));
-        told.pop().unwrap_or_default()
+        told.pop().expect("a rank")
     });
-    let told: Vec<String> = told.collect();
+    let told: Vec<Error> = told.collect();
     compare(
         mistakes
             .iter()
             .zip(told)
-            .map(|(&(mistake, _, expected), told)| (mistake, told, expected.to_string())),
+            .map(|(&(mistake, _, expected), told)| (mistake, told, expected)),
     );
 }
 
 /// Of (mistake, told, expected).
 #[track_caller]
-fn compare(all: impl Iterator<Item = (&'static str, String, String)>) {
+fn compare(all: impl Iterator<Item = (&'static str, Error, &'static str)>) {
     let mut wrong = 0;
     for (mistake, told, expected) in all {
         println!("{mistake} -> {told}");
-        if told != expected {
+        if without_place(mistake, &told) != expected {
             println!("    expected: {expected}");
             wrong += 1;
         }
     }
     assert_eq!(wrong, 0, "sentences are not as expected");
+}
+
+/// The error's sentence without the place of the call, if it has a call. The place must lie in this file, between the
+/// line that names the mistake and that of the sentence.
+#[track_caller]
+fn without_place(mistake: &str, error: &Error) -> String {
+    const FILE: &str = concat!(file!(), ":");
+    let sentence = tested::without_place(error, FILE);
+    let Some(call) = error.call() else {
+        return sentence;
+    };
+    let line = call.place().and_then(|place| place.strip_prefix(FILE));
+    let line: Option<usize> = line.and_then(|line| line.parse().ok());
+    let named = format!("\"{mistake}\",");
+    let lines = include_str!("messages.rs").lines().map(str::trim);
+    let after = lines.enumerate().skip_while(|(_, text)| *text != named);
+    // The compiler counts from 1.
+    let mut texts = after.filter(|(_, text)| text.starts_with('"'));
+    let [begin, end] = [0; 2].map(|_| texts.next().map_or(0, |(index, _)| index + 1));
+    assert!(
+        line.is_some_and(|line| (begin..end).contains(&line)),
+        "{mistake}, from line {begin} to {end}: {error}"
+    );
+    sentence
 }
 
 fn zeros(group: &Group<Host>, rows: usize, columns: usize) -> Matrix<Host, bf16> {
@@ -81,6 +108,7 @@ fn operands(group: &Group<Host>) -> [Matrix<Host, bf16>; 3] {
 }
 
 /// A product of [`operands`] that is told how it is cut up, with a mistake.
+#[track_caller]
 fn configured(group: &Group<Host>, mistake: fn(&mut Config)) -> Done {
     let product = || Matmul::<Host, bf16>::new();
     let mut config = product().prepare(group, [4, 3], 5)?.config();
@@ -89,6 +117,7 @@ fn configured(group: &Group<Host>, mistake: fn(&mut Config)) -> Done {
 }
 
 /// A product of [`operands`] with weights of these shapes.
+#[track_caller]
 fn with_weights<'a>(
     product: Matmul<'a, Host, bf16>,
     group: &Group<Host>,
@@ -934,11 +963,21 @@ fn mistakes_with_functions_and_failed_groups_are_told_in_whole_sentences() {
 
 #[test]
 fn mistakes_in_opening_a_group_are_told_in_whole_sentences() {
-    let builder = || Group::<Host>::builder().workers(1);
-    let alone =
-        |builder: gemmesh::Builder<Host>| builder.threads(1, |_| Ok::<_, Error>(())).map(drop);
-    let address = format!("messages {}", std::process::id());
-    let connect = |rank, world| builder().connect(rank, world, &address).map(drop);
+    fn builder() -> gemmesh::Builder<Host> {
+        Group::builder().workers(1)
+    }
+
+    #[track_caller]
+    fn alone(builder: gemmesh::Builder<Host>) -> Done {
+        builder.threads(1, |_| Ok::<_, Error>(())).map(drop)
+    }
+
+    #[track_caller]
+    fn connect(rank: usize, world: usize) -> Done {
+        let address = format!("messages {}", std::process::id());
+        builder().connect(rank, world, &address).map(drop)
+    }
+
     let mistakes: [(&str, Done, &str); 9] = [
         (
             "threads without ranks",
@@ -986,13 +1025,11 @@ fn mistakes_in_opening_a_group_are_told_in_whole_sentences() {
             "rank 0: Builder::link: the bytes per second of a link is 0; it must be at least 1",
         ),
     ];
-    compare(mistakes.into_iter().map(|(mistake, made, expected)| {
-        (
-            mistake,
-            made.expect_err(mistake).to_string(),
-            expected.to_string(),
-        )
-    }));
+    compare(
+        mistakes
+            .into_iter()
+            .map(|(mistake, made, expected)| (mistake, made.expect_err(mistake), expected)),
+    );
 }
 
 #[test]

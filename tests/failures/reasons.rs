@@ -7,7 +7,7 @@ use gemmesh::launch::{self, Launch};
 use gemmesh::{AllGatherMatmul, Error, Group, Host, bf16, produce_and_all_to_all};
 
 use crate::support::processes::start;
-use crate::support::tested::{assert_plain, poisoned, ranks};
+use crate::support::tested::{assert_plain, poisoned, ranks, without_place};
 use crate::{Arguments, MakeCall, TIMEOUT, same_error, test_name};
 
 /// What a program's errors may be.
@@ -274,7 +274,8 @@ fn what_a_process_was_refused_of_its_own_matrices_is_why_it_leaves() {
                 _ => group.barrier(),
             };
             let error = error.unwrap_err();
-            assert!(error.to_string().contains(words), "{words}: {error}");
+            let sentence = without_place(&error, concat!(file!(), ":"));
+            assert!(sentence.contains(words), "{words}: {error}");
         }
         Ok("told".into())
     });
@@ -398,8 +399,11 @@ fn a_launched_rank_that_panics_is_returned_with_what_the_panic_said() {
 #[test]
 fn a_launched_rank_that_returns_an_error_of_the_librarys_is_returned_with_it() {
     let told = launched(test_name!(), |group| group.zeros::<bf16>(1, 0).map(drop));
-    let words = "rank 1: Group::zeros: the number of columns is 0; it must be from 1 to 2147483647";
-    assert_told(told, "exit status: 1", words);
+    let place = format!("{}:{}", file!(), line!() - 1);
+    let words = format!(
+        "rank 1: Group::zeros at {place}: the number of columns is 0; it must be from 1 to 2147483647"
+    );
+    assert_told(told, "exit status: 1", &words);
 }
 
 #[test]

@@ -89,8 +89,11 @@ fn give_weights_in_the_other_layout(group: &Group<Host>) -> Result<(), Error> {
     ];
     for (layout, [rows, columns], what, remedy) in transposed {
         let said = |call: &str, result: Result<(), Error>, what: &str| {
-            let expected = format!("rank {}: {call}: {what}", group.rank());
-            assert_eq!(result.unwrap_err().to_string(), expected);
+            let error = result.unwrap_err();
+            let refused = error.call().expect("an argument is wrong");
+            assert_eq!(refused.name(), call);
+            let expected = format!("rank {}: {refused}: {what}", group.rank());
+            assert_eq!(error.to_string(), expected);
         };
         let b = group.zeros::<bf16>(rows, columns)?;
         let wrong = group.zeros::<bf16>(7, 8)?;

@@ -182,7 +182,7 @@ fn group_that_strangers_visit(
 
 fn introduction(length: u32, words: &[u8]) -> Vec<u8> {
     // The version that the library speaks, and a rank.
-    let numbers = [6, 1, length].map(u32::to_le_bytes).concat();
+    let numbers = [7, 1, length].map(u32::to_le_bytes).concat();
     [b"gemmesh\0", numbers.as_slice(), words].concat()
 }
 

@@ -133,9 +133,12 @@ fn what_is_not_supported_is_told_of_by_what_must_hold_instead() {
         AllGatherMatmul::new().config(config).prepare(&a, 5)?;
         Ok::<(), Error>(())
     });
+    let place = format!("{}:{}", file!(), line!() - 3);
     assert_eq!(
         refused.unwrap_err().to_string(),
-        "rank 0: all_gather_matmul: not supported: Config::tile.stream_k must be false unless Numerics::StreamK is \
-         asked for"
+        format!(
+            "rank 0: all_gather_matmul at {place}: not supported: Config::tile.stream_k must be false unless \
+             Numerics::StreamK is asked for"
+        )
     );
 }

@@ -233,3 +233,15 @@ pub fn until_failure<B: Tested>(
         assert!(begin.elapsed() < B::TIMEOUT + Duration::from_secs(20));
     }
 }
+
+/// The error's sentence without the place of the call, if it has a call. The place must begin with `place`.
+#[track_caller]
+pub fn without_place(error: &Error, place: &str) -> String {
+    let sentence = error.to_string();
+    let Some(call) = error.call() else {
+        return sentence;
+    };
+    let found = call.place().unwrap_or("nowhere");
+    assert!(found.starts_with(place), "{sentence}");
+    sentence.replacen(&format!(" at {found}"), "", 1)
+}

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use candle_core::{DType, Error as CandleError, Tensor};
-use gemmesh::{Error, Result, bf16, f16};
+use gemmesh::{Call, Error, Result, bf16, f16};
 
 use crate::device::{Device, no_such_dtype};
 use crate::failure::Failure;
@@ -55,7 +55,7 @@ impl<B: Device> AnyRanks for Ranks<B> {
         if tokens > self.capacity {
             return Err(self.noted(Error::Limit {
                 rank: Some(self.group.rank()),
-                call: "TensorParallel::set_tokens".into(),
+                call: Call::here("TensorParallel::set_tokens"),
                 what: "the number of tokens".into(),
                 value: tokens,
                 min: 0,

@@ -1,8 +1,12 @@
 //! gemmesh's errors inside candle's.
 
 use std::fmt;
+use std::panic::Location;
 
 use candle_core::Error as CandleError;
+use gemmesh::error::called_at;
+
+use crate::failure::Failure;
 
 /// An error whose `Debug` is a sentence, because candle prints wrapped errors by `Debug`.
 struct Sentence(gemmesh::Error);
@@ -21,6 +25,25 @@ impl fmt::Display for Sentence {
 }
 
 impl std::error::Error for Sentence {}
+
+/// Runs `f` for `call`, a function of this library. Errors of arguments name the place from which the calling function
+/// is called.
+#[track_caller]
+pub(crate) fn within<R, E: Into<Failure>>(
+    call: &'static str,
+    f: impl FnOnce() -> Result<R, E>,
+) -> Result<R, CandleError> {
+    let made = called_at(place(), f);
+    made.map_err(|error| Failure::of(call)(error.into()))
+}
+
+/// The place from which the calling function is called. It is not known if that function is a trait object's method:
+/// the caller is then a line of this library.
+#[track_caller]
+pub(crate) fn place() -> Option<&'static Location<'static>> {
+    let library = file!().trim_end_matches("error.rs");
+    Some(Location::caller()).filter(|caller| !caller.file().starts_with(library))
+}
 
 /// For `map_err`: wraps an error of `call` in candle's error.
 pub(crate) fn of(call: &'static str) -> impl Fn(gemmesh::Error) -> CandleError {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{Module, Result, Tensor};
 use candle_nn::var_builder::{Backend, Shard, VarBuilderArgs};
 
-use crate::failure::Failure;
+use crate::error::within;
 use crate::load::{Hints, Reader};
 use crate::products::{LayerTensors, Product};
 use crate::tensor_parallel::TensorParallel;
@@ -28,6 +28,7 @@ impl ColumnParallelLinear {
     /// a weight that does not have two dimensions; [`Error::Shape`](gemmesh::Error::Shape);
     /// [`Error::Unaligned`](gemmesh::Error::Unaligned) on GPUs unless N and K are multiples of 8;
     /// [`Error::OutOfMemory`](gemmesh::Error::OutOfMemory).
+    #[track_caller]
     pub fn new(ranks: &TensorParallel, weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
         let (weights, biases) = (vec![weight], Vec::from_iter(bias));
         columns(
@@ -43,6 +44,7 @@ impl ColumnParallelLinear {
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::new`]; also if the ranks cannot share N evenly.
+    #[track_caller]
     pub fn from_whole(
         ranks: &TensorParallel,
         weight: &Tensor,
@@ -80,6 +82,7 @@ impl ColumnParallelLinear {
     /// As [`ColumnParallelLinear::from_whole`]; [`Error::Shape`](gemmesh::Error::Shape) also if a tensor has a
     /// different shape in the file; [`Error::System`](gemmesh::Error::System) if it cannot be read. They name the
     /// tensor.
+    #[track_caller]
     pub fn load<B: Backend<Hints: Hints>>(
         ranks: &TensorParallel,
         in_dim: usize,
@@ -98,18 +101,18 @@ impl ColumnParallelLinear {
     ///
     /// # Errors
     /// As [`Module::forward`].
+    #[track_caller]
     pub fn forward_replicated(&self, x: &Tensor) -> Result<Tensor> {
-        let out = self.0.replicated(x, None);
-        out.map(only)
-            .map_err(Failure::of("ColumnParallelLinear::forward_replicated"))
+        let call = "ColumnParallelLinear::forward_replicated";
+        within(call, || self.0.replicated(x, None)).map(only)
     }
 }
 
 impl Module for ColumnParallelLinear {
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let out = self.0.sequence_parallel(x, None);
-        out.map(only)
-            .map_err(Failure::of("ColumnParallelLinear::forward"))
+        let call = "ColumnParallelLinear::forward";
+        within(call, || self.0.sequence_parallel(x, None)).map(only)
     }
 }
 
@@ -128,6 +131,7 @@ impl QkvParallelLinear {
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::new`].
+    #[track_caller]
     pub fn new(
         ranks: &TensorParallel,
         [q, k, v]: [Tensor; 3],
@@ -150,6 +154,7 @@ impl QkvParallelLinear {
     ///
     /// # Errors
     /// As [`QkvParallelLinear::new`] and [`TensorParallel::heads`]; also if an N does not fit its number of heads.
+    #[track_caller]
     pub fn from_whole(
         ranks: &TensorParallel,
         [heads, kv_heads]: [usize; 2],
@@ -180,6 +185,7 @@ impl QkvParallelLinear {
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::load`] and [`TensorParallel::heads`].
+    #[track_caller]
     pub fn load<B: Backend<Hints: Hints>>(
         ranks: &TensorParallel,
         in_dim: usize,
@@ -217,20 +223,20 @@ impl QkvParallelLinear {
     ///
     /// # Errors
     /// As for [`ColumnParallelLinear`].
+    #[track_caller]
     pub fn forward(&self, x: &Tensor) -> Result<[Tensor; 3]> {
-        let out = self.0.sequence_parallel(x, None);
-        out.map(three)
-            .map_err(Failure::of("QkvParallelLinear::forward"))
+        let call = "QkvParallelLinear::forward";
+        within(call, || self.0.sequence_parallel(x, None)).map(three)
     }
 
     /// As [`ColumnParallelLinear::forward_replicated`].
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::forward_replicated`].
+    #[track_caller]
     pub fn forward_replicated(&self, x: &Tensor) -> Result<[Tensor; 3]> {
-        let out = self.0.replicated(x, None);
-        out.map(three)
-            .map_err(Failure::of("QkvParallelLinear::forward_replicated"))
+        let call = "QkvParallelLinear::forward_replicated";
+        within(call, || self.0.replicated(x, None)).map(three)
     }
 }
 
@@ -248,6 +254,7 @@ impl GatedParallelLinear {
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::new`].
+    #[track_caller]
     pub fn new(
         ranks: &TensorParallel,
         [gate, up]: [Tensor; 2],
@@ -268,6 +275,7 @@ impl GatedParallelLinear {
     ///
     /// # Errors
     /// As [`GatedParallelLinear::new`]; also if the ranks cannot share N evenly.
+    #[track_caller]
     pub fn from_whole(
         ranks: &TensorParallel,
         weights: [&Tensor; 2],
@@ -288,6 +296,7 @@ impl GatedParallelLinear {
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::load`].
+    #[track_caller]
     pub fn load<B: Backend<Hints: Hints>>(
         ranks: &TensorParallel,
         in_dim: usize,
@@ -310,18 +319,18 @@ impl GatedParallelLinear {
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::forward_replicated`].
+    #[track_caller]
     pub fn forward_replicated(&self, x: &Tensor) -> Result<Tensor> {
-        let out = self.0.replicated(x, None);
-        out.map(only)
-            .map_err(Failure::of("GatedParallelLinear::forward_replicated"))
+        let call = "GatedParallelLinear::forward_replicated";
+        within(call, || self.0.replicated(x, None)).map(only)
     }
 }
 
 impl Module for GatedParallelLinear {
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let out = self.0.sequence_parallel(x, None);
-        out.map(only)
-            .map_err(Failure::of("GatedParallelLinear::forward"))
+        let call = "GatedParallelLinear::forward";
+        within(call, || self.0.sequence_parallel(x, None)).map(only)
     }
 }
 
@@ -340,16 +349,18 @@ impl RowParallelLinear {
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::new`].
+    #[track_caller]
     pub fn new(ranks: &TensorParallel, weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
         let (weights, biases) = (vec![weight], Vec::from_iter(bias));
-        let made = ranks.ranks().rows(LayerTensors { weights, biases });
-        made.map(Self).map_err(Failure::of("RowParallelLinear"))
+        let tensors = LayerTensors { weights, biases };
+        within("RowParallelLinear", || ranks.ranks().rows(tensors)).map(Self)
     }
 
     /// Makes a layer of this rank's part of the whole weight, [N, K].
     ///
     /// # Errors
     /// As [`RowParallelLinear::new`]; also if the ranks cannot share K evenly.
+    #[track_caller]
     pub fn from_whole(
         ranks: &TensorParallel,
         weight: &Tensor,
@@ -367,6 +378,7 @@ impl RowParallelLinear {
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::load`].
+    #[track_caller]
     pub fn load<B: Backend<Hints: Hints>>(
         ranks: &TensorParallel,
         in_dim: usize,
@@ -384,10 +396,10 @@ impl RowParallelLinear {
     ///
     /// # Errors
     /// As for [`ColumnParallelLinear`].
+    #[track_caller]
     pub fn forward_residual(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
-        let out = self.0.sequence_parallel(x, Some(residual));
-        out.map(only)
-            .map_err(Failure::of("RowParallelLinear::forward_residual"))
+        let call = "RowParallelLinear::forward_residual";
+        within(call, || self.0.sequence_parallel(x, Some(residual))).map(only)
     }
 
     /// The sums of all tokens on every rank, [tokens, N], as for a few tokens that are decoded. Collective.
@@ -396,29 +408,29 @@ impl RowParallelLinear {
     ///
     /// # Errors
     /// As for [`ColumnParallelLinear`].
+    #[track_caller]
     pub fn forward_replicated(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
-        let out = self.0.replicated(x, residual);
-        out.map(only)
-            .map_err(Failure::of("RowParallelLinear::forward_replicated"))
+        let call = "RowParallelLinear::forward_replicated";
+        within(call, || self.0.replicated(x, residual)).map(only)
     }
 }
 
 impl Module for RowParallelLinear {
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let out = self.0.sequence_parallel(x, None);
-        out.map(only)
-            .map_err(Failure::of("RowParallelLinear::forward"))
+        let call = "RowParallelLinear::forward";
+        within(call, || self.0.sequence_parallel(x, None)).map(only)
     }
 }
 
+#[track_caller]
 fn columns(
     ranks: &TensorParallel,
     tensors: LayerTensors,
     gated: bool,
     call: &'static str,
 ) -> Result<Arc<dyn Product>> {
-    let made = ranks.ranks().columns(tensors, gated);
-    made.map_err(Failure::of(call))
+    within(call, || ranks.ranks().columns(tensors, gated))
 }
 
 fn only(mut tensors: Vec<Tensor>) -> Tensor {

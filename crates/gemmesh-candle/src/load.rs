@@ -3,7 +3,7 @@
 use candle_core::{Error as CandleError, Result, Tensor};
 use candle_nn::Init;
 use candle_nn::var_builder::{Backend, Shard, VarBuilderArgs};
-use gemmesh::Error;
+use gemmesh::{Call, Error};
 
 use crate::error;
 use crate::tensor_parallel::TensorParallel;
@@ -143,7 +143,7 @@ impl Reader<'_> {
         let rank = self.ranks.rank();
         let shape = |what, expected: &[usize], found: &[usize]| Error::Shape {
             rank,
-            call: "loading a weight".into(),
+            call: Call::here("loading a weight"),
             argument: format!("{} {what}", path(vb, name)),
             expected: expected.to_vec(),
             found: found.to_vec(),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 use gemmesh::{
-    Activation, AllGatherMatmul, Error, Matmul, MatmulAllReduce, MatmulReduceScatter, Result,
+    Activation, AllGatherMatmul, Call, Error, Matmul, MatmulAllReduce, MatmulReduceScatter, Result,
 };
 
 use crate::device::{Device, Half};
@@ -48,7 +48,7 @@ fn extents<B: Device>(ranks: &Ranks<B>, weight: &Tensor) -> Result<[usize; 2], F
         &[n, k] => Ok([n, k]),
         other => Err(Failure::Gemmesh(Error::Count {
             rank: ranks.group.rank(),
-            call: MAKE.into(),
+            call: Call::here(MAKE),
             whole: "a weight [N, K]".into(),
             unit: "dimension".into(),
             expected: 2,
@@ -65,7 +65,7 @@ fn bias_of(rank: usize, biases: &[Tensor], widths: &[usize]) -> Result<Option<Te
         if bias.elem_count() != n {
             return Err(Failure::Gemmesh(Error::Shape {
                 rank,
-                call: MAKE.into(),
+                call: Call::here(MAKE),
                 argument: "bias [N]".into(),
                 expected: vec![n],
                 found: bias.dims().to_vec(),

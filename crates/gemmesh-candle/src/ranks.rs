@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use candle_core::{Device as CandleDevice, Error as CandleError, Tensor};
-use gemmesh::{Error, Group, Result, ShardedMatrix, all_gather, all_reduce, reduce_scatter};
+use gemmesh::{Call, Error, Group, Result, ShardedMatrix, all_gather, all_reduce, reduce_scatter};
 
 use crate::device::{Device, Half, Input, Rows};
 use crate::error::{gemmesh_error, words};
@@ -36,7 +36,7 @@ impl<B: Device> Ranks<B> {
         if capacity == 0 {
             return Err(Error::Limit {
                 rank: Some(group.rank()),
-                call: "TensorParallel::new".into(),
+                call: Call::here("TensorParallel::new"),
                 what: "the capacity".into(),
                 value: capacity,
                 min: 1,

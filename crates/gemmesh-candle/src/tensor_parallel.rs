@@ -5,12 +5,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Device as CandleDevice, Error as CandleError, Tensor};
-use gemmesh::{Error, Group};
+use gemmesh::error::called_at;
+use gemmesh::{Call, Error, Group};
 
 use crate::any_ranks::AnyRanks;
 use crate::device::Device;
-use crate::error;
-use crate::failure::Failure;
+use crate::error::{self, place, within};
 use crate::ranks::{Collective, Ranks, own_of};
 
 type Result<T, E = CandleError> = std::result::Result<T, E>;
@@ -43,13 +43,15 @@ impl TensorParallel {
     /// # Errors
     /// [`Error::Unsuitable`] for a different device, or one whose stream is each thread's default stream
     /// (`Device::new_cuda`); [`Error::Limit`] if `capacity` is 0.
+    #[track_caller]
     pub fn new<B: Device>(
         group: Group<B>,
         device: &CandleDevice,
         capacity: usize,
     ) -> Result<TensorParallel> {
-        let ranks =
-            Ranks::new(group, device, capacity).map_err(error::of("TensorParallel::new"))?;
+        let ranks = within("TensorParallel::new", || {
+            Ranks::new(group, device, capacity)
+        })?;
         Ok(TensorParallel(Arc::new(ranks)))
     }
 
@@ -75,9 +77,9 @@ impl TensorParallel {
     ///
     /// # Errors
     /// [`Error::Limit`] for more than the capacity.
+    #[track_caller]
     pub fn set_tokens(&self, tokens: usize) -> Result<Range<usize>> {
-        let set = self.0.set_tokens(tokens);
-        set.map_err(error::of("TensorParallel::set_tokens"))?;
+        within("TensorParallel::set_tokens", || self.0.set_tokens(tokens))?;
         Ok(self.tokens())
     }
 
@@ -93,10 +95,13 @@ impl TensorParallel {
     ///
     /// # Errors
     /// [`Error::Shape`] unless the ranks can share the dimension evenly.
+    #[track_caller]
     pub fn shard(&self, whole: &Tensor, dim: usize) -> Result<Tensor> {
         let size = whole.dim(dim)?;
-        let shared = self.check_even("a weight", size, dim);
-        shared.map_err(|error| error::of("TensorParallel::shard")(self.0.noted(error)))?;
+        within("TensorParallel::shard", || {
+            let shared = self.check_even("a weight", size, dim);
+            shared.map_err(|error| self.0.noted(error))
+        })?;
         let part = size / self.world_size();
         whole
             .narrow(dim, self.rank() * part, part)?
@@ -111,7 +116,7 @@ impl TensorParallel {
         }
         Err(Error::Shape {
             rank: self.rank(),
-            call: "TensorParallel::shard".into(),
+            call: Call::here("TensorParallel::shard"),
             argument: format!("dimension {dim} of {weight} that {world} ranks share evenly"),
             expected: vec![size.next_multiple_of(world)],
             found: vec![size],
@@ -138,17 +143,24 @@ impl TensorParallel {
     /// # Errors
     /// [`Error::Shape`] if the ranks cannot share `heads` evenly, if they cannot share `kv_heads` evenly and no equal
     /// number of ranks can share each of these, or if a different number of query heads would go with each of them.
+    #[track_caller]
     pub fn heads(&self, heads: usize, kv_heads: usize) -> Result<[Range<usize>; 2]> {
+        within("TensorParallel::heads", || {
+            let own = self.own_heads(heads, kv_heads);
+            own.map_err(|error| self.0.noted(error))
+        })
+    }
+
+    fn own_heads(&self, heads: usize, kv_heads: usize) -> Result<[Range<usize>; 2], Error> {
         let (rank, world) = (self.rank(), self.world_size());
         let refuse = |argument: String, expected: usize, found: usize| {
-            let refused = self.0.noted(Error::Shape {
+            Err(Error::Shape {
                 rank,
-                call: "TensorParallel::heads".into(),
+                call: Call::here("TensorParallel::heads"),
                 argument,
                 expected: vec![expected],
                 found: vec![found],
-            });
-            Err(error::of("TensorParallel::heads")(refused))
+            })
         };
         let or_more = |heads: usize, of: usize| heads.max(1).next_multiple_of(of);
         if heads == 0 || !heads.is_multiple_of(world) {
@@ -184,7 +196,7 @@ impl TensorParallel {
         if !size.is_multiple_of(count) {
             return Err(error::of("QkvParallelLinear")(Error::Shape {
                 rank: self.rank(),
-                call: "QkvParallelLinear".into(),
+                call: Call::here("QkvParallelLinear"),
                 argument: format!("dimension 0 of a weight of {count} heads"),
                 expected: vec![size.next_multiple_of(count)],
                 found: vec![size],
@@ -199,6 +211,7 @@ impl TensorParallel {
     ///
     /// # Errors
     /// [`Error::Unsuitable`], [`Error::Shape`]; [`Error::CallMismatch`] and the group's failure.
+    #[track_caller]
     pub fn all_gather(&self, x: &Tensor) -> Result<Tensor> {
         self.exchange(Collective::AllGather, "TensorParallel::all_gather", x)
     }
@@ -209,6 +222,7 @@ impl TensorParallel {
     ///
     /// # Errors
     /// As [`TensorParallel::all_gather`].
+    #[track_caller]
     pub fn reduce_scatter(&self, x: &Tensor) -> Result<Tensor> {
         self.exchange(
             Collective::ReduceScatter,
@@ -221,6 +235,7 @@ impl TensorParallel {
     ///
     /// # Errors
     /// As [`TensorParallel::all_gather`].
+    #[track_caller]
     pub fn all_reduce(&self, x: &Tensor) -> Result<Tensor> {
         self.exchange(Collective::AllReduce, "TensorParallel::all_reduce", x)
     }
@@ -231,9 +246,10 @@ impl TensorParallel {
     ///
     /// # Errors
     /// As [`Group::all_gather_bytes`].
+    #[track_caller]
     pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let gathered = self.0.all_gather_bytes(bytes);
-        gathered.map_err(error::of("TensorParallel::all_gather_bytes"))
+        let call = "TensorParallel::all_gather_bytes";
+        within(call, || self.0.all_gather_bytes(bytes))
     }
 
     /// Returns when every rank has called it.
@@ -256,20 +272,23 @@ impl TensorParallel {
         done.map_err(error::of("TensorParallel::synchronize"))
     }
 
+    #[track_caller]
     fn exchange(&self, collective: Collective, call: &'static str, x: &Tensor) -> Result<Tensor> {
-        let exchanged = self.0.exchange(collective, x);
-        exchanged.map_err(Failure::of(call))
+        within(call, || self.0.exchange(collective, x))
     }
 
     /// Does the work before this rank makes a layer of whole weights, in `call`. If it fails, the ranks that wait there
     /// are told.
+    #[track_caller]
     pub(crate) fn before_making<R>(
         &self,
         call: &'static str,
         prepare: impl FnOnce() -> Result<R>,
     ) -> Result<R> {
         self.0.check().map_err(error::of(call))?;
-        prepare().inspect_err(|error| self.0.refuse_making(error))
+        called_at(place(), || {
+            prepare().inspect_err(|error| self.0.refuse_making(error))
+        })
     }
 
     pub(crate) fn ranks(&self) -> Arc<dyn AnyRanks> {

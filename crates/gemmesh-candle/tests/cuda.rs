@@ -3,6 +3,8 @@
 //! Without a GPU nothing is tested, unless GEMMESH_REQUIRE_GPU is set. Arguments choose tests by parts of their names.
 //! Candle's own kernels are not used, so that a driver without them will do.
 
+mod support;
+
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -16,6 +18,8 @@ use gemmesh_candle::{
     ColumnParallelLinear, Cuda, GatedParallelLinear, Group, QkvParallelLinear, RowParallelLinear,
     TensorParallel, gemmesh_error, launch,
 };
+
+use support::sentence;
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 type Result<T, E = Failure> = std::result::Result<T, E>;
@@ -521,12 +525,9 @@ fn values(tensor: &Tensor) -> Result<Vec<f64>> {
     Ok(values.iter().map(|x| x.to_f64()).collect())
 }
 
-/// An error of gemmesh's, in so many words.
+/// An error of gemmesh's, in so many words, apart from the place of the call.
+#[track_caller]
 fn assert_says<T>(refused: candle_core::Result<T>, words: &str) {
-    let error = refused.err().expect("it should be refused");
-    let error = gemmesh_error(&error).unwrap_or_else(|| panic!("not gemmesh's: {error}"));
-    assert!(
-        error.to_string().contains(words),
-        "{error}\nshould say: {words}"
-    );
+    let sentence = sentence(&refused.err().expect("it should be refused"));
+    assert!(sentence.contains(words), "{sentence}\nshould say: {words}");
 }

@@ -1,5 +1,7 @@
 //! What a layer can't take is refused with gemmesh's errors, on every rank.
 
+mod support;
+
 use std::fmt::Write;
 
 use candle_core::op::BackpropOp;
@@ -9,6 +11,8 @@ use gemmesh_candle::{
     ColumnParallelLinear, GatedParallelLinear, Group, Host, QkvParallelLinear, RowParallelLinear,
     TensorParallel, gemmesh_error,
 };
+
+use support::sentence;
 
 type Result<T, E = candle_core::Error> = std::result::Result<T, E>;
 type Failure = Box<dyn std::error::Error + Send + Sync>;
@@ -32,10 +36,13 @@ fn errors_print_a_sentence_at_once_and_a_rank_and_its_layers_a_line() -> Result<
     one(|ranks| {
         let weight = Tensor::ones((N, K), DType::F64, &Device::Cpu)?;
         let error = ColumnParallelLinear::new(ranks, weight, None).unwrap_err();
-        let said = "rank 0: a parallel layer: the dtype of weight is F64 and must be BF16 or F16";
+        let place = format!("{}:{}", file!(), line!() - 1);
+        let said = format!(
+            "rank 0: a parallel layer at {place}: the dtype of weight is F64 and must be BF16 or F16"
+        );
         let mut texts = Texts(Vec::new());
         write!(texts, "{error:?}")?;
-        assert!(texts.0.iter().any(|text| text == said), "{:?}", texts.0);
+        assert!(texts.0.contains(&said), "{:?}", texts.0);
 
         let bias = Tensor::zeros(N, DType::BF16, &Device::Cpu)?;
         let column = ColumnParallelLinear::new(ranks, ones(N, K)?, Some(bias))?;
@@ -196,6 +203,26 @@ fn shapes_that_do_not_fit() -> Result<(), Failure> {
             ranks.set_tokens(7).unwrap_err(),
             "TensorParallel::set_tokens: the number of tokens is 7; it must be from 0 to 6",
         );
+        Ok(())
+    })
+}
+
+#[test]
+fn the_place_of_a_call_is_the_programs_line_or_none_behind_a_trait_object() -> Result<(), Failure> {
+    one(|ranks| {
+        let column = ColumnParallelLinear::new(ranks, ones(N, K)?, None)?;
+        let x = ones(TOKENS - 1, K)?;
+        let refused = |made: Result<Tensor>, line: Option<u32>| {
+            let error = made.unwrap_err();
+            let error = gemmesh_error(&error).expect("an error of gemmesh's");
+            let place = error.call().expect("an argument is wrong").place();
+            let line = line.map(|line| format!("{}:{line}", file!()));
+            assert_eq!(place, line.as_deref(), "{error}");
+        };
+        refused(column.forward(&x), Some(line!()));
+        refused(ranks.all_gather(&x), Some(line!()));
+        let any: &dyn Module = &column;
+        refused(any.forward(&x), None);
         Ok(())
     })
 }
@@ -407,11 +434,9 @@ fn ones(rows: usize, columns: usize) -> Result<Tensor> {
     Tensor::ones((rows, columns), DType::BF16, &Device::Cpu)
 }
 
-/// An error of gemmesh's, in so many words.
+/// An error of gemmesh's, in so many words, apart from the place of the call.
+#[track_caller]
 fn assert_says(error: candle_core::Error, words: &str) {
-    let error = gemmesh_error(&error).unwrap_or_else(|| panic!("not gemmesh's: {error}"));
-    assert!(
-        error.to_string().contains(words),
-        "{error}\nshould say: {words}"
-    );
+    let sentence = sentence(&error);
+    assert!(sentence.contains(words), "{sentence}\nshould say: {words}");
 }

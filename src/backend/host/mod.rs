@@ -140,6 +140,7 @@ impl sealed::Implementation for Host {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
             (cores / members.world).max(1)
         });
+        // The call that opens the group has set the place.
         let refuse =
             |call: &str, refusal| Err(members.fail(Refusal::of(members.rank, call)(refusal)));
         if let Err(refusal) = limit("the number of workers", count, 1, 1024) {

@@ -7,7 +7,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{FOREVER, GRACE, Members, PeerWait};
-use crate::error::{Deadline, Error, Result};
+use crate::error::{Call, Deadline, Error, Result};
 use crate::json;
 use crate::ranks::deadlines::{Clock, Deadlines};
 use crate::ranks::pidfd;
@@ -99,6 +99,7 @@ impl Members {
     /// # Errors
     /// [`Error::CallMismatch`] unless all ranks make the same `call`; the group's failure if a rank is lost or has
     /// left, or if a deadline has passed.
+    #[track_caller]
     pub fn all_gather(
         &self,
         call: &str,
@@ -110,7 +111,7 @@ impl Members {
         if payload.len() > longest {
             return Err(self.fail(Error::Limit {
                 rank: Some(self.rank),
-                call: call.trim_end_matches("()").into(),
+                call: Call::here(call.trim_end_matches("()")),
                 what: "the number of bytes".into(),
                 value: payload.len(),
                 min: 0,

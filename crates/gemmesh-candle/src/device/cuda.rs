@@ -11,7 +11,7 @@ use candle_core::cuda::cudarc::driver::{
 use candle_core::cuda::{CudaDevice, CudaStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{Device as CandleDevice, Error as CandleError, Storage, Tensor};
-use gemmesh::{Cuda, Error, Group, Matrix, Result, ShardedMatrix, StreamGuard};
+use gemmesh::{Call, Cuda, Error, Group, Matrix, Result, ShardedMatrix, StreamGuard};
 
 use super::{Half, Input, Rows, Tensors, other_device};
 use crate::failure::Failure;
@@ -106,7 +106,7 @@ impl Tensors for Cuda {
         let stream = cuda.cuda_stream();
         let unsuitable = |what: &str, found: String| Error::Unsuitable {
             rank: group.rank(),
-            call: "TensorParallel::new".into(),
+            call: Call::here("TensorParallel::new"),
             what: format!("{what} of the tensors"),
             expected: expected.clone(),
             found,
@@ -141,7 +141,7 @@ impl Tensors for Cuda {
         }
         Err(Error::Unaligned {
             rank: group.rank(),
-            call: MAKE.into(),
+            call: Call::here(MAKE),
             what: "the last dimension of a tensor".into(),
             value: columns,
             multiple,

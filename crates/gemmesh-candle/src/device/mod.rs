@@ -7,7 +7,7 @@ mod host;
 use std::fmt::Debug;
 
 use candle_core::{DType, Device as CandleDevice, Layout, Storage, Tensor, WithDType};
-use gemmesh::{Backend, Element, Error, Group, Matrix, Result, ShardedMatrix, bf16, f16};
+use gemmesh::{Backend, Call, Element, Error, Group, Matrix, Result, ShardedMatrix, bf16, f16};
 
 use crate::failure::Failure;
 use crate::pools::{Pool, Pools};
@@ -148,7 +148,7 @@ impl<'a> Rows<'a> {
         let rank = group.rank();
         let unsuitable = |unfit: Unfit| Error::Unsuitable {
             rank,
-            call: MAKE.into(),
+            call: Call::here(MAKE),
             what: format!("{} of {argument}", unfit.what),
             expected: unfit.expected,
             found: unfit.found,
@@ -159,7 +159,7 @@ impl<'a> Rows<'a> {
         if dims[leading..] != shape || dims[..leading].iter().any(|&dim| dim != 1) {
             return Err(Error::Shape {
                 rank,
-                call: MAKE.into(),
+                call: Call::here(MAKE),
                 argument: argument.into(),
                 expected: shape.into(),
                 found: dims.into(),
@@ -252,7 +252,7 @@ fn pitch_of(strides: &[usize], [rows, columns]: [usize; 2]) -> Result<usize, Unf
 pub fn no_such_dtype(rank: usize, argument: &str, found: DType) -> Error {
     Error::Unsuitable {
         rank,
-        call: MAKE.into(),
+        call: Call::here(MAKE),
         what: format!("the dtype of {argument}"),
         expected: "BF16 or F16".into(),
         found: format!("{found:?}"),
@@ -268,7 +268,7 @@ fn other_device(rank: usize, found: &CandleDevice, expected: &str) -> Error {
     };
     Error::Unsuitable {
         rank,
-        call: "TensorParallel::new".into(),
+        call: Call::here("TensorParallel::new"),
         what: "the device of the tensors".into(),
         expected: expected.into(),
         found: found.into(),

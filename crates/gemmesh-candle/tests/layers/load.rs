@@ -17,6 +17,7 @@ use gemmesh_candle::{
 };
 
 use crate::exact::{CAPACITY, DTYPES, Exact, Failure, Result, each, random};
+use crate::support::sentence;
 
 const MODEL: usize = 24;
 const HIDDEN: usize = 32;
@@ -195,9 +196,8 @@ fn wrong_file(
 #[track_caller]
 fn assert_says<L>(ranks: &TensorParallel, made: Result<L>, said: &str) -> Result<(), Failure> {
     let error = made.err().expect("a layer that cannot be made");
-    let error = gemmesh_error(&error).expect("an error of gemmesh's");
     let rank = ranks.rank();
-    assert_eq!(error.to_string(), format!("rank {rank}: {said}"));
+    assert_eq!(sentence(&error), format!("rank {rank}: {said}"));
     Ok(ranks.barrier()?)
 }
 

@@ -1,6 +1,9 @@
 //! Layers on tensors of the CPU, by ranks that are threads, against candle's own linear layer with the whole weight in
 //! f64.
 
+#[path = "../support/mod.rs"]
+mod support;
+
 mod exact;
 mod load;
 

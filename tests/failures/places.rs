@@ -1,0 +1,204 @@
+//! The error of an argument names the line of the program that makes the call, on every rank that reads it.
+
+use gemmesh::dlpack::DLManagedTensor;
+use gemmesh::{
+    AllGatherAndConsume, AllGatherMatmul, Error, Group, Host, MatmulAllReduce, MatmulReduceScatter,
+    Matrix, ProduceAndReduceScatter, ShardedMatrix, all_gather, all_gather_matmul, bf16,
+    produce_and_all_to_all,
+};
+
+type Done = Result<(), Error>;
+type Wrong = fn(&Group<Host>) -> Done;
+
+fn zeros(group: &Group<Host>, rows: usize, columns: usize) -> Matrix<Host, bf16> {
+    group.zeros(rows, columns).expect("a matrix")
+}
+
+fn sharded(group: &Group<Host>, m: usize, k: usize) -> ShardedMatrix<Host, bf16> {
+    group.sharded(m, k).expect("a sharded matrix")
+}
+
+/// A [4, 2] matrix whose rows are apart.
+#[allow(unsafe_code)]
+fn padded(group: &Group<Host>) -> Matrix<Host, bf16> {
+    let tensor = zeros(group, 4, 4).into_dlpack();
+    // SAFETY: the tensor is alive and used by nobody else. It stays within its memory.
+    let adopted = unsafe {
+        *(*tensor).dl_tensor.shape.add(1) = 2;
+        Matrix::from_dlpack(group, tensor)
+    };
+    adopted.expect("a part of a tensor")
+}
+
+/// Makes an f32 matrix of a tensor of bf16.
+#[allow(unsafe_code)]
+#[track_caller]
+fn as_f32(group: &Group<Host>, tensor: *mut DLManagedTensor) -> Done {
+    // SAFETY: the tensor is alive and used by nobody else. It is lost when it is refused.
+    unsafe { Matrix::<Host, f32>::from_dlpack(group, tensor) }.map(drop)
+}
+
+/// Each of (line, call) is refused. The error names a line of this file, from that line to the next call's.
+#[track_caller]
+fn check(calls: &[(u32, Wrong)]) {
+    const LAST: u32 = 10;
+    for (index, &(first, call)) in calls.iter().enumerate() {
+        let next = calls.get(index + 1).map_or(first + LAST, |next| next.0);
+        let told = Group::<Host>::builder().workers(1).threads(1, |group| {
+            Ok::<_, Error>(call(&group).expect_err(&format!("line {first}")))
+        });
+        let told = told.unwrap().remove(0);
+        let place = told.call().and_then(|call| call.place());
+        let is_there = (first..next).any(|line| place == Some(&at(line)));
+        assert!(is_there, "line {first}: {told}");
+    }
+}
+
+fn at(line: u32) -> String {
+    format!("{}:{line}", file!())
+}
+
+#[test]
+fn refused_uses_of_memory_are_named_by_their_line() {
+    check(&[
+        (line!(), |g| {
+            zeros(g, 2, 3).view().copy_to_host(&mut [bf16::ONE; 5])
+        }),
+        (line!(), |g| zeros(g, 2, 3).view().rows(1..3).map(drop)),
+        (line!(), |g| zeros(g, 2, 3).view().columns(1..4).map(drop)),
+        (line!(), |g| padded(g).as_slice().map(drop)),
+        (line!(), |g| padded(g).as_mut_slice().map(drop)),
+        (line!(), |g| sharded(g, 6, 4).write(7, &[])),
+        (line!(), |g| as_f32(g, zeros(g, 2, 3).into_dlpack())),
+        (line!(), |g| g.all_gather_bytes(&vec![0; 1 << 28]).map(drop)),
+        (line!(), |g| {
+            Err(g.refuse(
+                "a library's call",
+                sharded(g, 6, 4).set_rows(&[7]).unwrap_err(),
+            ))
+        }),
+    ]);
+}
+
+#[test]
+fn refused_operations_are_named_by_their_line() {
+    check(&[
+        (line!(), |g| {
+            MatmulReduceScatter::new()
+                .prepare(&zeros(g, 6, 4), 0)
+                .map(drop)
+        }),
+        (line!(), |g| {
+            MatmulAllReduce::new()
+                .prepare(&zeros(g, 6, 4), &sharded(g, 7, 5))
+                .map(drop)
+        }),
+        (line!(), |g| {
+            AllGatherAndConsume::new()
+                .chunks(0)
+                .run_traced(&sharded(g, 6, 4), |_| Ok(()))
+                .map(drop)
+        }),
+        (line!(), |g| {
+            ProduceAndReduceScatter::new()
+                .run_traced(7, &mut zeros(g, 6, 4), |_| Ok(()))
+                .map(drop)
+        }),
+        (line!(), |g| {
+            produce_and_all_to_all(&mut g.sharded_staged::<bf16>(6, 4, 2)?, |_| Ok(()))
+        }),
+    ]);
+}
+
+#[test]
+fn refused_prepared_calls_are_named_by_their_line() {
+    /// Planned for [6, 4] and N = 5.
+    fn gather(g: &Group<Host>) -> gemmesh::Prepared<'static, Host, bf16> {
+        AllGatherMatmul::new()
+            .prepare(&sharded(g, 6, 4), 5)
+            .expect("a plan")
+    }
+    fn scatter(g: &Group<Host>) -> gemmesh::PreparedReduceScatter<'static, Host, bf16> {
+        MatmulReduceScatter::new()
+            .prepare(&zeros(g, 6, 4), 5)
+            .expect("a plan")
+    }
+    fn reduce(g: &Group<Host>) -> gemmesh::PreparedAllReduce<'static, Host, bf16> {
+        MatmulAllReduce::new()
+            .prepare(&zeros(g, 6, 4), &sharded(g, 6, 5))
+            .expect("a plan")
+    }
+    fn weight(g: &Group<Host>) -> Matrix<Host, bf16> {
+        zeros(g, 5, 4)
+    }
+    check(&[
+        (line!(), |g| {
+            gather(g).run(&sharded(g, 7, 4), &weight(g), &mut zeros(g, 6, 5))
+        }),
+        (line!(), |g| {
+            gather(g)
+                .run_traced(&sharded(g, 6, 4), &weight(g), &mut zeros(g, 7, 5))
+                .map(drop)
+        }),
+        (line!(), |g| gather(g).gather(&sharded(g, 7, 4))),
+        (line!(), |g| {
+            gather(g).matmul(&sharded(g, 7, 4), &weight(g), &mut zeros(g, 6, 5))
+        }),
+        (line!(), |g| {
+            gather(g)
+                .run_in_sequence_traced(&sharded(g, 7, 4), &weight(g), &mut zeros(g, 6, 5))
+                .map(drop)
+        }),
+        (line!(), |g| {
+            gather(g)
+                .run_in_sequence_traced(&sharded(g, 6, 4), &weight(g), &mut zeros(g, 7, 5))
+                .map(drop)
+        }),
+        (line!(), |g| {
+            scatter(g).run(&zeros(g, 7, 4), &weight(g), &mut zeros(g, 6, 5))
+        }),
+        (line!(), |g| {
+            scatter(g)
+                .run_traced(&zeros(g, 7, 4), &weight(g), &mut zeros(g, 6, 5))
+                .map(drop)
+        }),
+        (line!(), |g| {
+            scatter(g).run_into(&zeros(g, 6, 4), &weight(g), &mut sharded(g, 7, 5))
+        }),
+        (line!(), |g| {
+            scatter(g)
+                .run_into_traced(&zeros(g, 6, 4), &weight(g), &mut sharded(g, 7, 5))
+                .map(drop)
+        }),
+        (line!(), |g| scatter(g).matmul(&zeros(g, 7, 4), &weight(g))),
+        (line!(), |g| scatter(g).reduce_scatter(&mut zeros(g, 7, 5))),
+        (line!(), |g| {
+            reduce(g).run(&zeros(g, 7, 4), &weight(g), &mut sharded(g, 6, 5))
+        }),
+        (line!(), |g| {
+            reduce(g)
+                .run_traced(&zeros(g, 6, 4), &weight(g), &mut sharded(g, 7, 5))
+                .map(drop)
+        }),
+        (line!(), |g| reduce(g).matmul(&zeros(g, 7, 4), &weight(g))),
+        (line!(), |g| reduce(g).all_reduce(&mut sharded(g, 7, 5))),
+    ]);
+}
+
+#[test]
+fn a_rank_that_waits_reads_the_line_of_the_others_call() {
+    let line = line!() + 6;
+    let told = Group::<Host>::threads(2, |group| {
+        let a = sharded(&group, 6, 4);
+        let told = match group.rank() {
+            0 => all_gather(&a),
+            // It leaves.
+            _ => all_gather_matmul(&a, &zeros(&group, 5, 3), &mut zeros(&group, 6, 5)),
+        };
+        Ok::<_, Error>(told.unwrap_err())
+    });
+    for (rank, error) in told.unwrap().iter().enumerate() {
+        let place = error.call().and_then(|call| call.place());
+        assert_eq!(place, Some(&*at(line)), "rank {rank}: {error}");
+    }
+}
