@@ -166,20 +166,21 @@ fn another_user_gets_nothing_from_nobody_of_a_container() {
     }
 }
 
-/// Another user's process holds all names, each with a queue for so many.
-fn assert_user_is_named(test: &str, queue: i32) {
+/// Another user's process holds all names, each with a queue for so many, while these of two ranks look for each other.
+fn assert_user_is_named(test: &str, queue: i32, looking: &[usize]) {
     let Some(stranger) = as_user(STRANGER) else {
         return;
     };
-    let command = |place| match place {
-        2 => stranger(),
-        _ => Command::new(this_program()),
+    let holder = looking.len();
+    let command = |place| match place == holder {
+        true => stranger(),
+        false => Command::new(this_program()),
     };
     let setting = Setting {
         command: &command,
         ..Setting::default()
     };
-    let places = [(0, 2), (1, 2), (2, 2)];
+    let places: Vec<_> = looking.iter().chain(&[2]).map(|&rank| (rank, 2)).collect();
     let mut ranks = start_with(test, &places, &setting, |me| {
         if me.rank < 2 {
             me.hear();
@@ -194,16 +195,16 @@ fn assert_user_is_named(test: &str, queue: i32) {
         me.hear();
         Ok("was there".into())
     });
-    ranks.heard(2, "holds all");
-    (0..2).for_each(|place| ranks.tell(place));
-    let holder = format!("process {} of user {STRANGER}", ranks.pid(2));
-    ranks.heard(0, "over");
-    ranks.heard(1, "over");
-    ranks.tell(2);
-    let outcomes = ranks.outcomes();
-    for outcome in &outcomes[..2] {
+    ranks.heard(holder, "holds all");
+    (0..holder).for_each(|place| ranks.tell(place));
+    let named = format!("process {} of user {STRANGER}", ranks.pid(holder));
+    for place in 0..holder {
+        ranks.heard(place, "over");
+    }
+    ranks.tell(holder);
+    for outcome in &ranks.outcomes()[..holder] {
         match outcome.error() {
-            Error::AddressTaken { holder: named, .. } => assert_eq!(*named, holder),
+            Error::AddressTaken { holder, .. } => assert_eq!(*holder, named),
             other => panic!("{other}"),
         }
     }
@@ -211,12 +212,19 @@ fn assert_user_is_named(test: &str, queue: i32) {
 
 #[test]
 fn a_user_who_holds_all_names_is_named() {
-    assert_user_is_named(test_name!(), 4096);
+    assert_user_is_named(test_name!(), 4096, &[0, 1]);
+}
+
+// One rank alone, whose first try comes before the queues are full.
+
+#[test]
+fn a_user_who_holds_all_names_and_accepts_few_is_named_by_rank_0() {
+    assert_user_is_named(test_name!(), 4, &[0]);
 }
 
 #[test]
-fn a_user_who_holds_all_names_and_accepts_few_is_named() {
-    assert_user_is_named(test_name!(), 4);
+fn a_user_who_holds_all_names_and_accepts_few_is_named_by_another_rank() {
+    assert_user_is_named(test_name!(), 4, &[1]);
 }
 
 fn socket() -> OwnedFd {
