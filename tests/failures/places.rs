@@ -110,27 +110,31 @@ fn refused_operations_are_named_by_their_line() {
     ]);
 }
 
+/// Planned for [6, 4] and N = 5.
+fn gather(g: &Group<Host>) -> gemmesh::Prepared<'static, Host, bf16> {
+    AllGatherMatmul::new()
+        .prepare(&sharded(g, 6, 4), 5)
+        .expect("a plan")
+}
+
+fn scatter(g: &Group<Host>) -> gemmesh::PreparedReduceScatter<'static, Host, bf16> {
+    MatmulReduceScatter::new()
+        .prepare(&zeros(g, 6, 4), 5)
+        .expect("a plan")
+}
+
+fn reduce(g: &Group<Host>) -> gemmesh::PreparedAllReduce<'static, Host, bf16> {
+    MatmulAllReduce::new()
+        .prepare(&zeros(g, 6, 4), &sharded(g, 6, 5))
+        .expect("a plan")
+}
+
+fn weight(g: &Group<Host>) -> Matrix<Host, bf16> {
+    zeros(g, 5, 4)
+}
+
 #[test]
 fn refused_prepared_calls_are_named_by_their_line() {
-    /// Planned for [6, 4] and N = 5.
-    fn gather(g: &Group<Host>) -> gemmesh::Prepared<'static, Host, bf16> {
-        AllGatherMatmul::new()
-            .prepare(&sharded(g, 6, 4), 5)
-            .expect("a plan")
-    }
-    fn scatter(g: &Group<Host>) -> gemmesh::PreparedReduceScatter<'static, Host, bf16> {
-        MatmulReduceScatter::new()
-            .prepare(&zeros(g, 6, 4), 5)
-            .expect("a plan")
-    }
-    fn reduce(g: &Group<Host>) -> gemmesh::PreparedAllReduce<'static, Host, bf16> {
-        MatmulAllReduce::new()
-            .prepare(&zeros(g, 6, 4), &sharded(g, 6, 5))
-            .expect("a plan")
-    }
-    fn weight(g: &Group<Host>) -> Matrix<Host, bf16> {
-        zeros(g, 5, 4)
-    }
     check(&[
         (line!(), |g| {
             gather(g).run(&sharded(g, 7, 4), &weight(g), &mut zeros(g, 6, 5))

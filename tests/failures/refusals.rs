@@ -66,6 +66,16 @@ fn a_wrong_weight_on_one_rank_is_named_to_all() {
     );
 }
 
+/// Checks that a result is this rank's error of an argument of `call`, and says `what`.
+#[track_caller]
+fn assert_refused(group: &Group<Host>, call: &str, result: Result<(), Error>, what: &str) {
+    let error = result.unwrap_err();
+    let refused = error.call().expect("an argument is wrong");
+    assert_eq!(refused.name(), call);
+    let expected = format!("rank {}: {refused}: {what}", group.rank());
+    assert_eq!(error.to_string(), expected);
+}
+
 /// Gives each product a transposed weight, which has N and K in each other's places, and one that fits neither way.
 fn give_weights_in_the_other_layout(group: &Group<Host>) -> Result<(), Error> {
     let (m, n, k) = (6, 5, 4);
@@ -88,13 +98,7 @@ fn give_weights_in_the_other_layout(group: &Group<Host>) -> Result<(), Error> {
         ),
     ];
     for (layout, [rows, columns], what, remedy) in transposed {
-        let said = |call: &str, result: Result<(), Error>, what: &str| {
-            let error = result.unwrap_err();
-            let refused = error.call().expect("an argument is wrong");
-            assert_eq!(refused.name(), call);
-            let expected = format!("rank {}: {refused}: {what}", group.rank());
-            assert_eq!(error.to_string(), expected);
-        };
+        let said = |call: &str, result, what: &str| assert_refused(group, call, result, what);
         let b = group.zeros::<bf16>(rows, columns)?;
         let wrong = group.zeros::<bf16>(7, 8)?;
         let neither = match layout {
