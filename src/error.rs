@@ -7,8 +7,9 @@ pub use self::call::{Call, called_at};
 
 use std::fmt;
 
+pub(crate) use self::words::Counted;
 use self::words::{
-    Because, Bounds, Counted, Ended, GroupOf, Nearest, OneLine, Panic, Prepare, Ranks, Transposed,
+    Because, Bounds, Ended, GroupOf, Nearest, OneLine, Panic, Prepare, Ranks, Transposed,
     Who, WithinGroup,
 };
 use crate::element::DType;

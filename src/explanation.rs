@@ -2,9 +2,11 @@
 
 use std::fmt::{Debug, Display, Formatter, Result};
 
-use crate::schedule::Config;
+use crate::error::Counted;
+use crate::route::Route;
+use crate::schedule::{Config, Problem};
 
-/// How an operation is cut up, and its predicted time. `Display` prints a line for each prediction.
+/// How an operation is cut up, and its predicted time. `Display` says it in sentences, a line each.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Matmul, Result, bf16};
@@ -27,6 +29,18 @@ pub struct Explanation {
     /// makes them, if it knows the operation. On the host backend there are none, because it has one configuration for
     /// all shapes.
     pub predicted: Vec<Prediction>,
+    moved: Moved,
+}
+
+/// What an operation moves between ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Moved {
+    /// Nothing, because one rank has all rows.
+    Nothing,
+    /// The rows of `a`.
+    Rows,
+    /// Partial sums.
+    Sums,
 }
 
 impl Debug for Explanation {
@@ -43,51 +57,251 @@ impl Debug for Explanation {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Prediction {
-    /// The part of the operation that it is of.
+    /// What it is the time of, such as "until the operation is complete".
     pub what: &'static str,
     /// From the beginning of the operation, in microseconds on the device.
     pub micros: f64,
 }
 
 impl Explanation {
+    pub(crate) fn new(
+        problem: &Problem,
+        config: Config,
+        predicted: Vec<Prediction>,
+    ) -> Explanation {
+        let moved = match (problem.layout.world(), problem.operation.is_sum()) {
+            (1, _) => Moved::Nothing,
+            (_, true) => Moved::Sums,
+            (_, false) => Moved::Rows,
+        };
+        Explanation {
+            config,
+            predicted,
+            moved,
+        }
+    }
+
     /// The predicted time of the whole operation, in microseconds on the device, if it is known.
     pub fn micros(&self) -> Option<f64> {
         self.predicted.last().map(|whole| whole.micros)
+    }
+
+    fn write_tiles(&self, f: &mut Formatter<'_>) -> Result {
+        let tile = &self.config.tile;
+        f.write_str("The output is computed in tiles of ")?;
+        let (rows, columns) = (Counted(tile.m, "row"), Counted(tile.n, "column"));
+        write!(f, "{rows} and {columns}, ")?;
+        write!(f, "which read {} of K in a step", Counted(tile.k, "column"))?;
+        if tile.stages > 1 {
+            write!(f, " and have up to {} steps on their way", tile.stages)?;
+        }
+        f.write_str(".")?;
+        if tile.cluster > 1 {
+            let count = tile.cluster;
+            write!(
+                f,
+                "\n{count} tiles, one above the other, share what they load of the weight."
+            )?;
+        }
+        if tile.split_k > 1 {
+            let count = tile.split_k;
+            write!(
+                f,
+                "\nEach tile is the work of {count} thread blocks, which divide K."
+            )?;
+        }
+        if tile.k_slices > 1 {
+            let count = tile.k_slices;
+            write!(
+                f,
+                "\nK is multiplied in {count} slices, whose products are added afterwards."
+            )?;
+        }
+        if tile.stream_k {
+            f.write_str("\nTiles that would not fill the last wave are cut along K (stream-K).")?;
+        }
+        if tile.group_m > 1 {
+            let count = tile.group_m;
+            write!(
+                f,
+                "\nThe tiles of {count} tile rows are taken together, column by column."
+            )?;
+        }
+        Ok(())
+    }
+
+    fn write_moves(&self, f: &mut Formatter<'_>) -> Result {
+        let Config {
+            chunking, route, ..
+        } = &self.config;
+        let what = match (self.moved, route) {
+            (Moved::Nothing, _) => {
+                return f.write_str("\nNothing is moved, because one rank has all rows.");
+            }
+            (Moved::Rows, Route::Pull) => "Each rank copies the other ranks' rows to itself",
+            (Moved::Rows, Route::Push) => "Each rank copies its rows to the other ranks",
+            (Moved::Rows, Route::Store) => "Each rank's kernel stores its rows at the other ranks",
+            (Moved::Sums, Route::Pull) => {
+                "Each rank copies the partial sums that it adds to itself"
+            }
+            (Moved::Sums, Route::Push) => {
+                "Each rank copies partial sums to the ranks that add them"
+            }
+            (Moved::Sums, Route::Store) => {
+                "Each rank's kernel stores partial sums at the ranks that add them"
+            }
+        };
+        write!(f, "\n{what} (Route::{route:?})")?;
+        // Kernels cut the rows that they store much finer, whatever the configuration says.
+        if (self.moved, *route) == (Moved::Rows, Route::Store) {
+            return f.write_str(".");
+        }
+        write!(f, ", in {}", Counted(chunking.count, "chunk"))?;
+        if chunking.last != chunking.count {
+            let last = Counted(chunking.last, "chunk");
+            let of = match self.moved {
+                Moved::Sums => "the rows that are sent last",
+                _ => "the rank whose rows come last",
+            };
+            write!(f, ", or {last} for {of}")?;
+        }
+        f.write_str(".")?;
+        if chunking.cut_last {
+            f.write_str("\nThe very last chunk comes in two parts, cut along K.")?;
+        }
+        Ok(())
     }
 }
 
 impl Display for Explanation {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
-        let Config {
-            tile,
-            chunking,
-            route,
-        } = &self.config;
-        write!(f, "tiles of {}x{}, ", tile.m, tile.n)?;
-        if tile.cluster > 1 {
-            write!(f, "{} of which share loads, ", tile.cluster)?;
-        }
-        if tile.split_k > 1 {
-            write!(f, "K split by {}, ", tile.split_k)?;
-        }
-        if tile.k_slices > 1 {
-            write!(f, "K in {} slices, ", tile.k_slices)?;
-        }
-        if tile.stream_k {
-            write!(f, "those of the last wave cut along K, ")?;
-        }
-        write!(f, "{} stages; {route:?}", tile.stages)?;
-        write!(
-            f,
-            ", chunks {}, of the last {}",
-            chunking.count, chunking.last
-        )?;
-        if chunking.cut_last {
-            write!(f, " and a cut along K")?;
+        self.write_tiles(f)?;
+        self.write_moves(f)?;
+        if self.predicted.is_empty() {
+            return f.write_str("\nIts time is not predicted.");
         }
         for Prediction { what, micros } in &self.predicted {
-            write!(f, "\n{what}: {micros:.1} µs expected")?;
+            write!(f, "\nExpected time {what}: {micros:.1} µs.")?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schedule::{Chunking, TileShape};
+
+    fn explained(moved: Moved, tile: TileShape, chunking: Chunking, route: Route) -> String {
+        let explanation = Explanation {
+            config: Config::new(tile, chunking, route),
+            predicted: Vec::new(),
+            moved,
+        };
+        explanation.to_string()
+    }
+
+    #[test]
+    fn a_product_is_explained_in_sentences() {
+        let tile = TileShape::new(128, 256, 64);
+        let words = explained(Moved::Nothing, tile, Chunking::new(4), Route::Pull);
+        let expected = "\
+            The output is computed in tiles of 128 rows and 256 columns, which read 64 columns of K in a step.\n\
+            Nothing is moved, because one rank has all rows.\n\
+            Its time is not predicted.";
+        assert_eq!(words, expected);
+    }
+
+    #[test]
+    fn every_option_of_a_tile_has_a_sentence() {
+        let tile = TileShape::new(1, 1, 1).with_stages(4).with_cluster(2);
+        let tile = tile.with_split_k(3).with_k_slices(5).with_group_m(8);
+        let tile = tile.with_stream_k(true);
+        let words = explained(Moved::Nothing, tile, Chunking::new(1), Route::Pull);
+        let expected = "\
+            The output is computed in tiles of 1 row and 1 column, which read 1 column of K in a step and have up to \
+            4 steps on their way.\n\
+            2 tiles, one above the other, share what they load of the weight.\n\
+            Each tile is the work of 3 thread blocks, which divide K.\n\
+            K is multiplied in 5 slices, whose products are added afterwards.\n\
+            Tiles that would not fill the last wave are cut along K (stream-K).\n\
+            The tiles of 8 tile rows are taken together, column by column.\n\
+            Nothing is moved, because one rank has all rows.\n\
+            Its time is not predicted.";
+        assert_eq!(words, expected);
+    }
+
+    #[test]
+    fn it_says_who_moves_what_in_how_many_chunks() {
+        let says = |moved, chunking, route| {
+            let words = explained(moved, TileShape::new(8, 8, 8), chunking, route);
+            let lines: Vec<&str> = words.lines().collect();
+            lines[1..lines.len() - 1].join(" ")
+        };
+        let (one, four) = (Chunking::new(1), Chunking::new(4));
+        let uneven = Chunking::new(1).with_last(4).with_cut_last(true);
+        for (moved, chunking, route, expected) in [
+            (
+                Moved::Rows,
+                one,
+                Route::Pull,
+                "Each rank copies the other ranks' rows to itself (Route::Pull), in 1 chunk.",
+            ),
+            (
+                Moved::Rows,
+                uneven,
+                Route::Push,
+                "Each rank copies its rows to the other ranks (Route::Push), in 1 chunk, or 4 chunks for the rank whose \
+                 rows come last. The very last chunk comes in two parts, cut along K.",
+            ),
+            (
+                Moved::Rows,
+                four,
+                Route::Store,
+                "Each rank's kernel stores its rows at the other ranks (Route::Store).",
+            ),
+            (
+                Moved::Sums,
+                four,
+                Route::Pull,
+                "Each rank copies the partial sums that it adds to itself (Route::Pull), in 4 chunks.",
+            ),
+            (
+                Moved::Sums,
+                four.with_last(1),
+                Route::Push,
+                "Each rank copies partial sums to the ranks that add them (Route::Push), in 4 chunks, or 1 chunk for the \
+                 rows that are sent last.",
+            ),
+            (
+                Moved::Sums,
+                one,
+                Route::Store,
+                "Each rank's kernel stores partial sums at the ranks that add them (Route::Store), in 1 chunk.",
+            ),
+        ] {
+            assert_eq!(says(moved, chunking, route), expected);
+        }
+    }
+
+    #[test]
+    fn each_predicted_time_has_a_line_and_the_last_is_of_the_whole() {
+        let prediction = |what, micros| Prediction { what, micros };
+        let explanation = Explanation {
+            config: Config::new(TileShape::new(8, 8, 8), Chunking::new(1), Route::Pull),
+            predicted: vec![
+                prediction("until the last rows have come", 12.34),
+                prediction("until the operation is complete", 20.0),
+            ],
+            moved: Moved::Rows,
+        };
+        let words = explanation.to_string();
+        let lines: Vec<&str> = words.lines().skip(2).collect();
+        let expected = [
+            "Expected time until the last rows have come: 12.3 µs.",
+            "Expected time until the operation is complete: 20.0 µs.",
+        ];
+        assert_eq!(lines, expected);
+        assert_eq!(explanation.micros(), Some(20.0));
     }
 }

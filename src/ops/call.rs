@@ -282,7 +282,7 @@ pub fn explain<B: Backend>(group: &Group<B>, problem: &Problem, config: Config) 
         0 => Vec::new(),
         _ => group.inner().backend.predict(problem, &config),
     };
-    Explanation { config, predicted }
+    Explanation::new(problem, config, predicted)
 }
 
 /// Checks that a type is the planned one.

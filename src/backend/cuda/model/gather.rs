@@ -194,9 +194,15 @@ pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Predict
         .map(|group| group.ready.max(group.late))
         .fold(0.0, f64::max);
     let parts = [
-        ("matmul alone", Tiles::of(rates, problem, config).alone()),
-        ("the last rows' arrival", rates.start + arrived),
-        ("fused", gathered(rates, problem, config)),
+        (
+            "of the product alone",
+            Tiles::of(rates, problem, config).alone(),
+        ),
+        ("until the last rows have come", rates.start + arrived),
+        (
+            "until the operation is complete",
+            gathered(rates, problem, config),
+        ),
     ];
     // With one rank, no rows arrive.
     let count = if problem.layout.world() == 1 { 1 } else { 3 };

@@ -49,11 +49,11 @@ mod rate {
 /// Predicts an operation. Empty if partials are pulled, because their time is not known.
 pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Prediction> {
     let alone = Prediction {
-        what: "matmul alone",
+        what: "of the product alone",
         micros: Tiles::of(rates, problem, config).alone(),
     };
     let whole = || Prediction {
-        what: "fused",
+        what: "until the operation is complete",
         micros: time(rates, problem, config),
     };
     match config.route {
