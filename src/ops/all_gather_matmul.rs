@@ -55,6 +55,25 @@ use crate::trace::Trace;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
 ///
+/// The three matrices have one element type. For an output of f32, for parts of matrices, or for several weights, call
+/// [`AllGatherMatmul::run`], which takes all of them:
+///
+/// ```
+/// # use gemmesh::{Group, Host, Result};
+/// use gemmesh::{AllGatherMatmul, bf16};
+///
+/// # fn rank(group: Group<Host>) -> Result<()> {
+/// # let (m, n, k) = (8, 4, 16);
+/// # let a = group.sharded::<bf16>(m, k)?;
+/// # let b = group.zeros::<bf16>(2 * n, k)?;
+/// let mut wide = group.zeros::<f32>(m, n)?;
+/// AllGatherMatmul::new().run(&a, b.rows(0..n)?, &mut wide)?;
+/// # Ok(())
+/// # }
+/// # Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
+///
 /// # Errors
 /// [`Error::Shape`] or [`Error::ForeignArgument`] if the arguments don't fit together. Nothing has been done then, and
 /// you may make the call again with other arguments. If you don't call again, the waiting ranks get this error half a

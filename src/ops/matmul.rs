@@ -33,15 +33,18 @@ const OPERATION: Operation = Operation::Matmul;
 /// [`Group::synchronize`](crate::Group::synchronize) waits for it. On the host backend the product is complete when the
 /// call returns.
 ///
+/// The three matrices have one element type. For an output of f32, for parts of matrices, or for several weights, call
+/// [`Matmul::run`], which takes all of them:
+///
 /// ```
 /// use gemmesh::{Activation, Group, Host, Matmul, Result, bf16};
 ///
 /// fn rank(group: Group<Host>) -> Result<()> {
 ///     let a = group.upload(&[bf16::ONE; 2 * 8], 2, 8)?;
 ///     let b = group.upload(&[bf16::NEG_ONE; 4 * 8], 4, 8)?;
-///     let mut out = group.zeros::<bf16>(2, 4)?;
+///     let mut out = group.zeros::<f32>(2, 4)?;
 ///     Matmul::new().activation(Activation::Relu).run(&a, &b, &mut out)?;
-///     assert_eq!(out.to_vec()?, [bf16::ZERO; 2 * 4]);
+///     assert_eq!(out.to_vec()?, [0.0; 2 * 4]);
 ///     Ok(())
 /// }
 ///

@@ -52,6 +52,8 @@ use crate::trace::Trace;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
 ///
+/// `out` has the element type of `a` and `b`. [`MatmulAllReduce::run`] also takes parts of matrices as `a` and `b`.
+///
 /// # Errors
 /// As [`matmul_reduce_scatter`](crate::matmul_reduce_scatter).
 #[track_caller]

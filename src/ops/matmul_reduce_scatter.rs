@@ -70,6 +70,9 @@ use crate::trace::Trace;
 /// The call may return before the operation is complete. [`Group::synchronize`](crate::Group::synchronize) waits for
 /// it. On the host backend the operation is complete when the call returns.
 ///
+/// The three matrices have one element type. For an output of f32, or for parts of matrices, call
+/// [`MatmulReduceScatter::run`].
+///
 /// # Errors
 /// [`Error::Shape`] or [`Error::ForeignArgument`] if the arguments don't fit together; nothing has been done then.
 /// [`Error::CallMismatch`] if a rank makes a different call; [`Error::OutOfMemory`] if the memory for partials cannot

@@ -28,7 +28,8 @@ fn describe<B: Backend>(
 
 /// The weights of a product: one, or up to four that share one gather of the rows.
 ///
-/// Made from a [`Matrix`], a [`MatrixView`], or an array of either, or collected from views.
+/// Made from a [`Matrix`], a [`MatrixView`], or an array of either, or collected from views. If the values are a slice
+/// or a vector on the host, [`Group::upload`](crate::Group::upload) makes a matrix of them.
 #[must_use = "operands do nothing"]
 pub struct Weights<'a, B: Backend, T: Value> {
     pub(super) all: RawWeights<'a, B>,
