@@ -1,16 +1,20 @@
 //! What can go wrong, and who is at fault.
 
 mod call;
+mod made_call;
+mod ranks;
 mod words;
 
 pub use self::call::{Call, called_at};
 
 use std::fmt;
 
+pub use self::made_call::MadeCall;
+use self::made_call::{Difference, Ordinal, Whole};
 pub(crate) use self::words::Counted;
 use self::words::{
-    Because, Bounds, Ended, GroupOf, Nearest, OneLine, Panic, Prepare, Ranks, Transposed,
-    Who, WithinGroup,
+    Because, Bounds, DifferentGroup, Ended, GroupOf, Killed, Nearest, OneLine, Panic, Prepare,
+    Ranks, Transposed, Who, WithinGroup,
 };
 use crate::element::DType;
 use crate::resources::{self, Bytes};
@@ -132,7 +136,8 @@ pub enum Error {
 
     /// An argument belongs to a different group.
     #[error(
-        "rank {rank}: {call}: {argument} belongs to a different group; make all arguments with one group"
+        "rank {rank}: {call}: {argument} belongs to {}; make all arguments with one group",
+        DifferentGroup(.found.as_deref(), .expected.as_deref())
     )]
     ForeignArgument {
         /// The rank that made the call.
@@ -141,6 +146,10 @@ pub enum Error {
         call: Call,
         /// The argument.
         argument: String,
+        /// The name of the group that the call is made in, if it has one.
+        expected: Option<Box<str>>,
+        /// The name of the argument's group, if it has one.
+        found: Option<Box<str>>,
     },
 
     /// The environment does not say who this rank is.
@@ -245,18 +254,20 @@ pub enum Error {
     ///
     /// All ranks must make the same calls in the same order.
     #[error(
-        "rank {rank} called {theirs} while rank {other} called {expected} (call {call}); all ranks must make the same calls in the same order"
+        "{}; all ranks must make the same calls in the same order (the {} collective step of the group: {})",
+        Difference(*.rank, .theirs, *.other, .expected), Ordinal(*.call),
+        Whole(Difference(*.rank, .theirs, *.other, .expected))
     )]
     CallMismatch {
         /// The rank that differs.
         rank: usize,
         /// Its call.
-        theirs: String,
+        theirs: Box<MadeCall>,
         /// A rank that made the expected call.
         other: usize,
         /// The call that was expected.
-        expected: String,
-        /// The call's number among the collective calls of each rank. A call of several steps counts several times.
+        expected: Box<MadeCall>,
+        /// The number of the step of each rank that needs all ranks. A collective call has one step or several.
         call: u64,
     },
 
@@ -370,7 +381,8 @@ pub enum Error {
         rank: usize,
         /// The rank that waits.
         waiting: usize,
-        /// The call in which it waits. For an operation, also what it waits for.
+        /// The call in which it waits. For an operation, also what it waits for. Ranks in these words are those of the
+        /// job.
         what: String,
     },
 
@@ -384,7 +396,7 @@ pub enum Error {
         rank: usize,
         /// The rank that waits.
         waiting: usize,
-        /// The call in which it waits, and what it waits for.
+        /// The call in which it waits, and what it waits for. Ranks in these words are those of the job.
         what: String,
         /// For how long it waited. If all ranks have begun the call, since then.
         waited_ms: u64,
@@ -401,6 +413,8 @@ pub enum Error {
 
     /// An error of a group that has a name, or that is a part of a job or of a different group.
     ///
+    /// Its sentence names ranks of the job, also if the group numbers them differently.
+    ///
     /// [`Error::cause`] returns the error without the group.
     #[error("{}: {}", GroupOf(self, "the group"), WithinGroup(self))]
     InGroup {
@@ -413,7 +427,7 @@ pub enum Error {
     },
 
     /// A launched rank process failed.
-    #[error("rank {rank} {}{}", Ended(.status), Because(.cause))]
+    #[error("rank {rank} {}{}{}", Ended(.status), Because(.cause), Killed(.killed))]
     RankFailed {
         /// The rank at fault.
         rank: usize,
@@ -421,6 +435,8 @@ pub enum Error {
         status: String,
         /// The group's first failure, if the ranks had a group that failed.
         cause: Option<Box<Error>>,
+        /// The other ranks that still ran 1.5 seconds after a rank had failed, and that the launcher killed.
+        killed: Vec<usize>,
     },
 
     /// A process that is a rank tried to launch ranks.
@@ -720,8 +736,8 @@ impl Error {
         }
     }
 
-    /// The failure itself, without saying that it happened earlier, nor in which group it happened. The ranks that it
-    /// names are those of the group.
+    /// The failure itself, without saying that it happened earlier, nor in which group it happened. The ranks in its
+    /// fields are those of the group.
     ///
     /// ```
     /// use gemmesh::{Error, Group, Host};
@@ -895,23 +911,26 @@ mod tests {
             error: Box::new(Error::Capturing { rank: 1 }),
         };
         let within = |job_ranks| in_group(job_ranks).to_string();
-        let its = Error::Capturing { rank: 1 };
+        let of = |rank| Error::Capturing { rank };
+        let its = of(1);
         assert_eq!(within(&[0, 1]), format!("group \"tp 1\": {its}"));
         assert_eq!(
             within(&[4, 6]),
-            format!("group \"tp 1\": {its} (its ranks 0 and 1 are ranks 4 and 6 of the job)")
+            format!("group \"tp 1\" of the job's ranks 4 and 6: {}", of(6))
         );
         assert_eq!(
             within(&[4, 5, 6]),
-            format!("group \"tp 1\": {its} (its ranks 0 to 2 are ranks 4 to 6 of the job)")
+            format!("group \"tp 1\" of the job's ranks 4 to 6: {}", of(5))
         );
         let poisoned = Error::Poisoned {
             cause: Box::new(in_group(&[5, 3])),
         };
-        let again = "group \"tp 1\" has failed";
         assert_eq!(
             poisoned.to_string(),
-            format!("{again}: {its} (its ranks 0 and 1 are ranks 5 and 3 of the job)")
+            format!(
+                "group \"tp 1\" of the job's ranks 5 and 3 has failed: {}",
+                of(3)
+            )
         );
         assert_eq!((poisoned.cause(), poisoned.at_fault()), (&its, vec![3]));
         let left = Error::RankFailed {
@@ -922,11 +941,13 @@ mod tests {
                 waiting: 0,
                 what: "barrier()".into(),
             })),
+            killed: vec![2, 3],
         };
         assert_eq!(
             left.to_string(),
             "rank 1 ended: exit status: 0 (its group failed: rank 1 left the group while rank 0 waited in barrier(); \
-             see that rank's own output, and whether all ranks make the same calls)"
+             see that rank's own output, and whether all ranks make the same calls); \
+             the launcher killed ranks 2 and 3, which still ran 1.5 seconds after the failure"
         );
     }
 }

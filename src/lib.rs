@@ -122,7 +122,7 @@ pub mod trace;
 mod interop;
 
 pub use element::{DType, Element, Float, Value, bf16, f16};
-pub use error::{Call, Deadline, Error, Result};
+pub use error::{Call, Deadline, Error, MadeCall, Result};
 pub use route::Route;
 pub use schedule::{Activation, Chunking, Config, Numerics, TileShape, WeightLayout};
 

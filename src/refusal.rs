@@ -53,7 +53,11 @@ pub enum Refusal {
         found: String,
     },
     /// For [`Error::ForeignArgument`].
-    ForeignArgument { argument: String },
+    ForeignArgument {
+        argument: String,
+        expected: Option<Box<str>>,
+        found: Option<Box<str>>,
+    },
     /// For [`Error::Unaligned`].
     Unaligned {
         what: String,
@@ -84,7 +88,7 @@ impl Refusal {
         move |mut refusal| {
             if let Refusal::Shape { argument, .. }
             | Refusal::DType { argument, .. }
-            | Refusal::ForeignArgument { argument } = &mut refusal
+            | Refusal::ForeignArgument { argument, .. } = &mut refusal
                 && count > 1
             {
                 argument.push_str(&place());
@@ -115,7 +119,7 @@ impl Refusal {
             Shape { argument, expected, found }
             Count { whole, unit, expected, part, found }
             DType { argument, expected, found }
-            ForeignArgument { argument }
+            ForeignArgument { argument, expected, found }
             Unaligned { what, value, multiple }
         }
     }

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use std::fmt::Debug;
 use std::num::NonZeroUsize;
 
-use crate::error::Result;
+use crate::error::{MadeCall, Result};
 use crate::explanation::Prediction;
 use crate::profile::span::Span;
 use crate::protocol::epoch::Epoch;
@@ -168,8 +168,12 @@ pub(crate) mod sealed {
         fn schedule(program: &Self::Program) -> &Schedule;
 
         /// Allocates `bytes` zeroed bytes on each rank. Collective, as `call`.
-        fn symmetric(&self, members: &Members, call: &str, bytes: usize)
-        -> Result<Self::Symmetric>;
+        fn symmetric(
+            &self,
+            members: &Members,
+            call: &MadeCall,
+            bytes: usize,
+        ) -> Result<Self::Symmetric>;
         /// Adopts another library's memory for `shape[0]` rows of `shape[1]` bytes, `pitch` bytes from row to row.
         ///
         /// `owner` is dropped when nothing uses the memory any more.

@@ -65,7 +65,23 @@ examples! {
         expected: "the CPU".into(),
         found: "CUDA device 0".into(),
     }
-    ForeignArgument { rank: 3, call: call(), argument: "b".into() }
+    ForeignArgument { rank: 3, call: call(), argument: "b".into(), expected: None, found: None }
+    ForeignArgument { rank: 3, call: call(), argument: "b".into(), expected: None, found: Some("tp 1".into()) }
+    ForeignArgument { rank: 3, call: call(), argument: "b".into(), expected: Some("tp 1".into()), found: None }
+    ForeignArgument {
+        rank: 3,
+        call: call(),
+        argument: "b".into(),
+        expected: Some("tp 1".into()),
+        found: Some("dp 0".into()),
+    }
+    ForeignArgument {
+        rank: 3,
+        call: call(),
+        argument: "b".into(),
+        expected: Some("tp 1".into()),
+        found: Some("tp 1".into()),
+    }
     Environment { launcher: "torchrun".into(), missing: "WORLD_SIZE".into() }
     EnvironmentValue { name: "RANK".into(), value: "x".into(), reason: "it must be a number".into() }
     RanksMissing { ranks: vec![3], address: address(), waited_ms: 500 }
@@ -75,7 +91,20 @@ examples! {
     UnknownUser { ranks: vec![3], rank: 0, address: address(), reason: reason() }
     DuplicateRank { rank: 3, pids: [7, 8] }
     Mismatch { rank: 3, what: "world size".into(), theirs: "4".into(), other: 0, expected: "8".into() }
-    CallMismatch { rank: 3, theirs: "barrier()".into(), other: 0, expected: "all_gather(M = 6)".into(), call: 2 }
+    CallMismatch {
+        rank: 3,
+        theirs: MadeCall::named("barrier").into(),
+        other: 0,
+        expected: MadeCall::new("all_gather", ["M = 6".into()]).into(),
+        call: 2,
+    }
+    CallMismatch {
+        rank: 3,
+        theirs: MadeCall::new("all_gather", ["M = 8".into()]).into(),
+        other: 0,
+        expected: MadeCall::new("all_gather", ["M = 6".into()]).into(),
+        call: 11,
+    }
     OutOfMemory { rank: 3, bytes: 4096, reason: reason() }
     RankLost { rank: 3, noticed_by: 0 }
     RankPanicked { rank: 3, message: Some("no more data (src/main.rs:12)".into()) }
@@ -92,9 +121,9 @@ examples! {
     Poisoned { cause: Box::new(in_group(vec![2, 3])) }
     InGroup { group: "tp 1".into(), job_ranks: vec![0, 1], error: Box::new(Error::Capturing { rank: 1 }) }
     InGroup { group: "tp 1".into(), job_ranks: vec![2, 3], error: Box::new(Error::Capturing { rank: 1 }) }
-    RankFailed { rank: 3, status: "exit status: 1".into(), cause: None }
-    RankFailed { rank: 3, status: "exit status: 0".into(), cause: None }
-    RankFailed { rank: 3, status: "exit status: 1".into(), cause: Some(Box::new(Error::Capturing { rank: 0 })) }
+    RankFailed { rank: 3, status: "exit status: 1".into(), cause: None, killed: vec![] }
+    RankFailed { rank: 3, status: "exit status: 0".into(), cause: None, killed: vec![1] }
+    RankFailed { rank: 3, status: "exit status: 1".into(), cause: Some(Box::new(Error::Capturing { rank: 0 })), killed: vec![1, 2] }
     AlreadyRank { launcher: "torchrun".into() }
     Message { rank: 3, reason: "it ends early".into() }
     Internal { rank: 3, what: "nobody makes block 7".into() }
@@ -136,5 +165,38 @@ fn every_sentence_is_one_line_that_names_its_rank_in_words() {
             assert!(!sentence.contains(residue), "{residue:?}: {sentence}");
         }
         assert!(!sentence.ends_with([':', ';', ' ', '.']), "{sentence}");
+    }
+}
+
+#[test]
+fn in_a_part_of_a_job_every_sentence_names_ranks_of_the_job_only() {
+    let job_ranks: Vec<usize> = (0..8).map(|rank| 50 + rank).collect();
+    for error in examples() {
+        if matches!(error, Error::InGroup { .. }) || matches!(error.first(), Error::InGroup { .. })
+        {
+            continue;
+        }
+        let (plain, blamed) = (error.to_string(), error.at_fault());
+        let in_group = Error::InGroup {
+            group: "tp 1".into(),
+            job_ranks: job_ranks.clone(),
+            error: Box::new(error),
+        };
+        let sentence = in_group.to_string();
+        // Every number behind "rank" is one of the job.
+        let behind = |sentence: &str| {
+            let numbers = sentence.split("rank ").skip(1).map(|rest| {
+                let digits = rest.chars().take_while(char::is_ascii_digit);
+                digits.collect::<String>()
+            });
+            numbers
+                .filter_map(|digits| digits.parse().ok())
+                .collect::<Vec<usize>>()
+        };
+        let expected = behind(&plain).into_iter().map(|rank| job_ranks[rank]);
+        assert!(behind(&sentence).into_iter().eq(expected), "{sentence}");
+        for rank in blamed {
+            assert!(names(&sentence, job_ranks[rank]), "{sentence}");
+        }
     }
 }

@@ -63,6 +63,36 @@ impl fmt::Display for Prepare {
     }
 }
 
+/// The group of an argument that belongs to a different one than the call: its name, and that of the call's group.
+pub struct DifferentGroup<'a>(pub Option<&'a str>, pub Option<&'a str>);
+
+impl fmt::Display for DifferentGroup<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match *self {
+            DifferentGroup(None, None) => f.write_str("a different group"),
+            // For example the end of a different rank, which is a thread.
+            DifferentGroup(Some(found), Some(expected)) if found == expected => {
+                write!(f, "a different group of the same name, {found:?}")
+            }
+            DifferentGroup(found, expected) => {
+                let [found, expected] = [found, expected].map(MaybeNamed);
+                write!(f, "{found}, but this call is of {expected}")
+            }
+        }
+    }
+}
+
+struct MaybeNamed<'a>(Option<&'a str>);
+
+impl fmt::Display for MaybeNamed<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self.0 {
+            Some(name) => write!(f, "group {name:?}"),
+            None => f.write_str("a group without a name"),
+        }
+    }
+}
+
 /// The multiples beside a number, if it is an extent. Those of an address say nothing.
 pub struct Nearest(pub usize, pub usize);
 
@@ -96,37 +126,36 @@ impl fmt::Display for Because<'_> {
     }
 }
 
-/// The group of an error. If the error does not name it, these words.
+/// The group of an error, with its ranks unless the job numbers them alike. If the error does not name it, these words.
 pub struct GroupOf<'a>(pub &'a Error, pub &'static str);
 
 impl fmt::Display for GroupOf<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        match self.0 {
-            Error::InGroup { group, .. } => write!(f, "group {group:?}"),
-            _ => f.write_str(self.1),
+        let Error::InGroup {
+            group, job_ranks, ..
+        } = self.0
+        else {
+            return f.write_str(self.1);
+        };
+        write!(f, "group {group:?}")?;
+        match job_ranks.iter().copied().eq(0..job_ranks.len()) {
+            true => Ok(()),
+            false => write!(f, " of the job's {}", Listed(job_ranks)),
         }
     }
 }
 
-/// An error without its group's name, and which ranks of the job the group's ranks are.
+/// An error without its group. It names ranks of the job.
 pub struct WithinGroup<'a>(pub &'a Error);
 
 impl fmt::Display for WithinGroup<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let Error::InGroup {
-            job_ranks, error, ..
-        } = self.0
-        else {
-            return self.0.fmt(f);
-        };
-        error.fmt(f)?;
-        let own: Vec<usize> = (0..job_ranks.len()).collect();
-        if *job_ranks == own {
-            return Ok(());
+        match self.0 {
+            Error::InGroup {
+                job_ranks, error, ..
+            } => error.of_job(job_ranks).fmt(f),
+            error => error.fmt(f),
         }
-        let its = Listed(&own);
-        let (are, jobs) = (if own.len() == 1 { "is" } else { "are" }, Listed(job_ranks));
-        write!(f, " (its {its} {are} {jobs} of the job)")
     }
 }
 
@@ -161,6 +190,22 @@ impl fmt::Display for Ended<'_> {
             _ => "failed",
         };
         write!(f, "{verb}: {}", self.0)
+    }
+}
+
+/// The ranks that a launcher killed because another failed.
+pub struct Killed<'a>(pub &'a [usize]);
+
+impl fmt::Display for Killed<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        if self.0.is_empty() {
+            return Ok(());
+        }
+        let killed = Listed(self.0);
+        write!(
+            f,
+            "; the launcher killed {killed}, which still ran 1.5 seconds after the failure"
+        )
     }
 }
 

@@ -20,14 +20,14 @@ use lru::LruCache;
 use self::programs::Kept;
 use self::turns::Turns;
 use crate::backend::{Backend, KEPT, OpenOptions};
-use crate::error::{Call, Error, Result, called_at};
+use crate::error::{Call, Error, MadeCall, Result, called_at};
 use crate::one_line::beginning;
 use crate::process::Own;
 use crate::profile::nvtx::range;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::deadlines::Deadlines;
 use crate::ranks::members::Members;
-use crate::ranks::split::{self, Claim, SPLIT};
+use crate::ranks::split::{self, Claim, split_call};
 use crate::refusal::{self, Refusal};
 use crate::schedule::{Config, Numerics, Problem};
 
@@ -295,7 +295,7 @@ impl<B: Backend> Group<B> {
     /// [`Error::Limit`] if a rank sends more than its part of 256 MiB; the group's failure.
     #[track_caller]
     pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.gather_bytes("all_gather_bytes()", bytes)
+        self.gather_bytes(&MadeCall::named("all_gather_bytes"), bytes)
     }
 
     /// How long this rank has waited for each other rank in operations since the group was opened, by rank.
@@ -446,12 +446,12 @@ impl<B: Backend> Group<B> {
         let part = split::split(members, claim, deadlines)?;
         let opened = open(part);
         let outcome = opened.as_ref().map(|_| (Vec::new(), None));
-        members.gather_messages(SPLIT, outcome.map_err(Error::clone))?;
+        members.gather_messages(&split_call(), outcome.map_err(Error::clone))?;
         opened
     }
 
     #[track_caller]
-    pub(crate) fn gather_bytes(&self, call: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+    pub(crate) fn gather_bytes(&self, call: &MadeCall, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.refuse_misplaced()?;
         let gathered = self.inner.members.all_gather(call, bytes, None)?;
         Ok(gathered.payloads)
@@ -459,6 +459,19 @@ impl<B: Backend> Group<B> {
 
     pub(crate) fn inner(&self) -> &Inner<B> {
         &self.inner
+    }
+
+    /// Checks that `argument`, which belongs to the group `its`, belongs to this one.
+    pub(crate) fn require_same(&self, argument: &str, its: &Group<B>) -> refusal::Result<()> {
+        if self.is_same(its) {
+            return Ok(());
+        }
+        let name = |group: &Group<B>| group.name().map(Box::from);
+        Err(Refusal::ForeignArgument {
+            argument: argument.into(),
+            expected: name(self),
+            found: name(its),
+        })
     }
 
     pub(crate) fn is_same(&self, other: &Group<B>) -> bool {

@@ -4,13 +4,13 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 
 use super::{Group, Inner};
 use crate::backend::Backend;
-use crate::error::{Error, Result};
+use crate::error::{Error, MadeCall, Result};
 use crate::profile::nvtx::range;
 use crate::refusal;
 use crate::resources::require_available;
 use crate::schedule::plan::matrices::PARTIALS;
 use crate::schedule::plan::{plan, tile_order};
-use crate::schedule::{Config, Problem, Schedule};
+use crate::schedule::{Agreed, Config, Problem, Schedule};
 
 /// A list of tiles of more bytes than this is asked for before it is made.
 const LONG_LIST: usize = 1 << 20;
@@ -141,9 +141,7 @@ impl<B: Backend> Group<B> {
         members.withdraw_refusal();
         // All ranks are here. Memory that is too small is freed first, to make room.
         *partials = None;
-        let call = schedule.agreed().map_or(String::new(), |agreed| {
-            format!("{}({})", agreed.name(), agreed.details())
-        });
+        let call = MadeCall::from_lines(schedule.agreed().map_or("", Agreed::lines));
         let memory = Arc::new(self.noted(backend.symmetric(members, &call, bytes))?);
         *partials = Some((memory.clone(), bytes));
         Ok(memory)

@@ -40,9 +40,8 @@ where
     let mut results: Vec<Result<T, E>> = results
         .filter_map(|result| result.into_inner().unwrap_or_else(PoisonError::into_inner))
         .collect();
-    let first = failed_first
-        .into_iter()
-        .find(|&rank| results[rank].is_err());
+    let failed = |rank: &usize| results.get(*rank).is_some_and(Result::is_err);
+    let first = failed_first.into_iter().find(failed);
     results.swap(0, first.unwrap_or(0));
     results.into_iter().collect()
 }
@@ -95,11 +94,16 @@ fn start<B: Backend>(
     });
     // The failure of one rank makes others fail after it. So the error of a rank that left while another waited for it
     // comes first, then that of the rank that reported the group's failure.
-    let left = match group.fault().as_ref().map(Error::cause) {
-        Some(Error::RankLeft { rank, .. } | Error::ProgramFailed { rank, .. }) => Some(*rank),
-        _ => None,
-    };
-    Ok([left, group.reporter()].into_iter().flatten().collect())
+    let fault = group.fault();
+    let left = fault.as_ref().filter(|fault| {
+        let failure = fault.cause();
+        matches!(
+            failure,
+            Error::RankLeft { .. } | Error::ProgramFailed { .. }
+        )
+    });
+    let left = left.map_or_else(Vec::new, Error::at_fault);
+    Ok(left.into_iter().chain(group.reporter()).collect())
 }
 
 /// What a rank joins its group with, until its thread takes it. If no thread takes it, its connections close after the

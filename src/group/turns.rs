@@ -154,7 +154,7 @@ mod tests {
     #[test]
     fn a_thread_that_gives_up_leaves_the_line_and_knows_what_it_waited_for() {
         let turns = Turns::new(0);
-        let gather = Agreed::new("gather", "");
+        let gather = Agreed::new::<&str>("gather", []);
         let first = turns.take(Some(&gather), patient);
         let look = |waited: Duration, operation: Option<&Agreed>| {
             assert_eq!(operation, Some(&gather));

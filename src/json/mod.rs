@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::element::DType;
-use crate::error::{Call, Deadline, Error, Result};
+use crate::error::{Call, Deadline, Error, MadeCall, Result};
 use crate::profile::span::{Lane, Span, Work};
 use crate::schedule::Route;
 
@@ -106,6 +106,13 @@ enum DeadlineJson {
 }
 
 #[derive(Serialize, Deserialize)]
+#[serde(remote = "MadeCall")]
+struct MadeCallJson {
+    name: String,
+    arguments: Vec<String>,
+}
+
+#[derive(Serialize, Deserialize)]
 #[serde(remote = "DType")]
 pub enum DTypeJson {
     Bf16,
@@ -194,6 +201,23 @@ mod call {
     }
 }
 
+mod boxed_call {
+    use serde::{Deserializer, Serializer};
+
+    use super::MadeCallJson;
+    use crate::error::MadeCall;
+
+    pub fn serialize<S: Serializer>(call: &MadeCall, serializer: S) -> Result<S::Ok, S::Error> {
+        MadeCallJson::serialize(call, serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Box<MadeCall>, D::Error> {
+        MadeCallJson::deserialize(deserializer).map(Box::new)
+    }
+}
+
 mod boxed {
     use serde::{Deserializer, Serializer};
 
@@ -268,6 +292,8 @@ enum ErrorJson {
         #[serde(with = "call")]
         call: Call,
         argument: String,
+        expected: Option<Box<str>>,
+        found: Option<Box<str>>,
     },
     Environment {
         launcher: String,
@@ -311,9 +337,11 @@ enum ErrorJson {
     },
     CallMismatch {
         rank: usize,
-        theirs: String,
+        #[serde(with = "boxed_call")]
+        theirs: Box<MadeCall>,
         other: usize,
-        expected: String,
+        #[serde(with = "boxed_call")]
+        expected: Box<MadeCall>,
         call: u64,
     },
     OutOfMemory {
@@ -379,6 +407,7 @@ enum ErrorJson {
         status: String,
         #[serde(with = "optional")]
         cause: Option<Box<Error>>,
+        killed: Vec<usize>,
     },
     AlreadyRank {
         launcher: String,
@@ -478,6 +507,7 @@ mod tests {
             rank: 1,
             status: "exit status: 1".into(),
             cause,
+            killed: vec![0],
         };
         let poisoned = Error::Poisoned {
             cause: Box::new(lost.clone()),
@@ -504,6 +534,13 @@ mod tests {
                 what: "barrier()".into(),
                 waited_ms: 300,
                 deadline: Deadline::Arrival,
+            },
+            Error::CallMismatch {
+                rank: 1,
+                theirs: MadeCall::named("barrier").into(),
+                other: 0,
+                expected: MadeCall::new("all_gather", ["M = 6".into()]).into(),
+                call: 2,
             },
             Error::Unsupported {
                 rank: 2,

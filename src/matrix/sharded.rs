@@ -9,7 +9,7 @@ use crate::backend::sealed::Bound;
 use crate::element::{DType, Value};
 #[cfg(doc)]
 use crate::error::Error;
-use crate::error::Result;
+use crate::error::{MadeCall, Result};
 use crate::group::Group;
 use crate::matrix::{MatrixView, MatrixViewMut, ViewMemory, bytes_of, require_length};
 use crate::refusal::{self, Refusal, require_count};
@@ -89,7 +89,7 @@ impl<B: Backend> Group<B> {
         let layout = self.layout(rows, k, T::DTYPE);
         let layout = layout.map_err(self.refusal(call))?;
         let m = layout.m();
-        self.allocate(layout, m, &format!("rows of each rank = {rows:?}"))
+        self.allocate(layout, m, vec![format!("rows of each rank = {rows:?}")])
     }
 
     /// [`Group::sharded`], for a gather that goes stage by stage over all ranks. Collective.
@@ -112,7 +112,8 @@ impl<B: Backend> Group<B> {
         let layout = self.layout(&balanced_rows(m, self.world_size()), k, T::DTYPE);
         let layout = layout.and_then(|layout| layout.staged(stages, RowOrder::ByStage));
         let layout = layout.map_err(self.refusal("Group::sharded_staged"))?;
-        self.allocate(layout, m, &format!("M = {m}, {stages} stages"))
+        let rows = vec![format!("M = {m}"), format!("stages = {stages}")];
+        self.allocate(layout, m, rows)
     }
 
     /// Allocates a symmetric matrix with room for `capacity` rows of `k` columns, for a program whose M changes from
@@ -134,22 +135,23 @@ impl<B: Backend> Group<B> {
         let layout = limit("the capacity", capacity, 0, MAX_EXTENT)
             .and_then(|()| self.layout(&rows, k, T::DTYPE));
         let layout = layout.map_err(self.refusal("Group::sharded_with_capacity"))?;
-        self.allocate(layout, capacity, &format!("capacity = {capacity}"))
+        self.allocate(layout, capacity, vec![format!("capacity = {capacity}")])
     }
 
-    /// Makes a matrix with room for `capacity` rows. All ranks must say the same `rows`.
+    /// Makes a matrix with room for `capacity` rows. All ranks must say the same of its `rows`.
     #[track_caller]
     fn allocate<T: Value>(
         &self,
         layout: Layout,
         capacity: usize,
-        rows: &str,
+        rows: Vec<String>,
     ) -> Result<ShardedMatrix<B, T>> {
         let inner = self.inner();
         let (k, dtype) = (layout.k(), T::DTYPE);
         // The capacity and K are within the limits of every matrix.
         let bytes = bytes_of::<T>(capacity, k).map_err(self.refusal("Group::sharded"))?;
-        let call = format!("sharded({rows}, K = {k}, {dtype})");
+        let elements = [format!("K = {k}"), dtype.to_string()];
+        let call = MadeCall::new("sharded", rows.into_iter().chain(elements));
         let made = inner.numbered(|| {
             // Allocating much memory, or failing to, takes longer than a refusal stands.
             inner.members.withdraw_refusal();

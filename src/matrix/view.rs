@@ -209,12 +209,9 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
         group: &Group<B>,
         shape: [usize; 2],
     ) -> Result<()> {
-        let fits = match self.group.is_same(group) {
-            true => require_shape("the view to copy [rows, columns]", shape, self.shape),
-            false => Err(Refusal::ForeignArgument {
-                argument: "the view to copy".into(),
-            }),
-        };
+        let fits = group
+            .require_same("the view to copy", self.group)
+            .and_then(|()| require_shape("the view to copy [rows, columns]", shape, self.shape));
         group.judged(call, fits)
     }
 

@@ -303,10 +303,5 @@ pub fn require_same_group<B: Backend>(
     its: &Group<B>,
     group: &Group<B>,
 ) -> refusal::Result<()> {
-    if its.is_same(group) {
-        return Ok(());
-    }
-    Err(Refusal::ForeignArgument {
-        argument: argument.into(),
-    })
+    group.require_same(argument, its)
 }

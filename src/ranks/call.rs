@@ -1,5 +1,6 @@
 //! The words in which a rank posts a collective call, for the other ranks to compare and to read.
 
+use crate::error::MadeCall;
 use crate::protocol::epoch::Epoch;
 use crate::schedule::Agreed;
 
@@ -61,8 +62,7 @@ impl PostedCall<'_> {
             *word = u64::from(pair[0]) << 32 | u64::from(pair[1]);
         }
         // The text is cut to the room that is left. It is for readers; the digest tells calls apart.
-        let text = [self.agreed.name(), "(", self.agreed.details()];
-        let bytes = text.iter().flat_map(|part| part.bytes()).take(8 * TEXT);
+        let bytes = self.agreed.lines().bytes().take(8 * TEXT);
         for (index, byte) in bytes.enumerate() {
             words[FIXED + index / 8] |= u64::from(byte) << (8 * (index % 8));
         }
@@ -72,26 +72,28 @@ impl PostedCall<'_> {
 
 impl std::fmt::Display for PostedCall<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        f.write_str(&describe(self.to_words(Epoch::FIRST)))
+        describe(self.to_words(Epoch::FIRST)).fmt(f)
     }
 }
 
-/// The operation that a rank posted, in words.
-pub fn describe(words: [u64; WORDS]) -> String {
-    let is = |bit: u64, word| if words[0] & bit == 0 { "" } else { word };
-    let (traced, biased) = (is(TRACED, "traced "), is(BIASED, ", with a bias"));
-    let residual = is(RESIDUAL, ", with a residual");
-    let numbers = words[2..FIXED].iter();
-    let numbers = numbers.flat_map(|word| [(word >> 32) as u32, *word as u32]);
-    let numbers = numbers.filter(|&number| number != NO_MATRIX);
-    let matrices: String = numbers
-        .map(|number| format!(", sharded matrix {number}"))
-        .collect();
+/// The operation that a rank posted.
+pub fn describe(words: [u64; WORDS]) -> MadeCall {
     let text = words[FIXED..].iter().flat_map(|word| word.to_le_bytes());
     let text: Vec<u8> = text.take_while(|&byte| byte != 0).collect();
     let more = if text.len() == 8 * TEXT { " …" } else { "" };
-    format!(
-        "{traced}{}{more}{matrices}{biased}{residual})",
-        String::from_utf8_lossy(&text)
-    )
+    let lines = format!("{}{more}", String::from_utf8_lossy(&text));
+    let mut call = MadeCall::from_lines(&lines);
+    let numbers = words[2..FIXED].iter();
+    let numbers = numbers.flat_map(|word| [(word >> 32) as u32, *word as u32]);
+    let numbers = numbers.filter(|&number| number != NO_MATRIX);
+    let matrices = numbers.map(|number| format!("sharded matrix {number}"));
+    call.arguments.extend(matrices);
+    let added = [
+        (TRACED, "a trace"),
+        (BIASED, "a bias"),
+        (RESIDUAL, "a residual"),
+    ];
+    let added = added.into_iter().filter(|(bit, _)| words[0] & bit != 0);
+    call.arguments.extend(added.map(|(_, word)| word.into()));
+    call
 }

@@ -54,6 +54,11 @@ impl FailureReporter {
         number.is_none_or(|number| self.shared.all_have_begun(number))
     }
 
+    /// The rank of the job that is this rank of the group.
+    pub fn job_rank(&self, rank: usize) -> usize {
+        self.shared.job_rank(rank)
+    }
+
     /// True if `rank` has left the group in order.
     pub fn has_left(&self, rank: usize) -> bool {
         self.shared.has_left(rank)

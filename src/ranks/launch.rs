@@ -22,7 +22,8 @@ use crate::refusal::Refusal;
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::limit;
 
-/// After a rank has failed, the other ranks have this long to end before they are killed.
+/// After a rank has failed, the other ranks have this long to end before they are killed. [`Error::RankFailed`] says it
+/// too.
 const GRACE: Duration = Duration::from_millis(1500);
 /// The death of a rank may be seen this much later than the end of a rank that failed because of it.
 const SETTLED: Duration = Duration::from_millis(200);
@@ -90,9 +91,9 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
 /// comes in pieces. The call returns when all lines are out. If nobody reads them any more, they are dropped, and the
 /// ranks go on. Ranks have no input.
 ///
-/// When a rank has failed, the others have 1.5 seconds to end, and are killed then. Ranks that are stopped, for example
-/// by SIGSTOP, are killed when their group has failed and all others have ended. If this process is killed, its ranks
-/// are killed too. `ps` shows ranks by the program's name.
+/// When a rank has failed, the others have 1.5 seconds to end, and are killed then. The error names them. Ranks that
+/// are stopped, for example by SIGSTOP, are killed when their group has failed and all others have ended. If this
+/// process is killed, its ranks are killed too. `ps` shows ranks by the program's name.
 ///
 /// If this process ignores SIGCHLD, the signal has its default action until the call returns. Otherwise nobody could
 /// learn how the ranks end. Ranks begin with the default action too.
@@ -394,10 +395,12 @@ impl Failure {
             Some(status) => status.to_string(),
             None => "still running, and killed".into(),
         };
+        let killed = (0..ends.len()).filter(|&other| other != rank && ends[other].is_none());
         Error::RankFailed {
             rank,
             status,
             cause,
+            killed: killed.collect(),
         }
     }
 }
@@ -442,6 +445,7 @@ mod tests {
                 rank,
                 status,
                 cause,
+                ..
             } => (rank, status, cause.map(|cause| *cause)),
             other => panic!("{other}"),
         }

@@ -19,7 +19,7 @@ use super::waits::WaitTimes;
 use super::watcher::{Watched, Watcher};
 use super::wire::Connection;
 use super::{last_panic, panics};
-use crate::error::{Error, Result};
+use crate::error::{Error, MadeCall, Result};
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::{Awaited, Flag, Wait};
 
@@ -32,7 +32,9 @@ const FOREVER: Duration = Duration::from_secs(1 << 32);
 const NOT_SHORT: Duration = Duration::from_millis(1);
 
 /// The call in which the backends of the ranks open.
-pub const OPENING: &str = "the opening of the backend";
+pub fn opening() -> MadeCall {
+    MadeCall::named("the opening of the backend")
+}
 
 /// This rank's end of the group.
 #[derive(Debug)]
@@ -104,7 +106,7 @@ impl Members {
         match self.shared.fault() {
             None => Ok(()),
             Some(cause) => Err(Error::Poisoned {
-                cause: Box::new(cause),
+                cause: Box::new(self.got(cause)),
             }),
         }
     }
@@ -112,12 +114,18 @@ impl Members {
     /// The group's first failure, if there is one.
     pub fn fault(&self) -> Option<Error> {
         let forked = self.refuse_fork().err();
-        forked.or_else(|| self.shared.fault())
+        forked.or_else(|| self.shared.fault().map(|failure| self.got(failure)))
+    }
+
+    /// Notes a failure of the group that this rank's program gets.
+    fn got(&self, failure: Error) -> Error {
+        self.shared.note_got_failure(&failure);
+        failure
     }
 
     /// Reports a failure to every rank, after which the group can do nothing more. Returns the first failure.
     pub fn fail(&self, error: Error) -> Error {
-        self.shared.fail(error)
+        self.got(self.shared.fail(error))
     }
 
     /// Reports that this rank's program has failed, with an error of these words.
@@ -214,7 +222,7 @@ impl Members {
             self.await_slower_ranks(number, words)?;
         }
         *latest = number;
-        self.shared.note_got(None);
+        self.shared.note_next_call();
         post(number).map_err(|error| self.fail(error))?;
         Ok(number)
     }
@@ -234,7 +242,10 @@ impl Members {
                 is_for_a_peer: true,
                 rank,
                 call: &|| Some(needed),
-                what: &|| format!("{}: rank {rank} is too many calls behind", words()),
+                what: &|| {
+                    let rank = self.shared.job_rank(rank);
+                    format!("{}: rank {rank} is too many calls behind", words())
+                },
             })?;
             std::thread::sleep(Duration::from_micros(100));
         }
@@ -277,7 +288,7 @@ impl Members {
     /// make it.
     fn pause(&self, waiting: &PeerWait) -> Result<()> {
         if let Some(fault) = self.shared.fault() {
-            return Err(fault);
+            return Err(self.got(fault));
         }
         let &PeerWait { clock, rank, .. } = waiting;
         if waiting.is_for_a_peer {

@@ -9,6 +9,7 @@ pub mod deadlines;
 pub mod env;
 #[cfg(feature = "cuda")]
 pub mod failure_reporter;
+mod family;
 pub mod identity;
 pub mod last_panic;
 pub mod launch;

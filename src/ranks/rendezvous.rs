@@ -26,7 +26,7 @@ use self::attempt::Rendezvous;
 use self::introduction::{Hello, Prefix};
 use super::address;
 use super::identity::Identity;
-use super::members::{Members, OPENING};
+use super::members::{Members, opening};
 use super::naming::{Arrival, Naming};
 use super::pidfd::{self, Ended};
 use super::search::{Found, Search};
@@ -183,7 +183,7 @@ fn agree(members: &Members, identity: &Identity) -> Result<Naming> {
         rank: identity.rank,
         what: format!("an arrival cannot be written: {error}"),
     });
-    let gathered = members.gather_messages(OPENING, own.map(|bytes| (bytes, None)))?;
+    let gathered = members.gather_messages(&opening(), own.map(|bytes| (bytes, None)))?;
     let arrivals = gathered.payloads.iter().enumerate().map(|(rank, bytes)| {
         serde_json::from_slice::<Arrival>(bytes).map_err(|error| Error::Message {
             rank,

@@ -11,10 +11,11 @@ mod tests;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::call::{FIXED, WORDS};
+use super::family::Family;
 use super::last_panic;
 use super::naming::Naming;
 use super::reports::ReportSender;
@@ -62,6 +63,8 @@ struct StateBlock {
 const LEFT: Epoch = Epoch::FIRST;
 /// The rank has left, and has nothing more to say.
 const GONE: Epoch = Epoch::from_raw(2);
+/// What a group without a name is called in groups that were split from it.
+const WHOLE: &str = "world";
 /// The number of a given reason. A note of zeroed memory has a different number.
 const GIVEN: u64 = 1;
 
@@ -83,6 +86,7 @@ pub struct SharedState {
     /// By call, how often this rank was refused it.
     refused: Mutex<BTreeMap<u64, u64>>,
     departure: Mutex<Departure>,
+    family: Arc<Family>,
     /// What the group is called, once its ranks have agreed on it.
     naming: OnceLock<Naming>,
     /// Sends the first failure to the launcher, if it wants to know it.
@@ -112,6 +116,7 @@ impl SharedState {
             world,
             refused: Mutex::default(),
             departure: Mutex::default(),
+            family: Arc::default(),
             naming: OnceLock::new(),
             launcher: None,
             process: Process::this(),
@@ -121,6 +126,12 @@ impl SharedState {
     /// Tells the launcher of the group's first failure, before this rank learns of it.
     pub fn with_launcher(self, launcher: Option<ReportSender>) -> SharedState {
         SharedState { launcher, ..self }
+    }
+
+    /// As a part of the group that `whole` is this rank's view of.
+    pub fn split_from(self, whole: &SharedState) -> SharedState {
+        let family = whole.family.clone();
+        SharedState { family, ..self }
     }
 
     /// The sender of reports to the launcher, if it wants to know of failures.
@@ -161,6 +172,13 @@ impl SharedState {
             Some(naming) => naming.named(error),
             None => error,
         }
+    }
+
+    /// The rank of the job that is this rank of the group.
+    pub fn job_rank(&self, rank: usize) -> usize {
+        let job_ranks = self.naming().map(|naming| &naming.job_ranks);
+        let of_job = job_ranks.and_then(|ranks| ranks.get(rank).copied());
+        of_job.unwrap_or(rank)
     }
 
     #[allow(unsafe_code)]
@@ -240,7 +258,35 @@ impl SharedState {
     pub fn note_got(&self, error: Option<&Error>) {
         if self.refuse_fork().is_ok() {
             self.departure().got = error.cloned().map(|error| self.named(error));
+            // A failure of the group itself is no refusal.
+            if error.is_some() && self.reporter().is_none() {
+                self.family.forget();
+            }
         }
+    }
+
+    /// Notes that this rank's program has got the group's failure.
+    pub fn note_got_failure(&self, failure: &Error) {
+        if self.refuse_fork().is_err() {
+            return;
+        }
+        let failure = failure.first();
+        // Groups whose ranks have other numbers read it too.
+        let named = match failure {
+            Error::InGroup { .. } => failure.clone(),
+            _ => Error::InGroup {
+                group: WHOLE.into(),
+                job_ranks: (0..self.world).map(|rank| self.job_rank(rank)).collect(),
+                error: Box::new(failure.clone()),
+            },
+        };
+        self.family.note(failure, named);
+    }
+
+    /// Notes that this rank makes a collective call, whatever it got before.
+    pub fn note_next_call(&self) {
+        self.note_got(None);
+        self.family.forget();
     }
 
     fn departure(&self) -> MutexGuard<'_, Departure> {
@@ -250,8 +296,11 @@ impl SharedState {
     }
 
     /// The failure of this rank's program with this reason. If this rank has got the error here and the error names the
-    /// rank, it is that error.
+    /// rank, it is that error. If it tells of the failure of a group of the same family, it is that failure.
     pub fn program_failed(&self, reason: String) -> Error {
+        if let Some(failure) = self.family.told_by(&reason) {
+            return failure;
+        }
         let got = self.departure().got.clone();
         let got = got.filter(|error| error.to_string() == reason);
         let got = got.filter(|error| error.cause().at_fault().contains(&self.rank));
@@ -300,15 +349,15 @@ impl SharedState {
         self.block().left[self.rank].signal(GONE);
     }
 
-    /// Says that this rank, a process, leaves in order. The reason is the last thing that it got from the group, if
-    /// that was an error.
+    /// Says that this rank, a process, leaves in order. The reason is the last thing that it got from the group, or from
+    /// a group of the same family that has failed, if that was an error.
     pub fn leave_with_what_it_got(&self) {
         if self.refuse_fork().is_err() {
             return;
         }
         let got = self.departure().got.as_ref().map(Error::to_string);
         let reason = got.map(|words| self.program_failed(words));
-        self.leave(reason.as_ref());
+        self.leave(self.family.latest().or(reason).as_ref());
     }
 
     /// True if `rank` has left in order. Then all flags that it signalled before are seen.
@@ -368,7 +417,7 @@ impl SharedState {
             what: if culprit == rank {
                 what
             } else {
-                format!("{what}, held up by rank {culprit}")
+                format!("{what}, held up by rank {}", self.job_rank(culprit))
             },
             waited_ms: waited.as_millis() as u64,
             deadline,

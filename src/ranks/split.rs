@@ -22,10 +22,12 @@ use super::reports::ReportSender;
 use super::shared_state::SharedState;
 use super::watcher::Watched;
 use super::wire::Connection;
-use crate::error::{Error, Result};
+use crate::error::{Error, MadeCall, Result};
 
 /// The call in words.
-pub const SPLIT: &str = "split(color, key)";
+pub fn split_call() -> MadeCall {
+    MadeCall::new("split", ["color", "key"].map(String::from))
+}
 
 /// What a rank asks for.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -63,7 +65,9 @@ pub fn split(whole: &Members, claim: Result<Claim>, deadlines: Deadlines) -> Res
     let processes = share_processes(whole, &part)?;
     let (rank, world) = (part.rank, part.ranks.len());
     let peers = Watched::of(rank, &connections, processes.into_iter().map(Ok))?;
-    let state = SharedState::new(memory, rank, world).with_launcher(launcher);
+    let state = SharedState::new(memory, rank, world)
+        .with_launcher(launcher)
+        .split_from(&whole.shared_state());
     state.set_naming(part.naming);
     let mut members = Members::new(rank, deadlines, whole.in_process, state, world, peers)?;
     // Functions of threads end with the whole group.
@@ -80,7 +84,7 @@ fn claims(whole: &Members, own: Result<Claim>) -> Result<Vec<Claim>> {
         });
         Ok((bytes?, None))
     });
-    let gathered = whole.gather_messages(SPLIT, bytes)?;
+    let gathered = whole.gather_messages(&split_call(), bytes)?;
     let claims = gathered.payloads.iter().enumerate().map(|(rank, bytes)| {
         serde_json::from_slice(bytes).map_err(|error| Error::Message {
             rank,
@@ -144,7 +148,7 @@ fn share_memory(whole: &Members, part: &Part) -> Result<(Mapping, Vec<Arc<Connec
                 first
             }),
     };
-    whole.share(SPLIT, own, |fds| {
+    whole.share(&split_call(), own, |fds| {
         let memory = Mapping::shared(fds[part.ranks[0]].as_fd(), SharedState::BYTES);
         let memory = memory.map_err(lacking())?;
         let connections = match connection {
@@ -182,7 +186,7 @@ fn share_processes(whole: &Members, part: &Part) -> Result<Vec<PeerProcess>> {
         whole.rank,
         "open a descriptor of its process",
     ));
-    whole.share(SPLIT, own, |fds| {
+    whole.share(&split_call(), own, |fds| {
         let processes = taken(fds, part.peers());
         Ok(processes.map(PeerProcess::Process).collect())
     })

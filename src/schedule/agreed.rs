@@ -8,19 +8,21 @@ use std::sync::Arc;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Agreed {
     digest: u64,
-    name: Arc<str>,
-    details: Arc<str>,
+    /// The call's name and then its arguments, a line each.
+    lines: Arc<str>,
 }
 
 impl Agreed {
-    /// `name` is the name of the call. `details` says what ranks must agree on, for a reader.
-    pub fn new(name: &str, details: &str) -> Agreed {
+    /// `name` is the name of the call. `arguments` say what ranks must agree on, for a reader.
+    pub fn new<S: AsRef<str>>(name: &str, arguments: impl IntoIterator<Item = S>) -> Agreed {
+        let mut lines = String::from(name);
+        for argument in arguments {
+            lines.push('\n');
+            lines.push_str(argument.as_ref());
+        }
         Agreed {
-            digest: [name, "(", details, ")"]
-                .iter()
-                .fold(OFFSET, |digest, part| absorb(digest, part.as_bytes())),
-            name: name.into(),
-            details: details.into(),
+            digest: hash(lines.as_bytes()),
+            lines: lines.into(),
         }
     }
 
@@ -31,25 +33,24 @@ impl Agreed {
 
     /// The name of the call.
     pub fn name(&self) -> &str {
-        &self.name
+        self.lines.split('\n').next().unwrap_or_default()
     }
 
     /// What ranks must agree on, in words.
-    pub fn details(&self) -> &str {
-        &self.details
+    pub fn details(&self) -> String {
+        let arguments: Vec<&str> = self.lines.split('\n').skip(1).collect();
+        arguments.join(", ")
+    }
+
+    /// The name of the call and then what ranks must agree on, a line each.
+    pub fn lines(&self) -> &str {
+        &self.lines
     }
 }
 
 /// The FNV-1a hash, which is the same in every build.
 pub fn hash(bytes: &[u8]) -> u64 {
-    absorb(OFFSET, bytes)
-}
-
-const OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
-
-/// Continues `hash` with these bytes.
-fn absorb(hash: u64, bytes: &[u8]) -> u64 {
-    bytes.iter().fold(hash, |hash, byte| {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)
     })
 }

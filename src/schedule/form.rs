@@ -144,11 +144,9 @@ impl Form {
 
     /// How this form differs from the default, in words that ranks compare. It has only what all ranks must have alike
     /// to get the same sums.
-    pub(crate) fn agreed(&self) -> String {
-        match self.activation {
-            Activation::Identity => String::new(),
-            other => format!(", {}", other.name()),
-        }
+    pub(super) fn agreed(&self) -> Option<String> {
+        let is_applied = self.activation != Activation::Identity;
+        is_applied.then(|| self.activation.name().into())
     }
 }
 

@@ -140,6 +140,11 @@ impl Layout {
         blocks.filter(|rows| !rows.is_empty())
     }
 
+    /// The rows of each rank in words that ranks compare, unless they are split evenly.
+    pub(super) fn agreed(&self) -> Option<String> {
+        (!self.is_balanced()).then(|| format!("rows of each rank = {:?}", self.rows()))
+    }
+
     /// M, the number of rows of all ranks together.
     pub fn m(&self) -> usize {
         self.offsets[self.world()]

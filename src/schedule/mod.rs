@@ -203,7 +203,10 @@ impl Schedule {
                 let (m, n, k) = (product.m, product.n(), product.k);
                 format!("{operation} {m}x{n}x{k} {dtype}")
             }
-            None => format!("{operation} {}", agreed.map_or("", Agreed::details)),
+            None => format!(
+                "{operation} {}",
+                agreed.map_or_else(String::new, Agreed::details)
+            ),
         }
     }
 

@@ -36,6 +36,12 @@ impl Problem {
             form: Form::default(),
         }
     }
+
+    /// What begins the words that ranks compare: the rows, these columns, and the operands' type.
+    pub(super) fn agreed(&self, columns: String) -> Vec<String> {
+        let rows = format!("M = {}", self.layout.m());
+        vec![rows, columns, self.dtypes.operands.to_string()]
+    }
 }
 
 /// The types of an operation's matrices.
@@ -60,14 +66,10 @@ impl DTypes {
     }
 
     /// The types that differ from the operands' type, in words that ranks compare.
-    pub(super) fn agreed(&self) -> String {
-        let mut words = String::new();
-        if self.partials != self.operands {
-            words += &format!(", partials of {}", self.partials);
-        }
-        if self.output != self.operands {
-            words += &format!(", to {}", self.output);
-        }
-        words
+    pub(super) fn agreed(&self) -> impl Iterator<Item = String> + use<> {
+        let partials =
+            (self.partials != self.operands).then(|| format!("partials of {}", self.partials));
+        let output = (self.output != self.operands).then(|| format!("output of {}", self.output));
+        partials.into_iter().chain(output)
     }
 }

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use crate::backend::Backend;
-use crate::error::{Error, Result};
+use crate::error::{Error, MadeCall, Result};
 use crate::group::Group;
 use crate::json;
 pub use crate::profile::span::{Lane, Span, Work};
@@ -109,7 +109,7 @@ impl Timeline {
             reason: e.to_string(),
         })?;
         let traces = group
-            .gather_bytes("Timeline::collect()", &bytes)?
+            .gather_bytes(&MadeCall::named("Timeline::collect"), &bytes)?
             .iter()
             .enumerate()
             .map(|(rank, bytes)| {

@@ -1,10 +1,11 @@
 //! Groups that are split from others: what fails in one of them, what fails while they are made, and what is left.
 #![allow(unsafe_code)] // To fork.
 
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use gemmesh::launch::{self, Launch};
-use gemmesh::{Error, Group, Host, bf16};
+use gemmesh::{Error, Group, Host, Matrix, bf16};
 use rustix::process::{Resource, Signal};
 
 use crate::limits::{Limited, limit_for};
@@ -340,6 +341,106 @@ fn a_call_within_a_function_of_an_operation_cannot_split_its_group() {
     .unwrap();
 }
 
+/// A program's error.
+type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+/// How rank 3 of four, in two kinds of pairs, ends while the others wait.
+#[derive(Clone, Copy, Debug)]
+enum Ending {
+    Leaves,
+    Fails,
+}
+
+/// Rank 3 ends, and rank 2 waits for it. Rank 0 waits for rank 2, and rank 1 for rank 0: in pairs or in the whole group.
+fn wait_for_a_neighbour(
+    world: &Group<Host>,
+    rank: usize,
+    ending: Ending,
+    in_pairs: bool,
+) -> Result<(), Error> {
+    let tensor = Group::builder().name(format!("tensor {}", rank / 2));
+    let tensor = tensor.split(world, rank / 2, rank)?;
+    let data = Group::builder().name(format!("data {}", rank % 2));
+    let data = data.split(world, rank % 2, rank)?;
+    match (rank, ending) {
+        (3, Ending::Leaves) => Ok(()),
+        (3, Ending::Fails) => Err(tensor.fail("no more data")),
+        (0, _) if in_pairs => data.barrier(),
+        (0 | 1, _) if !in_pairs => world.barrier(),
+        _ => tensor.barrier(),
+    }
+}
+
+/// That an error blames rank 3 of the job first.
+#[track_caller]
+fn assert_names_rank_3(words: &str, ending: Ending) {
+    let named = "group \"tensor 1\" of the job's ranks 2 and 3";
+    let blames = match ending {
+        Ending::Leaves => "rank 3 left the group while rank 2 waited in barrier()",
+        Ending::Fails => "the program of rank 3 failed: no more data",
+    };
+    // The group may have failed before the rank makes its call.
+    let says = ["", " has failed"].map(|failed| format!("{named}{failed}: {blames}"));
+    assert!(says.iter().any(|says| words.starts_with(says)), "{words}");
+}
+
+fn an_innocent_neighbour_is_not_named(test: &str, ending: Ending, in_pairs: bool) {
+    let ranks = ranks::<Host>(test, 4, |rank| {
+        let world = rank.connect(TIMEOUT)?;
+        let result = wait_for_a_neighbour(&world, rank.rank, ending, in_pairs);
+        result.map(|()| "left".into())
+    });
+    let outcomes = ranks.outcomes();
+    for outcome in &outcomes[..3] {
+        assert_names_rank_3(&outcome.error().to_string(), ending);
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_is_named_to_those_that_wait_for_its_neighbour_in_a_pair() {
+    an_innocent_neighbour_is_not_named(test_name!(), Ending::Leaves, true);
+}
+
+#[test]
+fn a_rank_that_leaves_is_named_to_those_that_wait_for_its_neighbour_in_the_whole_group() {
+    an_innocent_neighbour_is_not_named(test_name!(), Ending::Leaves, false);
+}
+
+#[test]
+fn a_rank_whose_program_fails_is_named_to_those_that_wait_for_its_neighbour() {
+    an_innocent_neighbour_is_not_named(test_name!(), Ending::Fails, true);
+}
+
+/// The same of threads, whose errors are known in words when their functions end.
+#[test]
+fn threads_that_wait_for_the_neighbour_of_a_failed_one_are_told_its_name() {
+    for (ending, in_pairs) in [
+        (Ending::Leaves, true),
+        (Ending::Leaves, false),
+        (Ending::Fails, true),
+        (Ending::Fails, false),
+    ] {
+        let errors = Mutex::new(Vec::new());
+        let builder = Group::<Host>::builder().timeout(TIMEOUT);
+        let result = builder.threads(4, |world| {
+            let rank = world.rank();
+            let result = wait_for_a_neighbour(&world, rank, ending, in_pairs);
+            result.map_err(|error| {
+                errors.lock().unwrap().push((rank, error.to_string()));
+                let in_its_words: Failure = format!("step 7: {error}").into();
+                in_its_words
+            })
+        });
+        for (rank, words) in errors.into_inner().unwrap() {
+            println!("{ending:?}, rank {rank}: {words}");
+            assert_names_rank_3(&words, ending);
+        }
+        let returned = result.unwrap_err().to_string();
+        let words = returned.strip_prefix("step 7: ");
+        assert_names_rank_3(words.unwrap(), ending);
+    }
+}
+
 /// How rank 3 of a launched job fails in the pair {2, 3}.
 #[derive(Clone, Copy)]
 enum Failing {
@@ -392,27 +493,27 @@ fn blamed(test: &str, failing: Failing, by_split: bool) {
         panic!("{}", outcome.error());
     };
     assert_eq!(*rank, 3, "{}", outcome.error());
-    let name = format!("group \"{address} tp 1\"");
-    let jobs = "(its ranks 0 and 1 are ranks 2 and 3 of the job)";
+    let name = format!("group \"{address} tp 1\" of the job's ranks 2 and 3");
     let words = match failing {
-        Failing::Dies => "rank 1 died",
-        Failing::Panics => "rank 1 panicked",
-        Failing::Differs => "rank 1 called all_gather_bytes() while rank 0 called barrier()",
+        Failing::Dies => "rank 3 died",
+        Failing::Panics => "rank 3 panicked",
+        Failing::Differs => "rank 3 called all_gather_bytes while rank 2 called barrier",
     };
     let said = outcome
         .text
         .lines()
         .find(|line| line.contains("rank 2 says: "))
         .unwrap();
-    assert!(
-        [&name, words, jobs].iter().all(|part| said.contains(*part)),
-        "{said}"
-    );
+    let says = ["", " has failed"].map(|failed| format!("{name}{failed}: {words}"));
+    assert!(says.iter().any(|says| said.contains(says)), "{said}");
     let report = outcome.error().to_string();
     assert!(
         report.contains(&format!("({name} failed: {words}")),
         "{report}"
     );
+    for other in [0, 1] {
+        assert!(!report.contains(&format!("rank {other}")), "{report}");
+    }
 }
 
 #[test]
@@ -457,8 +558,31 @@ fn assert_named<T>(result: Result<T, Error>, group: &str) {
         1,
         "{words}"
     );
-    let jobs = "(its ranks 0 and 1 are ranks 2 and 3 of the job)";
-    assert_eq!(words.contains(jobs), group == "pair 1", "{words}");
+    let jobs = format!("group {group:?} of the job's ranks 2 and 3");
+    assert_eq!(words.contains(&jobs), group == "pair 1", "{words}");
+}
+
+#[test]
+fn an_argument_of_a_different_group_is_refused_with_the_names_of_both() {
+    Group::<Host>::threads(1, |world| {
+        let named = |name: &str| Group::builder().name(name).split(&world, 0, 0);
+        let (tensor, data) = (named("tensor")?, named("data")?);
+        let (a, mut out) = (tensor.zeros::<bf16>(4, 4)?, tensor.zeros(4, 4)?);
+        let refused = |b: Matrix<Host, bf16>, out: &mut Matrix<Host, bf16>| {
+            let error = gemmesh::matmul(&a, &b, out).unwrap_err().to_string();
+            let (_, words) = error.split_once("b belongs to ").expect("the argument");
+            words.split_once(';').expect("a remedy").0.to_string()
+        };
+        let call = "but this call is of group \"tensor\"";
+        let words = refused(data.zeros(4, 4)?, &mut out);
+        assert_eq!(words, format!("group \"data\", {call}"));
+        let words = refused(world.zeros(4, 4)?, &mut out);
+        assert_eq!(words, format!("a group without a name, {call}"));
+        let words = refused(named("tensor")?.zeros(4, 4)?, &mut out);
+        assert_eq!(words, "a different group of the same name, \"tensor\"");
+        gemmesh::matmul(&a, &tensor.zeros(4, 4)?, &mut out)
+    })
+    .unwrap();
 }
 
 #[test]

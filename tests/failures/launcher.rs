@@ -280,12 +280,20 @@ fn the_first_launched_rank_that_fails_is_returned_and_the_others_are_killed() {
     let outcome = &ranks.outcomes()[0];
     assert!(begin.elapsed() < Duration::from_secs(30));
     match outcome.error() {
-        Error::RankFailed { rank, status, .. } => {
-            assert_eq!(*rank, 1);
+        Error::RankFailed {
+            rank,
+            status,
+            killed,
+            ..
+        } => {
+            assert_eq!((*rank, killed.as_slice()), (1, &[0, 2][..]));
             assert!(status.contains('7'), "{status}");
         }
         other => panic!("{other}"),
     }
+    let words = outcome.error().to_string();
+    let says = "; the launcher killed ranks 0 and 2, which still ran 1.5 seconds after the failure";
+    assert!(words.ends_with(says), "{words}");
     assert_all_ended(&outcome.text, 3);
 }
 
@@ -403,6 +411,7 @@ fn faulty(test: &str, faulty: usize, times: usize) -> Result<String, Error> {
                         rank,
                         status,
                         cause: Some(cause),
+                        ..
                     }) => {
                         (*rank, status.as_str()) == (faulty, fault.status())
                             && fault.is_seen_as(cause, faulty)
@@ -491,6 +500,7 @@ fn assert_failed(error: &Error, culprit: usize, its_status: &str) -> Option<Erro
             rank,
             status,
             cause,
+            ..
         } => {
             assert_eq!((*rank, status.as_str()), (culprit, its_status), "{error}");
             cause.as_deref().cloned()

@@ -51,7 +51,7 @@ fn a_rank_that_traces_while_the_others_do_not_is_named() {
     assert_call_mismatch(
         same_error(&ranks.outcomes()),
         2,
-        "traced all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0)",
+        "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0, a trace)",
         "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0)",
     );
 }
@@ -106,10 +106,10 @@ fn a_rank_at_a_barrier_while_the_others_multiply_is_named_at_once() {
 }
 
 /// A call in words, and as it is made.
-type CollectiveCall = (&'static str, MakeCall);
+type MadeCall = (&'static str, MakeCall);
 
 /// Every collective call.
-const COLLECTIVE_CALLS: [CollectiveCall; 10] = [
+const COLLECTIVE_CALLS: [MadeCall; 10] = [
     ("barrier()", |group, _| group.barrier()),
     ("all_gather_bytes()", |group, _| {
         group.all_gather_bytes(b"word").map(drop)
@@ -134,14 +134,14 @@ const COLLECTIVE_CALLS: [CollectiveCall; 10] = [
         },
     ),
     (
-        "matmul_reduce_scatter(M = 6, N = 5, bf16, 4 chunks, last 4, in multiples of 128 rows, by Route::Push)",
+        "matmul_reduce_scatter(M = 6, N = 5, bf16, chunks = 4, chunks of the last rows = 4, multiples of 128 rows, Route::Push)",
         |group, _| {
             let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(5, 4)?);
             matmul_reduce_scatter(&a, &b, &mut group.zeros(3, 5)?)
         },
     ),
     (
-        "matmul_reduce_scatter(M = 6, N = 5, bf16, 4 chunks, last 4, in multiples of 128 rows, by Route::Store)",
+        "matmul_reduce_scatter(M = 6, N = 5, bf16, chunks = 4, chunks of the last rows = 4, multiples of 128 rows, Route::Store)",
         |group, _| {
             let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(5, 4)?);
             let chosen = MatmulReduceScatter::new().prepare(&a, 5)?.config();
@@ -150,7 +150,7 @@ const COLLECTIVE_CALLS: [CollectiveCall; 10] = [
         },
     ),
     (
-        "matmul_reduce_scatter(M = 6, N = 7, bf16, 4 chunks, last 4, in multiples of 128 rows, by Route::Push)",
+        "matmul_reduce_scatter(M = 6, N = 7, bf16, chunks = 4, chunks of the last rows = 4, multiples of 128 rows, Route::Push)",
         |group, _| {
             let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(7, 4)?);
             matmul_reduce_scatter(&a, &b, &mut group.zeros(3, 7)?)
@@ -196,7 +196,8 @@ fn any_two_calls_that_differ_are_named_at_once_whoever_comes_first() {
                 ..
             } => {
                 assert_eq!((rank, other), (1, 0));
-                assert_eq!([expected.as_str(), &theirs], calls.map(|(words, _)| *words));
+                let its = [expected, theirs].map(|call| call.to_string());
+                assert_eq!(its, calls.map(|(words, _)| *words));
             }
             other => panic!("{other}"),
         }

@@ -594,6 +594,8 @@ fn arguments_of_another_group_are_refused_with_nothing_done() {
                 rank: group.rank(),
                 call: "all_gather_matmul".into(),
                 argument: name.into(),
+                expected: None,
+                found: None,
             };
             assert_eq!(result, Err(expected));
         };
@@ -626,6 +628,8 @@ fn a_product_prepared_on_another_rank_or_in_another_group_is_refused() {
             rank,
             call: call.into(),
             argument: "the prepared product".into(),
+            expected: None,
+            found: None,
         })
     };
     const PRODUCT: &str = "all_gather_matmul";

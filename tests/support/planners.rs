@@ -100,7 +100,7 @@ fn schedule(
     Schedule::new(Parts {
         rank,
         world,
-        agreed: Some(Agreed::new(name, &format!("{problem:?}"))),
+        agreed: Some(Agreed::new(name, [format!("{problem:?}")])),
         matrices: vec![
             matrix(rows, k),
             matrix(rows, scales),

@@ -166,8 +166,8 @@ pub fn assert_call_mismatch(error: &Error, odd: usize, its: &str, others: &str) 
             expected,
             ..
         } => {
-            assert_eq!((*rank, theirs.as_str()), (odd, its));
-            assert_eq!(expected, others);
+            assert_eq!((*rank, theirs.to_string().as_str()), (odd, its));
+            assert_eq!(expected.to_string(), others);
         }
         other => panic!("{other}"),
     }

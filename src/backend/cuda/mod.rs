@@ -40,7 +40,7 @@ use shared::symmetric::{Peers, Symmetric};
 
 use crate::backend::contract::sealed::{self, Bound, Call};
 use crate::backend::contract::{Backend, OpenOptions, Owner};
-use crate::error::{Error, Result};
+use crate::error::{Error, MadeCall, Result};
 use crate::explanation::Prediction;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
@@ -208,7 +208,7 @@ impl sealed::Implementation for Cuda {
         &program.schedule
     }
 
-    fn symmetric(&self, members: &Members, call: &str, bytes: usize) -> Result<Symmetric> {
+    fn symmetric(&self, members: &Members, call: &MadeCall, bytes: usize) -> Result<Symmetric> {
         self.shared.symmetric(&self.gpu, members, call, bytes)
     }
 

@@ -3,11 +3,11 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, MadeCall, Result};
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::Flag;
 use crate::protocol::flag::FlagBlock;
-use crate::ranks::members::{Members, OPENING};
+use crate::ranks::members::{Members, opening};
 use crate::ranks::memfd::{Mapping, memfd};
 use crate::resources::{lacking, rooms};
 use crate::schedule::{MAX_FLAGS, layout::MAX_WORLD};
@@ -28,7 +28,7 @@ impl HostSymmetric {
     /// error, and the group goes on.
     pub fn allocate(
         members: &Members,
-        call: &str,
+        call: &MadeCall,
         ready: Result<()>,
         bytes: usize,
         initialise: impl FnOnce(*mut u8),
@@ -101,7 +101,7 @@ impl Flags {
     /// ranks learn.
     pub fn open(members: &Members, ready: Result<()>, first: Epoch) -> Result<Flags> {
         let bytes = size_of::<ControlLayout>();
-        let memory = HostSymmetric::allocate(members, OPENING, ready, bytes, |own| {
+        let memory = HostSymmetric::allocate(members, &opening(), ready, bytes, |own| {
             for index in 0..bytes / size_of::<Flag>() {
                 // SAFETY: the memory is page-aligned, as long as a ControlLayout, which consists of flags, and not
                 // known to any other rank yet.

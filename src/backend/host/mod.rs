@@ -24,7 +24,7 @@ use workers::Workers;
 
 use crate::backend::contract::sealed::{self, Bound, Call};
 use crate::backend::contract::{Backend, OpenOptions, Owner};
-use crate::error::{Error, Result};
+use crate::error::{Error, MadeCall, Result};
 use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
 use crate::ranks::memfd::Mapping;
@@ -207,7 +207,7 @@ impl sealed::Implementation for Host {
         &program.schedule
     }
 
-    fn symmetric(&self, members: &Members, call: &str, bytes: usize) -> Result<HostSymmetric> {
+    fn symmetric(&self, members: &Members, call: &MadeCall, bytes: usize) -> Result<HostSymmetric> {
         HostSymmetric::allocate(members, call, Ok(()), bytes, |_| {})
     }
 

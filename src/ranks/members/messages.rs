@@ -7,12 +7,11 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{FOREVER, GRACE, Members, PeerWait};
-use crate::error::{Call, Deadline, Error, Result};
+use crate::error::{Call, Deadline, Error, MadeCall, Result};
 use crate::json;
 use crate::ranks::deadlines::{Clock, Deadlines};
 use crate::ranks::pidfd;
 use crate::ranks::wire::{Channel, Connection, Frame, MAX_FRAME, WireError};
-use crate::schedule::agreed::hash;
 
 /// Room for what is added around a rank's message.
 const OVERHEAD: usize = 4096;
@@ -28,16 +27,16 @@ pub struct Gathered {
 impl Members {
     /// Returns when every rank has called it.
     pub fn barrier(&self) -> Result<()> {
-        self.all_gather("barrier()", &[], None).map(drop)
+        self.all_gather(&MadeCall::named("barrier"), &[], None)
+            .map(drop)
     }
 
     /// Exchanges a message, and perhaps a descriptor, that each rank has made.
     ///
     /// A rank that could not make its part sends the reason. Then all ranks get its error, and the group goes on.
-    /// `call` is the call in words.
     pub fn gather_messages(
         &self,
-        call: &str,
+        call: &MadeCall,
         own: Result<(Vec<u8>, Option<OwnedFd>)>,
     ) -> Result<Gathered> {
         let outcome = json::of_outcome(&own.as_ref().map(|_| ()).map_err(Error::clone));
@@ -58,7 +57,7 @@ impl Members {
     /// If a rank could not do its part, all ranks get its error, and the group goes on.
     pub fn share<R>(
         &self,
-        call: &str,
+        call: &MadeCall,
         own: Result<OwnedFd>,
         take: impl FnOnce(Vec<OwnedFd>) -> Result<R>,
     ) -> Result<R> {
@@ -102,7 +101,7 @@ impl Members {
     #[track_caller]
     pub fn all_gather(
         &self,
-        call: &str,
+        call: &MadeCall,
         payload: &[u8],
         fd: Option<BorrowedFd>,
     ) -> Result<Gathered> {
@@ -111,7 +110,7 @@ impl Members {
         if payload.len() > longest {
             return Err(self.fail(Error::Limit {
                 rank: Some(self.rank),
-                call: Call::here(call.trim_end_matches("()")),
+                call: Call::here(&call.name),
                 what: "the number of bytes".into(),
                 value: payload.len(),
                 min: 0,
@@ -122,14 +121,11 @@ impl Members {
             .connections
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        let words = call.to_string();
         // Calls are compared before anything is sent. So an exchange is complete only if all ranks made it.
-        let number = self.next_call(&|| words.clone(), |number| {
-            self.shared
-                .post_messages(number, hash(words.as_bytes()), &words)
-        })?;
+        let post = |number| self.shared.post_messages(number, call);
+        let number = self.next_call(&|| call.to_string(), post)?;
         let messages = MessageCall {
-            words,
+            words: call.to_string(),
             number,
             clock: Clock::start(),
         };
@@ -236,7 +232,7 @@ impl Members {
                     is_for_a_peer: true,
                     rank,
                     call: &|| Some(messages.number),
-                    what: &|| messages.awaited(rank),
+                    what: &|| messages.awaited(self.shared.job_rank(rank)),
                 })
             },
         }
@@ -247,7 +243,8 @@ impl Members {
         self.fail(match error {
             WireError::Stopped(error) => error,
             WireError::Late => {
-                let (waited, what) = (messages.clock.waited(), messages.awaited(rank));
+                let what = messages.awaited(self.shared.job_rank(rank));
+                let waited = messages.clock.waited();
                 let passed = (Deadline::Call, FOREVER);
                 self.shared.timed_out(passed, rank, waited, what)
             }
@@ -260,7 +257,8 @@ impl Members {
             },
             WireError::Garbage(reason) => Error::Message { rank, reason },
             WireError::Io(error) => {
-                Error::system(self.rank, format!("talk to rank {rank} in {call}"))(error)
+                let peer = self.shared.job_rank(rank);
+                Error::system(self.rank, format!("talk to rank {peer} in {call}"))(error)
             }
         })
     }
@@ -282,7 +280,7 @@ struct MessageCall {
 }
 
 impl MessageCall {
-    /// The call, and what `rank` has not done in it.
+    /// The call, and what `rank`, a rank of the job, has not done in it.
     fn awaited(&self, rank: usize) -> String {
         let what = match self.clock.has_begun() {
             true => "has not sent its part",

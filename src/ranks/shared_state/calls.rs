@@ -3,11 +3,12 @@
 use std::time::{Duration, Instant};
 
 use super::{POSTS, SharedState};
-use crate::error::{Error, Result};
+use crate::error::{Error, MadeCall, Result};
 use crate::protocol::board::Post;
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::Awaited;
 use crate::ranks::call::{FIXED, MESSAGES, PostedCall, WORDS, describe};
+use crate::schedule::agreed::hash;
 
 /// If calls differ, a rank waits this long for ranks that have not called, to learn which call most ranks made.
 const LATE_VOTES: Duration = Duration::from_millis(500);
@@ -49,9 +50,11 @@ impl SharedState {
         self.post(number, operation.to_words(epoch))
     }
 
-    /// As [`SharedState::post_operation`], for an exchange of messages. `call` is a number that tells calls apart.
-    pub fn post_messages(&self, number: u64, call: u64, words: &str) -> Result<()> {
-        self.block().message_calls[self.rank].write(number, words.as_bytes());
+    /// As [`SharedState::post_operation`], for an exchange of messages.
+    pub fn post_messages(&self, number: u64, call: &MadeCall) -> Result<()> {
+        let lines = call.to_lines();
+        let call = hash(lines.as_bytes());
+        self.block().message_calls[self.rank].write(number, lines.as_bytes());
         let mut post = [0; WORDS];
         post[..2].copy_from_slice(&[MESSAGES, call]);
         self.post(number, post)
@@ -84,22 +87,22 @@ impl SharedState {
         let rank = odd.map_or(0, |(rank, _)| *rank);
         Error::CallMismatch {
             rank,
-            theirs: self.call(rank, number),
+            theirs: self.call(rank, number).into(),
             other,
-            expected: self.call(other, number),
+            expected: self.call(other, number).into(),
             call: number,
         }
     }
 
-    /// The call `number` of `rank`, in words.
-    fn call(&self, rank: usize, number: u64) -> String {
-        let words = match self.slot(rank, number).read(number) {
+    /// The call `number` of `rank`.
+    fn call(&self, rank: usize, number: u64) -> MadeCall {
+        let call = match self.slot(rank, number).read(number) {
             Some([MESSAGES, ..]) => self.block().message_calls[rank]
                 .read(number)
-                .map(|words| String::from_utf8_lossy(&words).into_owned()),
+                .map(|lines| MadeCall::from_lines(&String::from_utf8_lossy(&lines))),
             words => words.map(describe),
         };
-        words.unwrap_or_else(|| format!("its call {number}"))
+        call.unwrap_or_else(|| MadeCall::named(&format!("its call {number}")))
     }
 
     /// The number of this rank's call that is operation `epoch`, if it is one of the latest.
@@ -120,13 +123,15 @@ impl SharedState {
         let number = self.number_of(epoch);
         number.map_or_else(
             || "an operation".into(),
-            |number| self.call(self.rank, number),
+            |number| self.call(self.rank, number).to_string(),
         )
     }
 
-    /// What this rank waits for in operation `epoch`, in words: the call, and what a peer has not done.
+    /// What this rank waits for in operation `epoch`, in words: the call, and what a peer has not done. Ranks are those
+    /// of the job.
     pub fn describe(&self, epoch: Epoch, awaited: Awaited) -> String {
-        let (call, what) = (self.call_of(epoch), awaited.describe(self.rank));
-        format!("{call}: rank {} {what}", awaited.peer())
+        let what = awaited.describe(self.job_rank(self.rank));
+        let (call, peer) = (self.call_of(epoch), self.job_rank(awaited.peer()));
+        format!("{call}: rank {peer} {what}")
     }
 }

@@ -1,6 +1,7 @@
 //! What ranks see of one another through the block.
 
 use super::*;
+use crate::error::MadeCall;
 use crate::protocol::flag::Awaited;
 use crate::ranks::call::PostedCall;
 use crate::ranks::deadlines::Deadlines;
@@ -22,7 +23,8 @@ fn ranks(world: usize) -> Vec<SharedState> {
 
 /// A call as ranks must agree on it.
 fn product(k: usize) -> Agreed {
-    Agreed::new("all_gather_matmul", &format!("M = 4096, K = {k}, bf16"))
+    let arguments = ["M = 4096", &format!("K = {k}"), "bf16"];
+    Agreed::new("all_gather_matmul", arguments)
 }
 
 #[test]
@@ -119,6 +121,16 @@ fn the_rank_that_waits_for_nobody_is_to_blame() {
     assert_eq!(ranks[0].culprit(1, fresh), 1, "a circle");
 }
 
+fn barrier() -> MadeCall {
+    MadeCall::named("barrier")
+}
+
+/// The call of this name that [`operation`] makes of `K = 64`.
+fn as_posted(name: &str) -> MadeCall {
+    let arguments = ["M = 4096", "K = 64", "bf16", "sharded matrix 2"];
+    MadeCall::new(name, arguments.map(String::from))
+}
+
 fn operation(agreed: &Agreed) -> PostedCall<'_> {
     PostedCall {
         agreed,
@@ -145,7 +157,7 @@ fn assert_blamed(result: Result<()>, blamed: usize, right: usize) {
 
 #[test]
 fn the_rank_that_calls_something_else_is_named() {
-    let other = Agreed::new("gather", "M = 4096, K = 64, bf16");
+    let other = Agreed::new("gather", ["M = 4096", "K = 64", "bf16"]);
     let ranks = ranks(3);
     post(&ranks[2], 1, &product(64)).unwrap();
     post(&ranks[0], 1, &product(64)).unwrap();
@@ -153,9 +165,9 @@ fn the_rank_that_calls_something_else_is_named() {
         post(&ranks[1], 1, &other),
         Err(Error::CallMismatch {
             rank: 1,
-            theirs: "gather(M = 4096, K = 64, bf16, sharded matrix 2)".into(),
+            theirs: as_posted("gather").into(),
             other: 0,
-            expected: "all_gather_matmul(M = 4096, K = 64, bf16, sharded matrix 2)".into(),
+            expected: as_posted("all_gather_matmul").into(),
             call: 1,
         })
     );
@@ -164,7 +176,7 @@ fn the_rank_that_calls_something_else_is_named() {
 #[test]
 fn traced_calls_biased_ones_and_those_of_other_matrices_differ_and_a_long_text_is_cut() {
     let ranks = ranks(2);
-    let long = Agreed::new("all_gather_matmul", &"rows, ".repeat(100));
+    let long = Agreed::new("all_gather_matmul", ["rows"; 100]);
     let call = operation(&long);
     ranks[0].post_operation(1, Epoch::FIRST, call).unwrap();
     let traced = PostedCall {
@@ -184,9 +196,9 @@ fn traced_calls_biased_ones_and_those_of_other_matrices_differ_and_a_long_text_i
         ..call
     };
     for (differs, word) in [
-        (traced, "traced all_gather"),
-        (biased, "with a bias)"),
-        (residual, "with a residual)"),
+        (traced, "a trace)"),
+        (biased, "a bias)"),
+        (residual, "a residual)"),
         (other, "sharded matrix 0, sharded matrix 7)"),
     ] {
         assert!(differs.to_string().contains(word), "{differs}");
@@ -195,7 +207,7 @@ fn traced_calls_biased_ones_and_those_of_other_matrices_differ_and_a_long_text_i
         assert_blamed(ranks[1].post_operation(1, Epoch::FIRST, differs), 1, 0);
     }
     // Only the end differs, for which the post has no room.
-    let longer = Agreed::new("all_gather_matmul", &"rows, ".repeat(101));
+    let longer = Agreed::new("all_gather_matmul", ["rows"; 101]);
     assert_blamed(post(&ranks[1], 1, &longer), 1, 0);
 }
 
@@ -212,21 +224,21 @@ fn the_odd_one_is_named_also_when_it_came_first_and_in_a_tie_the_lowest_is_right
 #[test]
 fn exchanges_and_operations_are_one_sequence() {
     let ranks = ranks(2);
-    ranks[0].post_messages(1, 7, "barrier()").unwrap();
-    ranks[1].post_messages(1, 7, "barrier()").unwrap();
+    ranks[0].post_messages(1, &barrier()).unwrap();
+    ranks[1].post_messages(1, &barrier()).unwrap();
     post(&ranks[0], 2, &product(64)).unwrap();
     assert_eq!(
-        ranks[1].post_messages(2, 7, "barrier()"),
+        ranks[1].post_messages(2, &barrier()),
         Err(Error::CallMismatch {
             rank: 1,
-            theirs: "barrier()".into(),
+            theirs: barrier().into(),
             other: 0,
-            expected: "all_gather_matmul(M = 4096, K = 64, bf16, sharded matrix 2)".into(),
+            expected: as_posted("all_gather_matmul").into(),
             call: 2,
         })
     );
-    ranks[0].post_messages(3, 7, "barrier()").unwrap();
-    assert_blamed(ranks[1].post_messages(3, 8, "another()"), 1, 0);
+    ranks[0].post_messages(3, &barrier()).unwrap();
+    assert_blamed(ranks[1].post_messages(3, &MadeCall::named("another")), 1, 0);
 }
 
 #[test]
@@ -336,12 +348,12 @@ fn a_refusal_is_withdrawn_when_its_rank_prepares_the_call() {
 fn a_wait_is_described_by_the_call_the_peer_and_what_that_has_not_done() {
     let ranks = ranks(2);
     let epoch = Epoch::from_raw(u32::MAX);
-    ranks[1].post_messages(1, 7, "barrier()").unwrap();
+    ranks[1].post_messages(1, &barrier()).unwrap();
     let product = product(64);
     ranks[1]
         .post_operation(2, epoch, operation(&product))
         .unwrap();
-    ranks[1].post_messages(3, 7, "barrier()").unwrap();
+    ranks[1].post_messages(3, &barrier()).unwrap();
     let says = |awaited, what: &str| {
         let call = "all_gather_matmul(M = 4096, K = 64, bf16, sharded matrix 2)";
         let expected = format!("{call}: rank 0 {what}");

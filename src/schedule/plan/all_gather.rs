@@ -1,6 +1,5 @@
 //! The planner of gathers, and of products of gathered rows: `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ`.
 
-use std::fmt::Write;
 use std::ops::Range;
 
 use smallvec::{SmallVec, smallvec};
@@ -247,44 +246,34 @@ fn product(
 /// What the ranks must agree on. How a rank pulls rows is its own choice.
 fn agree(problem: &Problem, config: &Config) -> Agreed {
     let layout = &problem.layout;
-    let mut details = String::with_capacity(128);
-    // Writing to a string cannot fail.
-    let mut say = |words: std::fmt::Arguments| _ = details.write_fmt(words);
-    say(format_args!(
-        "M = {}, K = {}, {}",
-        layout.m(),
-        layout.k(),
-        problem.dtypes.operands
-    ));
+    let mut arguments = problem.agreed(format!("K = {}", layout.k()));
+    let mut say = |words: String| arguments.push(words);
     match (config.route, config.chunking.count, config.chunking.last) {
         (Route::Pull, ..) => {}
-        (Route::Store, ..) => say(format_args!(", stored")),
+        (Route::Store, ..) => say("stored".into()),
         (Route::Push, chunks, last) => {
-            let cut = match config.cut(layout.k()) {
-                Some(_) => " and a cut along K",
-                None => "",
-            };
-            say(format_args!(
-                ", pushed in {chunks} chunks, the last shard in {last}{cut}"
-            ));
+            say("pushed".into());
+            say(format!("chunks = {chunks}"));
+            say(format!("chunks of the last shard = {last}"));
+            if config.cut(layout.k()).is_some() {
+                say("a cut along K".into());
+            }
         }
     }
     if let Some((dtype, columns)) = problem.beside {
-        say(format_args!(", with {columns} columns of {dtype}"));
+        say(format!("{columns} columns of {dtype} beside"));
     }
     let stages = layout.stages();
     match (layout.order(), config.route) {
-        (RowOrder::ByStage, _) => say(format_args!(", {stages} stages in memory")),
+        (RowOrder::ByStage, _) => say(format!("stages in memory = {stages}")),
         (RowOrder::ByRank, Route::Push | Route::Store) if stages > 1 => {
-            say(format_args!(", gathered in {stages} stages"));
+            say(format!("stages of the gather = {stages}"));
         }
         (RowOrder::ByRank, _) => {}
     }
     // This comes last, because it may be long and there is not always room for all words.
-    if !layout.is_balanced() {
-        say(format_args!(", rows of each rank = {:?}", layout.rows()));
-    }
-    Agreed::new(problem.operation.name(), &details)
+    arguments.extend(layout.agreed());
+    Agreed::new(problem.operation.name(), arguments)
 }
 
 /// How rows are cut into chunks.

@@ -395,16 +395,14 @@ impl<'a> CollectivePlan<'a> {
         let Problem {
             layout, n, dtypes, ..
         } = self.problem;
-        let mut details = format!("M = {}, N = {n}, {}", layout.m(), dtypes.operands);
-        details += &dtypes.agreed();
-        details += &match self.config.route {
-            Route::Store => ", stored".into(),
-            _ => format!(", {} chunks", self.config.chunking.count),
-        };
-        if !layout.is_balanced() {
-            details += &format!(", rows of each rank = {:?}", layout.rows());
-        }
-        Agreed::new(self.problem.operation.name(), &details)
+        let mut arguments = self.problem.agreed(format!("N = {n}"));
+        arguments.extend(dtypes.agreed());
+        arguments.push(match self.config.route {
+            Route::Store => "stored".into(),
+            _ => format!("chunks = {}", self.config.chunking.count),
+        });
+        arguments.extend(layout.agreed());
+        Agreed::new(self.problem.operation.name(), arguments)
     }
 }
 

@@ -1,6 +1,5 @@
 //! What the planners of partial sums share: pieces, their transfers, sums and tiles of one rank.
 
-use std::fmt;
 use std::ops::Range;
 
 use smallvec::smallvec;
@@ -366,16 +365,14 @@ impl SumPlan<'_> {
         let Problem {
             layout, n, dtypes, ..
         } = self.problem;
-        let mut details = format!("M = {}, N = {n}, {}", layout.m(), dtypes.operands);
-        details += &self.problem.form.agreed();
-        details += &dtypes.agreed();
+        let mut arguments = self.problem.agreed(format!("N = {n}"));
+        arguments.extend(self.problem.form.agreed());
+        arguments.extend(dtypes.agreed());
         if let Some(cuts) = Cuts::of(&self.config, self.one_shot) {
-            details += &cuts.to_string();
+            arguments.extend(cuts.agreed());
         }
-        if !layout.is_balanced() {
-            details += &format!(", rows of each rank = {:?}", layout.rows());
-        }
-        Agreed::new(self.problem.operation.name(), &details)
+        arguments.extend(layout.agreed());
+        Agreed::new(self.problem.operation.name(), arguments)
     }
 }
 
@@ -408,8 +405,9 @@ impl Cuts {
     }
 }
 
-impl fmt::Display for Cuts {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+impl Cuts {
+    /// In words that ranks compare.
+    fn agreed(&self) -> Vec<String> {
         let &Cuts {
             chunks,
             last,
@@ -417,16 +415,17 @@ impl fmt::Display for Cuts {
             route,
             tiles,
         } = self;
-        write!(
-            f,
-            ", {chunks} chunks, last {last}, in multiples of {rows} rows, by Route::{route:?}"
-        )?;
-        match tiles {
-            Some([n, group_m]) => {
-                write!(f, ", tiles of {n} columns, {group_m} one above the other")
-            }
-            None => Ok(()),
+        let mut words = vec![
+            format!("chunks = {chunks}"),
+            format!("chunks of the last rows = {last}"),
+            format!("multiples of {rows} rows"),
+            format!("Route::{route:?}"),
+        ];
+        if let Some([n, group_m]) = tiles {
+            words.push(format!("tiles of {n} columns"));
+            words.push(format!("{group_m} of them one above the other"));
         }
+        words
     }
 }
 

@@ -490,8 +490,8 @@ pub fn producers_of_other_blocks_are_a_mismatch<B: Produces>(test: &str) {
     assert_call_mismatch(
         same_error(&outcomes),
         2,
-        &format!("{call}, 3 chunks)"),
-        &format!("{call}, 1 chunks)"),
+        &format!("{call}, chunks = 3)"),
+        &format!("{call}, chunks = 1)"),
     );
 }
 

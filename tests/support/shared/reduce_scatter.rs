@@ -602,7 +602,9 @@ pub fn a_bias_on_some_ranks_only_is_a_mismatch<B: Tested>(test: &str) {
     let error = same_error(&outcomes);
     let words = error.to_string();
     assert!(
-        matches!(error, Error::CallMismatch { .. }) && words.contains("with a bias"),
+        matches!(error, Error::CallMismatch { .. })
+            && words
+                .contains("called matmul_reduce_scatter with a bias on rank 1, but not on rank 0;"),
         "{words}"
     );
 }

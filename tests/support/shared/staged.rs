@@ -223,7 +223,7 @@ pub fn other_stages_are_a_mismatch<B: Tested>(test: &str) {
     assert_call_mismatch(
         same_error(&outcomes),
         1,
-        "sharded(M = 16, 4 stages, K = 8, bf16)",
-        "sharded(M = 16, 2 stages, K = 8, bf16)",
+        "sharded(M = 16, stages = 4, K = 8, bf16)",
+        "sharded(M = 16, stages = 2, K = 8, bf16)",
     );
 }

@@ -612,7 +612,7 @@ mod tests {
                         assert!(numerics == Numerics::Fast || one.tile.split_k == 1);
                         let agreed = |config: Config, k| {
                             let schedule = plan(&of(k), 1, config).unwrap();
-                            schedule.agreed().unwrap().details().to_string()
+                            schedule.agreed().unwrap().details()
                         };
                         assert_eq!(agreed(one, 64), agreed(other, 9000));
                     }

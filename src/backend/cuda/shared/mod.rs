@@ -9,7 +9,7 @@ pub mod words;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::gpu::Gpu;
-use crate::error::Result;
+use crate::error::{MadeCall, Result};
 use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
 use monitor::Monitor;
@@ -47,7 +47,7 @@ impl Shared {
         &self,
         gpu: &Gpu,
         members: &Members,
-        call: &str,
+        call: &MadeCall,
         bytes: usize,
     ) -> Result<Symmetric> {
         Symmetric::allocate(gpu, members, &self.peers, call, bytes, |_| Ok(()))

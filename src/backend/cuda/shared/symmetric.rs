@@ -15,8 +15,8 @@ use crate::backend::cuda::driver::{Device, DeviceMapping, DevicePtr, DeviceRegio
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::gpu::reclaim::Deferred;
-use crate::error::{Error, Result};
-use crate::ranks::members::{Members, OPENING};
+use crate::error::{Error, MadeCall, Result};
+use crate::ranks::members::{Members, opening};
 
 /// The same number of bytes on every rank's device.
 #[derive(Debug)]
@@ -35,7 +35,7 @@ impl Symmetric {
         gpu: &Gpu,
         members: &Members,
         peers: &Peers,
-        call: &str,
+        call: &MadeCall,
         bytes: usize,
         initialise: impl Fn(&mut DeviceRegion) -> Result<()>,
     ) -> Result<Symmetric> {
@@ -173,7 +173,7 @@ impl Peers {
             })
         };
         let own = introduce().map(|bytes| (bytes, None));
-        let gathered = members.gather_messages(OPENING, own)?;
+        let gathered = members.gather_messages(&opening(), own)?;
         let introductions = gathered.payloads.iter().enumerate();
         let introductions = introductions.map(|(rank, bytes)| {
             Introduction::parse(bytes).map_err(|reason| Error::Message { rank, reason })

@@ -13,7 +13,7 @@ use crate::backend::cuda::gpu::Gpu;
 use crate::error::Result;
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::Awaited;
-use crate::ranks::members::{Members, OPENING};
+use crate::ranks::members::{Members, opening};
 use crate::schedule::{MAX_BLOCKS, MAX_FLAGS, layout::MAX_WORLD};
 
 /// Every rank's flags, and this rank's words for its kernels.
@@ -77,7 +77,7 @@ impl Control {
             let bytes = bytemuck::cast_slice(&words);
             own.write_rows(0, bytes.len(), bytes.len(), bytes)
         };
-        let memory = Symmetric::allocate(gpu, members, peers, OPENING, BYTES, initialise)?;
+        let memory = Symmetric::allocate(gpu, members, peers, &opening(), BYTES, initialise)?;
         Ok(Control { memory })
     }
 

@@ -104,10 +104,12 @@ impl Watch {
         })
     }
 
-    /// What an operation waits for, in words.
+    /// What an operation waits for, in words. Ranks are those of the job.
     pub(super) fn describe(&self, running: Running, awaited: Awaited) -> String {
-        let what = awaited.describe(self.failures.rank);
-        format!("{}: rank {} {what}", self.name(running), awaited.peer())
+        let failures = &self.failures;
+        let what = awaited.describe(failures.job_rank(failures.rank));
+        let peer = failures.job_rank(awaited.peer());
+        format!("{}: rank {peer} {what}", self.name(running))
     }
 
     fn name(&self, running: Running) -> String {

@@ -1,0 +1,201 @@
+//! Collective calls as errors name them.
+
+use std::fmt;
+
+/// A collective call as a rank made it: what is called, and all that must be the same on every rank.
+///
+/// `Display` prints `name(argument, argument)`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MadeCall {
+    /// What is called.
+    pub name: String,
+    /// What all ranks must give alike, such as "M = 4096" or "bf16".
+    pub arguments: Vec<String>,
+}
+
+impl MadeCall {
+    /// A call without arguments.
+    pub(crate) fn named(name: &str) -> MadeCall {
+        MadeCall::new(name, [])
+    }
+
+    pub(crate) fn new(
+        name: impl Into<String>,
+        arguments: impl IntoIterator<Item = String>,
+    ) -> MadeCall {
+        MadeCall {
+            name: name.into(),
+            arguments: arguments.into_iter().collect(),
+        }
+    }
+
+    /// The call in lines: its name and then its arguments.
+    pub(crate) fn to_lines(&self) -> String {
+        let mut lines = self.name.clone();
+        for argument in &self.arguments {
+            lines.push('\n');
+            lines.push_str(argument);
+        }
+        lines
+    }
+
+    /// Reads what [`MadeCall::to_lines`] has written.
+    pub(crate) fn from_lines(lines: &str) -> MadeCall {
+        let mut lines = lines.lines().map(String::from);
+        MadeCall {
+            name: lines.next().unwrap_or_default(),
+            arguments: lines.collect(),
+        }
+    }
+}
+
+impl fmt::Display for MadeCall {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(&self.name)?;
+        // What has no function's name, such as the opening of a group, has no parentheses either.
+        if self.arguments.is_empty() && self.name.contains(' ') {
+            return Ok(());
+        }
+        write!(f, "({})", self.arguments.join(", "))
+    }
+}
+
+/// How two ranks' calls differ, and which calls they are: a rank with its call, and another with its own.
+pub(super) struct Difference<'a>(pub usize, pub &'a MadeCall, pub usize, pub &'a MadeCall);
+
+impl fmt::Display for Difference<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let &Difference(rank, theirs, other, expected) = self;
+        let name = &theirs.name;
+        if *name != expected.name {
+            return write!(
+                f,
+                "rank {rank} called {name} while rank {other} called {}",
+                expected.name
+            );
+        }
+        write!(f, "rank {rank} and rank {other} called {name} with ")?;
+        let (these, those) = (only(theirs, expected), only(expected, theirs));
+        match (these.is_empty(), those.is_empty()) {
+            (false, false) => write!(
+                f,
+                "different arguments: {these} on rank {rank}, {those} on rank {other}"
+            ),
+            (false, true) => write!(f, "{these} on rank {rank}, but not on rank {other}"),
+            (true, false) => write!(f, "{those} on rank {other}, but not on rank {rank}"),
+            // The calls of other ranks are cut to the room that there is.
+            (true, true) => f.write_str("arguments that differ where they are too long to show"),
+        }
+    }
+}
+
+/// The arguments of `call` that `other` has not, as a list in words.
+fn only(call: &MadeCall, other: &MadeCall) -> String {
+    let has = |argument: &&String| !other.arguments.contains(argument);
+    let arguments: Vec<&str> = call
+        .arguments
+        .iter()
+        .filter(has)
+        .map(String::as_str)
+        .collect();
+    match arguments.split_last() {
+        Some((last, [])) => (*last).into(),
+        Some((last, others)) => format!("{} and {last}", others.join(", ")),
+        None => String::new(),
+    }
+}
+
+/// The calls of a [`Difference`], whole. Of one operation, one of them says enough.
+pub(super) struct Whole<'a>(pub Difference<'a>);
+
+impl fmt::Display for Whole<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let Difference(rank, theirs, other, expected) = self.0;
+        if theirs.name != expected.name {
+            write!(f, "{theirs} on rank {rank}, ")?;
+        }
+        write!(f, "{expected} on rank {other}")
+    }
+}
+
+/// A number that says which one of several it is.
+pub(super) struct Ordinal(pub u64);
+
+impl fmt::Display for Ordinal {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let ending = match (self.0 % 10, self.0 % 100) {
+            (_, 11..=13) => "th",
+            (1, _) => "st",
+            (2, _) => "nd",
+            (3, _) => "rd",
+            _ => "th",
+        };
+        write!(f, "{}{ending}", self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn product(arguments: &[&str]) -> MadeCall {
+        let arguments = arguments.iter().map(|argument| argument.to_string());
+        MadeCall::new("all_gather_matmul", arguments)
+    }
+
+    #[track_caller]
+    fn assert_difference(theirs: &MadeCall, expected: &MadeCall, words: &str) {
+        assert_eq!(Difference(1, theirs, 0, expected).to_string(), words);
+    }
+
+    #[test]
+    fn calls_of_one_operation_differ_by_the_arguments_that_only_one_has() {
+        let plain = product(&["M = 6", "K = 64", "bf16"]);
+        let called = "rank 1 and rank 0 called all_gather_matmul with";
+        let biased = product(&["M = 6", "K = 64", "bf16", "a bias"]);
+        let words = format!("{called} a bias on rank 1, but not on rank 0");
+        assert_difference(&biased, &plain, &words);
+        let words = format!("{called} a bias on rank 0, but not on rank 1");
+        assert_difference(&plain, &biased, &words);
+        let thin = product(&["M = 6", "K = 32", "bf16"]);
+        let words = format!("{called} different arguments: K = 32 on rank 1, K = 64 on rank 0");
+        assert_difference(&thin, &plain, &words);
+        let other = product(&["M = 7", "K = 32", "f16"]);
+        let words = format!(
+            "{called} different arguments: M = 7, K = 32 and f16 on rank 1, M = 6, K = 64 and bf16 on rank 0"
+        );
+        assert_difference(&other, &plain, &words);
+        let words = format!("{called} arguments that differ where they are too long to show");
+        assert_difference(&plain, &plain, &words);
+    }
+
+    #[test]
+    fn calls_of_two_operations_differ_by_their_names() {
+        let barrier = MadeCall::named("barrier");
+        let words = "rank 1 called barrier while rank 0 called all_gather_matmul";
+        assert_difference(&barrier, &product(&["M = 6"]), words);
+    }
+
+    #[test]
+    fn a_call_is_read_as_it_was_written() {
+        let rows = product(&["rows of each rank = [3, 2]", "K = 4"]);
+        let words = "all_gather_matmul(rows of each rank = [3, 2], K = 4)";
+        assert_eq!(rows.to_string(), words);
+        for call in [rows, MadeCall::named("barrier")] {
+            assert_eq!(MadeCall::from_lines(&call.to_lines()), call);
+        }
+        let opening = MadeCall::named("the opening of the backend");
+        assert_eq!(opening.to_string(), "the opening of the backend");
+        assert_eq!(MadeCall::named("barrier").to_string(), "barrier()");
+    }
+
+    #[test]
+    fn numbers_have_their_endings() {
+        let words = [1, 2, 3, 4, 11, 12, 13, 21, 112, 607].map(|n| Ordinal(n).to_string());
+        let expected = [
+            "1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "112th", "607th",
+        ];
+        assert_eq!(words, expected);
+    }
+}
