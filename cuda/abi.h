@@ -286,6 +286,9 @@ typedef struct GemmeshParams {
     uint32_t b_is_kn;               /* nonzero: `b` is [K, N] in memory; a CTA loads a multiple of 64 columns of it */
     uint32_t recording;             /* nonzero: the operation is in a graph, `epoch` has no meaning, and this is the
                                      * host's number of the recording */
+    uint32_t is_one_row;            /* nonzero: the table is one row of tiles, those of each weight after those of the
+                                     * weight before, and each tile waits for `row_flags`. K is not cut */
+    uint32_t row_flags;             /* flag_begin and, in the upper half, flag_end */
     uint32_t reserved;
     GemmeshOutput outputs[GEMMESH_MAX_WEIGHTS]; /* by weight */
     GemmeshPeers peers;
@@ -390,11 +393,11 @@ static_assert(offsetof(GemmeshPeers, task_count) == 32, "");
 static_assert(sizeof(GemmeshLowLatency) == 8 + 16 * GEMMESH_MAX_TARGETS, "");
 static_assert(sizeof(GemmeshOutput) == 48, "");
 static_assert(offsetof(GemmeshOutput, n) == 40, "");
-static_assert(sizeof(GemmeshParams) == 128 + 48 * GEMMESH_MAX_WEIGHTS + sizeof(GemmeshPeers) + sizeof(GemmeshLowLatency), "");
+static_assert(sizeof(GemmeshParams) == 136 + 48 * GEMMESH_MAX_WEIGHTS + sizeof(GemmeshPeers) + sizeof(GemmeshLowLatency), "");
 static_assert(offsetof(GemmeshParams, trace) == 40, "");
 static_assert(offsetof(GemmeshParams, tile_count) == 80, "");
-static_assert(offsetof(GemmeshParams, outputs) == 128, "");
-static_assert(offsetof(GemmeshParams, peers) == 128 + 48 * GEMMESH_MAX_WEIGHTS, "");
+static_assert(offsetof(GemmeshParams, outputs) == 136, "");
+static_assert(offsetof(GemmeshParams, peers) == 136 + 48 * GEMMESH_MAX_WEIGHTS, "");
 static_assert(sizeof(GemmeshBlock) == 32, "a block is two 16-byte loads");
 static_assert(sizeof(GemmeshStore) == 16, "a store is one 16-byte load");
 static_assert(sizeof(GemmeshSums) == 40, "");

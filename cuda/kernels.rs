@@ -15,10 +15,11 @@ pub static FAMILIES: [Family; 1] = [Family {
 /// Shapes have as many stages as shared memory holds beside the boxes. Wide tiles move the fewest bytes for a product.
 /// Which width is best depends on how evenly a problem's tiles fill the multiprocessors. Narrow tiles are for small
 /// problems, and for finer steps while rows arrive. Tiles of 64 rows are for few rows, where the speed of reading `b`
-/// counts. Tiles of any other height swap the operands (swap_ab). They are for products of a few hundred rows, which
-/// tiles of 128 rows do not fit.
+/// counts. Tiles of any other height swap the operands (swap_ab). The high ones are for products of a few hundred rows,
+/// which tiles of 128 rows do not fit. The low ones are for products of one row of tiles: their rings are deep, and a
+/// CTA that shares K has little to send.
 #[rustfmt::skip]
-const SM90: [Shape; 33] = [
+const SM90: [Shape; 45] = [
     //  tile_m  tile_n  stages  cluster  split
     shape( 128,   256,      4,       2,     1),
     shape( 128,   224,      4,       2,     1),
@@ -40,6 +41,18 @@ const SM90: [Shape; 33] = [
     shape(  64,   256,      5,       1,     1),
     shape(  64,   256,      4,       1,     2),
     shape(  64,   256,      4,       1,     4),
+    shape(  16,   128,     11,       1,     1),
+    shape(  16,   128,     11,       1,     2),
+    shape(  16,   128,     11,       1,     4),
+    shape(  16,   128,     11,       1,     8),
+    shape(  32,   128,     10,       1,     1),
+    shape(  32,   128,     10,       1,     2),
+    shape(  32,   128,      9,       1,     4),
+    shape(  32,   128,      9,       1,     8),
+    shape(  48,   128,      9,       1,     1),
+    shape(  48,   128,      9,       1,     2),
+    shape(  48,   128,      8,       1,     4),
+    shape(  48,   128,      8,       1,     8),
     shape(  80,   128,      8,       2,     1),
     shape(  96,   128,      6,       1,     2),
     shape(  96,   128,      7,       2,     1),
@@ -134,9 +147,13 @@ impl Shape {
     }
 
     /// Whether a gated product can use it; if it swaps operands, without slices of K. Not the narrowest of tiles with
-    /// many rows, half of which is no box of the stores.
+    /// many rows, half of which is no box of the stores. With swap_ab, the CTA that finishes gate's columns needs the
+    /// warp of up's too.
     pub fn is_gated(&self) -> bool {
-        self.tile_m != CONSUMERS * CONSUMER_ROWS || self.tile_n >= 2 * BOX_COLUMNS
+        match self.swaps_ab() {
+            true => self.split <= CONSUMER_WARPS / 2,
+            false => self.tile_m == CONSUMER_ROWS || self.tile_n >= 2 * BOX_COLUMNS,
+        }
     }
 
     /// Rows of gate, and then of up, that a gated tile has of `b` by turns.
@@ -230,10 +247,10 @@ impl Family {
                 "tile_n is a multiple of 16 from 64 to 256"
             } else if shape.swaps_ab()
                 && !(shape.tile_n == CONSUMERS * CONSUMER_ROWS
-                    && (80..=256).contains(&shape.tile_m)
+                    && (16..=256).contains(&shape.tile_m)
                     && shape.tile_m.is_multiple_of(16))
             {
-                "tile_m is 64 or 128, or a multiple of 16 from 80 to 256 and tile_n 128"
+                "tile_m is 64 or 128, or a multiple of 16 up to 256 and tile_n 128"
             } else if shape.tile_m == CONSUMER_ROWS && !shape.tile_n.is_multiple_of(2 * BOX_COLUMNS)
             {
                 "tile_n of 64 rows is a multiple of 128"
@@ -245,8 +262,6 @@ impl Family {
                 "CTAs share b or K, not both: cluster or split is 1"
             } else if !(shape.tile_n / shape.cluster).is_multiple_of(8) {
                 "tile_n over cluster is a multiple of 8"
-            } else if shape.swaps_ab() && shape.split > 2 {
-                "CTAs that share K share a tile of another height by halves: split is 1 or 2"
             } else if self.boxes(shape) == 0 {
                 "its stages leave no room in shared memory for the boxes of the stores"
             } else if self.shapes[..index].iter().any(alike) {

@@ -56,6 +56,7 @@ struct Config {
     static constexpr int kBoxes = Boxes;            // that a consumer warp has to store through
     static constexpr bool kSums = Sums;             // block sums
     static constexpr bool kSliced = Split == 1 && !Sums;  // slices of K may be added through memory
+    static constexpr bool kFewRows = TileM < kConsumerRows;  // most products have one row of tiles
     static constexpr bool kLowLatency = kSideBySide && !Sums;  // few rows of partial sums may be sent as they are made
     static_assert(Cluster == 1 || Split == 1);
 
@@ -67,11 +68,10 @@ struct Config {
     // In a gated tile, kGateRows rows of gate and as many of up alternate in `b`. So the first half of a consumer's
     // columns belongs to gate, and the second half to up. With swap_ab, two of its warps have gate's columns, and the
     // other two have up's.
-    static constexpr bool kGates = !Sums;
+    static constexpr bool kGates = !Sums && !(kSwapAb && Split == kConsumerWarps);
     static constexpr int kGateRows = kSideBySide || kSwapAb ? TileN / 4 : TileN / 2;
     static constexpr int kGateBox = kGateRows < kPartN ? kGateRows : kPartN;  // what is loaded at a time
     static_assert(kGateRows % 8 == 0 && kPartN % kGateBox == 0);
-    static_assert(!kSwapAb || Split <= 2, "SplitSum gives both warps of a pair to one CTA");
 };
 
 template <class C>

@@ -24,6 +24,8 @@ struct SliceSum {
                                         uint32_t lane) const {
         constexpr int kPieces = N / 8;  // of four accumulators
         constexpr int kAtATime = 16;    // as many loads as there are registers for
+        // Few pieces leave room for the parts of several slices.
+        constexpr int kParts = kPieces < kAtATime ? kAtATime / kPieces : 1;
         constexpr size_t kNext = size_t{Warps} * kPieces * 32;
         if (params.slices == nullptr) return true;
         const uint2 words = __ldg(reinterpret_cast<const uint2*>(params.slices + index) + 1);
@@ -58,23 +60,29 @@ struct SliceSum {
             }
         }
 #pragma unroll 1
-        for (uint32_t of = 1; of < count; ++of) {
-            parts += kNext;
+        for (uint32_t of = 1; of < count; of += kParts) {
 #pragma unroll
             for (int begin = 0; begin < kPieces; begin += kAtATime) {
-                float4 next[kAtATime];
+                float4 next[kParts][kAtATime];
 #pragma unroll
-                for (int i = 0; i < kAtATime; ++i) {
-                    if (begin + i < kPieces) next[i] = __ldcg(parts + (begin + i) * 32);
+                for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+                    for (int i = 0; i < kAtATime && begin + i < kPieces; ++i) {
+                        const bool is_there = kParts == 1 || of + part < count;
+                        if (is_there) next[part][i] = __ldcg(parts + (of + part) * kNext + (begin + i) * 32);
+                    }
                 }
 #pragma unroll
-                for (int i = 0; i < kAtATime; ++i) {
-                    if (begin + i == kPieces) break;
-                    float* d = &accumulators.d[4 * (begin + i)];
-                    d[0] += next[i].x;
-                    d[1] += next[i].y;
-                    d[2] += next[i].z;
-                    d[3] += next[i].w;
+                for (int part = 0; part < kParts; ++part) {
+                    if (kParts > 1 && of + part >= count) break;
+#pragma unroll
+                    for (int i = 0; i < kAtATime && begin + i < kPieces; ++i) {
+                        float* d = &accumulators.d[4 * (begin + i)];
+                        d[0] += next[part][i].x;
+                        d[1] += next[part][i].y;
+                        d[2] += next[part][i].z;
+                        d[3] += next[part][i].w;
+                    }
                 }
             }
         }

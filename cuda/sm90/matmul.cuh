@@ -161,9 +161,10 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
     const uint32_t own_column = C::kSideBySide ? consumer * C::kConsumerN : C::kSwapAb ? consumer * kConsumerRows : 0;
     const uint32_t a = operand_address(&shared.a[0][own_row * GEMMESH_TILE_K]);
     const uint32_t b = operand_address(&shared.b[0][own_column * GEMMESH_TILE_K]);
+    const uint32_t number = number_of<C>(consumer, warp);
     // The first warp whose rows this CTA stores.
     const uint32_t first_warp = C::kSplit == 1 ? 0 : cta * (kConsumerWarps / C::kSplit);
-    const bool tracer = params.trace != nullptr && consumer * 4 + warp == first_warp && lane == 0;
+    const bool tracer = params.trace != nullptr && number == first_warp && lane == 0;
     auto& boxes = shared.boxes[consumer * 4 + warp];
     Accumulators<Element, C::kColumns> accumulators;
     RingPosition<C::kStages> at;
@@ -191,7 +192,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
         if constexpr (C::kSliced) {
             has_all_of_k = add_slices<C>(accumulators, params, walk, cta, own, consumer * 4 + warp, lane);
         } else {
-            has_all_of_k = shared.sum.gather(accumulators, turn, cta, consumer * 4 + warp, lane);
+            has_all_of_k = shared.sum.gather(accumulators, turn, cta, number, lane);
         }
         const uint32_t row = first_row<C>(walk.tile(), cta) + own;
         if constexpr (C::kSums) {
@@ -246,7 +247,7 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
         ptx::fence_mbarrier_init();
     }
     // the first entry is on its way from memory while the CTAs meet
-    TableWalk walk(params, C::kCtas);
+    TableWalk walk(params, C::kCtas, C::kFewRows && params.is_one_row != 0, columns_of<C>(params));
     meet<C>();
 
     if (warpgroup == 0) {

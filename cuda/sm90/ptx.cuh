@@ -308,6 +308,9 @@ struct Wgmma;
     GEMMESH_WGMMA(__nv_bfloat16, "bf16", N, a_, b_, p_, trans_a_, trans_b_) \
     GEMMESH_WGMMA(__half, "f16", N, a_, b_, p_, trans_a_, trans_b_)
 
+GEMMESH_WGMMA_BOTH(16, 8, 9, 10, 11, 12)
+GEMMESH_WGMMA_BOTH(32, 16, 17, 18, 19, 20)
+GEMMESH_WGMMA_BOTH(48, 24, 25, 26, 27, 28)
 GEMMESH_WGMMA_BOTH(64, 32, 33, 34, 35, 36)
 GEMMESH_WGMMA_BOTH(80, 40, 41, 42, 43, 44)
 GEMMESH_WGMMA_BOTH(96, 48, 49, 50, 51, 52)

@@ -127,6 +127,13 @@ __device__ __forceinline__ void store_tile(Accumulators<typename C::Element, C::
     }
 }
 
+// The number of a warp among its CTA's. With swap_ab, the warp of up's columns follows that of the same columns of gate,
+// so that SplitSum gives both to one CTA.
+template <class C>
+__device__ __forceinline__ uint32_t number_of(uint32_t consumer, uint32_t warp) {
+    return consumer * 4 + (C::kSwapAb ? warp % 2 * 2 + warp / 2 : warp);
+}
+
 // One warp: the same for a tile of swapped operands. `row` and `column` are the tile's first ones. In a gated tile,
 // warps 0 and 1 of each consumer have gate's columns, and warps 2 and 3 have the same columns of up. A CTA needs the
 // sums of both warps. SplitSum gives both to the same CTA. With SliceSum the two warps may be last in different

@@ -45,10 +45,16 @@ __device__ __forceinline__ bool is_gated(const GemmeshParams& params) {
     return C::kGates && params.is_gated != 0;
 }
 
+// The columns that a tile has of its output.
+template <class C>
+__device__ __forceinline__ uint32_t columns_of(const GemmeshParams& params) {
+    return is_gated<C>(params) ? C::kTileN / 2 : C::kTileN;
+}
+
 // The first column of a tile in its output.
 template <class C>
 __device__ __forceinline__ uint32_t first_column(const GemmeshParams& params, const GemmeshTile& tile) {
-    return tile.n * (is_gated<C>(params) ? C::kTileN / 2 : C::kTileN);
+    return tile.n * columns_of<C>(params);
 }
 
 // The number of a tile's weight, which an entry of a kernel without block sums has in `block`.

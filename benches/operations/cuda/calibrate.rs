@@ -43,7 +43,7 @@ const SHAPES: [[usize; 3]; 28] = [
     [12_000, 4096, 1024],
 ];
 /// Slices of K that are tried, beside none.
-const SLICES: [usize; 3] = [2, 4, 12];
+const SLICES: [usize; 4] = [2, 4, 12, 24];
 /// Runs that count, after one that does not.
 const ROUNDS: usize = 3;
 

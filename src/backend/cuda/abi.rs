@@ -374,6 +374,8 @@ pub struct GemmeshParams {
     pub is_f32: u32,
     pub b_is_kn: u32,
     pub recording: u32,
+    pub is_one_row: u32,
+    pub row_flags: u32,
     pub reserved: u32,
     pub outputs: [GemmeshOutput; 4usize],
     pub peers: GemmeshPeers,
@@ -381,7 +383,7 @@ pub struct GemmeshParams {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1528usize];
+    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1536usize];
     ["Alignment of GemmeshParams"][::core::mem::align_of::<GemmeshParams>() - 8usize];
     ["Offset of field: GemmeshParams::tiles"]
         [::core::mem::offset_of!(GemmeshParams, tiles) - 0usize];
@@ -423,14 +425,18 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshParams, b_is_kn) - 116usize];
     ["Offset of field: GemmeshParams::recording"]
         [::core::mem::offset_of!(GemmeshParams, recording) - 120usize];
+    ["Offset of field: GemmeshParams::is_one_row"]
+        [::core::mem::offset_of!(GemmeshParams, is_one_row) - 124usize];
+    ["Offset of field: GemmeshParams::row_flags"]
+        [::core::mem::offset_of!(GemmeshParams, row_flags) - 128usize];
     ["Offset of field: GemmeshParams::reserved"]
-        [::core::mem::offset_of!(GemmeshParams, reserved) - 124usize];
+        [::core::mem::offset_of!(GemmeshParams, reserved) - 132usize];
     ["Offset of field: GemmeshParams::outputs"]
-        [::core::mem::offset_of!(GemmeshParams, outputs) - 128usize];
+        [::core::mem::offset_of!(GemmeshParams, outputs) - 136usize];
     ["Offset of field: GemmeshParams::peers"]
-        [::core::mem::offset_of!(GemmeshParams, peers) - 320usize];
+        [::core::mem::offset_of!(GemmeshParams, peers) - 328usize];
     ["Offset of field: GemmeshParams::low_latency"]
-        [::core::mem::offset_of!(GemmeshParams, low_latency) - 1392usize];
+        [::core::mem::offset_of!(GemmeshParams, low_latency) - 1400usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

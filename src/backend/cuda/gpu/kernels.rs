@@ -387,7 +387,7 @@ mod tests {
         refused(|s| s.split = 0, "split one of these or 8");
         refused(|s| s.tile_m = 96, "tile_m is 64 or 128");
         let odd = |s: &mut Shape| (s.tile_m, s.tile_n) = (88, 128);
-        refused(odd, "a multiple of 16 from 80 to 256");
+        refused(odd, "a multiple of 16 up to 256");
         let flat = |s: &mut Shape| (s.tile_m, s.tile_n) = (64, 192);
         refused(flat, "tile_n of 64 rows is a multiple of 128");
         refused(|s| s.split = 2, "cluster or split is 1");

@@ -333,9 +333,14 @@ mod tests {
 
     #[test]
     fn few_rows_are_stored_and_read_by_low_tiles_and_many_copied() {
-        for (m, n, k) in [(1, 3584, 8192), (16, 1792, 4096), (64, 8192, 3584)] {
+        for (m, n, k, rows) in [
+            (1, 3584, 8192, 16),
+            (16, 1792, 4096, 16),
+            (30, 4096, 4096, 32),
+            (64, 8192, 3584, 64),
+        ] {
             let Config { tile, route, .. } = chosen(m, n, k, 2);
-            assert_eq!((tile.m, route), (64, Route::Store), "{m}x{n}x{k}");
+            assert_eq!((tile.m, route), (rows, Route::Store), "{m}x{n}x{k}");
         }
         for (m, n, k) in [(4096, 1792, 4096), (8192, 3584, 8192), (16_384, 512, 8192)] {
             let Config {

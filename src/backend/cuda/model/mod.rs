@@ -89,11 +89,8 @@ fn fastest(
         tile: base.tile.with_k_slices(1).with_stream_k(false),
         ..base
     };
-    // With few rows, CTAs that share K are as fast as slices in a product alone, and faster while rows arrive. Kernels
-    // that add partials have no slices.
-    let sliced = numerics != Numerics::Invariant
-        && problem.layout.m() > FEW_ROWS
-        && !problem.operation.is_sum();
+    // Kernels that add partials have no slices.
+    let sliced = numerics != Numerics::Invariant && !problem.operation.is_sum();
     let mut best = (f64::INFINITY, base);
     let consider = |best: &mut (f64, Config), tiles: &Tiles, config: &Config| {
         let time = time(tiles, config, best.0);
@@ -110,11 +107,17 @@ fn fastest(
         let tiles = Tiles::of(rates, problem, &config);
         consider(&mut best, &tiles, &config);
         let can = config.tile.split_k == 1 && !(problem.form.gated && swaps_ab(&config));
+        // With few rows, CTAs that share K are as fast as slices in a product alone, and faster while rows arrive.
+        let most = match problem.layout.m() > FEW_ROWS {
+            true => MOST_SLICES,
+            false if config.tile.m < FEW_ROWS && tiles.is_deep() => MOST_SLICES_OF_FEW_ROWS,
+            false => 1,
+        };
         // Slices would not help: the tiles take longer than the best even if they filled all multiprocessors.
         if !sliced || !can || tiles.start + tiles.filled() >= best.0 {
             return;
         }
-        for slices in tiles.slices(MOST_SLICES) {
+        for slices in tiles.slices(most) {
             config.tile.k_slices = slices;
             if k_slices::fit(&config, tiles.entries) {
                 consider(&mut best, &Tiles::of(rates, problem, &config), &config);
@@ -131,6 +134,8 @@ fn fastest(
 
 /// The most slices. Adding more takes longer than they save.
 const MOST_SLICES: usize = 8;
+/// The most of low tiles, whose sums are small.
+const MOST_SLICES_OF_FEW_ROWS: usize = 32;
 /// The rows of one low tile.
 const FEW_ROWS: usize = 64;
 

@@ -217,6 +217,13 @@ impl<'a> Tiles<'a> {
         self.entries as f64 / self.slots as f64 * self.wave(count)
     }
 
+    /// Whether there are so few tiles, and K is so long, that CTAs that share K leave too much to each.
+    pub fn is_deep(&self) -> bool {
+        const MOST_CTAS: usize = 8;
+        const STEPS: f64 = 16.0;
+        self.entries * MOST_CTAS <= self.slots / 4 && self.steps >= STEPS * MOST_CTAS as f64
+    }
+
     /// Numbers of slices into which an uncut K may be worth cutting: those that fill whole waves.
     pub fn slices(&self, most: usize) -> impl Iterator<Item = usize> {
         let most = most.min((self.steps / LEAST_STEPS) as usize);
@@ -225,8 +232,7 @@ impl<'a> Tiles<'a> {
         // The time of the best number of slices so far, in waves of whole tiles.
         let mut least = entries.div_ceil(slots) as f64;
         (1..=waves)
-            .map(move |waves| (waves, waves * slots / entries))
-            .take_while(move |&(_, slices)| slices <= most)
+            .map(move |waves| (waves, most.min(waves * slots / entries)))
             .filter(move |&(waves, slices)| {
                 let share = waves as f64 / slices as f64;
                 let pays = slices > 1 && share < WORTH * least;

@@ -145,8 +145,9 @@ impl ProductKernel {
         describe(params, product, activation, stores_f32);
         params.tiles = tables.tiles as *const GemmeshTile;
         params.tile_count = count as u32;
-        if !kernel.entries.is_empty() {
-            params.slices = tables.slices as *const GemmeshSlice;
+        match kernel.entries.is_empty() {
+            true => describe_row(params, schedule.tiles(), product),
+            false => params.slices = tables.slices as *const GemmeshSlice,
         }
         params.partials = gpu.workspace.partials() as *mut f32;
         params.arrived = gpu.workspace.arrived() as *mut u32;
@@ -215,6 +216,22 @@ fn describe(params: &mut GemmeshParams, product: &Product, activation: u32, stor
         params.deferred_flag = deferred.flag as u32;
         params.deferred_step = (deferred.column / CUT_COLUMNS) as u32;
     }
+}
+
+/// Sets the parameters by which a kernel computes the entries of its table, if they are one row of tiles.
+fn describe_row(params: &mut GemmeshParams, tiles: &[Tile], product: &Product) {
+    let Some(first) = tiles.first() else { return };
+    let of_weight = |weight: usize| {
+        let columns = product.weights[weight].n.div_ceil(product.tile_columns());
+        (0..columns as u32).map(move |n| Tile {
+            n,
+            block: weight as u32,
+            ..*first
+        })
+    };
+    let row = (0..product.outputs()).flat_map(of_weight);
+    params.is_one_row = (first.m == 0 && row.eq(tiles.iter().copied())).into();
+    params.row_flags = u32::from(first.flag_begin) | u32::from(first.flag_end) << 16;
 }
 
 /// A kernel's parameters about blocks that go to several places.
