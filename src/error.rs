@@ -905,6 +905,10 @@ mod tests {
             refused.to_string(),
             "rank 2: cannot map 4096 bytes: Cannot allocate memory"
         );
+    }
+
+    #[test]
+    fn errors_of_a_group_name_it_and_ranks_of_the_job() {
         let in_group = |job_ranks: &[usize]| Error::InGroup {
             group: "tp 1".into(),
             job_ranks: job_ranks.to_vec(),
@@ -933,6 +937,10 @@ mod tests {
             )
         );
         assert_eq!((poisoned.cause(), poisoned.at_fault()), (&its, vec![3]));
+    }
+
+    #[test]
+    fn a_launcher_says_why_a_rank_failed_and_which_ranks_it_killed() {
         let left = Error::RankFailed {
             rank: 1,
             status: "exit status: 0".into(),

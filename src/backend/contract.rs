@@ -114,8 +114,8 @@ pub(crate) mod sealed {
         Producer(&'a mut Producer<'a>),
     }
 
-    /// A call of a schedule.
-    pub struct Call<'a, B: Implementation> {
+    /// One run of a schedule.
+    pub struct Run<'a, B: Implementation> {
         /// The operation's epoch. A call that is no operation has the epoch of the operation before.
         pub epoch: Epoch,
         /// By number in the schedule.
@@ -225,7 +225,7 @@ pub(crate) mod sealed {
             &self,
             members: &Members,
             program: &Self::Program,
-            call: Call<'_, Self>,
+            call: Run<'_, Self>,
         ) -> Result<()>;
 
         /// Returns when everything that was begun is complete.

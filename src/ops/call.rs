@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use crate::backend::Backend;
-use crate::backend::sealed::{Bound, Call, Callback};
+use crate::backend::sealed::{Bound, Callback, Run};
 use crate::element::{DType, Value};
 use crate::error::Result;
 use crate::explanation::Explanation;
@@ -212,7 +212,7 @@ pub fn run_with<'c, B: Backend>(
     let matrices = arguments.matrices;
     let run = |epoch| {
         if let Some(before) = before {
-            let call = Call {
+            let call = Run {
                 epoch,
                 matrices,
                 trace: trace.as_deref_mut(),
@@ -225,7 +225,7 @@ pub fn run_with<'c, B: Backend>(
             };
             backend.run(members, before, call).map_err(failed)?;
         }
-        let call = Call {
+        let call = Run {
             epoch,
             matrices,
             trace,

@@ -38,7 +38,7 @@ use program::operands::{Operand, Operands};
 use shared::Shared;
 use shared::symmetric::{Peers, Symmetric};
 
-use crate::backend::contract::sealed::{self, Bound, Call};
+use crate::backend::contract::sealed::{self, Bound, Run};
 use crate::backend::contract::{Backend, OpenOptions, Owner};
 use crate::error::{Error, MadeCall, Result};
 use crate::explanation::Prediction;
@@ -267,7 +267,7 @@ impl sealed::Implementation for Cuda {
         }
     }
 
-    fn run(&self, members: &Members, program: &Program, call: Call<Cuda>) -> Result<()> {
+    fn run(&self, members: &Members, program: &Program, call: Run<Cuda>) -> Result<()> {
         let _bound = self.gpu.device.bind()?;
         let main = self.gpu.main();
         let schedule = &program.schedule;

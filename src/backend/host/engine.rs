@@ -11,7 +11,7 @@ use super::scratch::WorkerScratch;
 use super::tile::{add_rows, multiply_tile};
 use super::workers::Role;
 use super::{Host, HostProgram};
-use crate::backend::contract::sealed::{Call, Callback, Consumer, Producer};
+use crate::backend::contract::sealed::{Callback, Consumer, Producer, Run};
 use crate::error::{Error, Result};
 use crate::profile::span::{Lane, Work};
 use crate::protocol::epoch::Epoch;
@@ -21,9 +21,9 @@ use crate::schedule::drive::{self, CopyThread, Produced};
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::{Product, Reduction, Schedule, Tile, Transfer};
 
-pub fn run(host: &Host, members: &Members, program: &HostProgram, call: Call<Host>) -> Result<()> {
+pub fn run(host: &Host, members: &Members, program: &HostProgram, call: Run<Host>) -> Result<()> {
     let schedule = &program.schedule;
-    let Call {
+    let Run {
         epoch,
         matrices,
         trace,

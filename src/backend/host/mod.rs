@@ -22,7 +22,7 @@ use rustix::io::Errno;
 use scratch::WorkerScratch;
 use workers::Workers;
 
-use crate::backend::contract::sealed::{self, Bound, Call};
+use crate::backend::contract::sealed::{self, Bound, Run};
 use crate::backend::contract::{Backend, OpenOptions, Owner};
 use crate::error::{Error, MadeCall, Result};
 use crate::protocol::epoch::Epoch;
@@ -289,7 +289,7 @@ impl sealed::Implementation for Host {
         Ok(())
     }
 
-    fn run(&self, members: &Members, program: &HostProgram, call: Call<Host>) -> Result<()> {
+    fn run(&self, members: &Members, program: &HostProgram, call: Run<Host>) -> Result<()> {
         engine::run(self, members, program, call)
     }
 
