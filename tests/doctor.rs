@@ -7,6 +7,7 @@ mod doctor;
 
 use std::panic::catch_unwind;
 use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -16,12 +17,16 @@ const DOCTOR: &str = "GEMMESH_TEST_DOCTOR";
 /// Set where the driver is that of tests/cpu_driver.
 const CPU_DRIVER: &str = "GEMMESH_TEST_CPU_DRIVER";
 /// What the environment of a test says of ranks, and what it must not.
-const TORCHRUN: [(&str, &str); 4] = [
-    ("WORLD_SIZE", "2"),
-    ("LOCAL_RANK", "0"),
-    ("MASTER_ADDR", "127.0.0.1"),
-    ("MASTER_PORT", "29577"),
-];
+static TORCHRUN: LazyLock<[(&str, &str); 4]> = LazyLock::new(|| {
+    // Of this program alone, because its ranks must not meet those of a different one.
+    let port = 1024 + std::process::id() % 64_000;
+    [
+        ("WORLD_SIZE", "2"),
+        ("LOCAL_RANK", "0"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", port.to_string().leak()),
+    ]
+});
 
 /// Its name, what it needs, and what it does.
 type Test = (&'static str, fn() -> bool, fn());

@@ -294,19 +294,21 @@ impl Members {
         if waiting.is_for_a_peer {
             self.shared.note_wait(rank);
         }
-        let total = clock.total();
-        let refusal = self
-            .shared
-            .standing_refusal(waiting.call, total, &self.deadlines);
-        if let Some(error) = refusal {
-            return Err(self.fail(error));
-        }
-        if total >= NOT_SHORT {
+        if clock.total() >= NOT_SHORT {
             // A call that is no more among this rank's latest has been begun by all.
             let all_have_begun = |number| self.shared.all_have_begun(number);
             clock.look(|| (waiting.call)().is_none_or(all_have_begun));
         }
-        match self.deadlines.passed(clock, waiting.grace) {
+        // The deadline is looked at first, so that a refusal that stands at the deadline is the reason, also if this
+        // thread does not run in between.
+        let passed = self.deadlines.passed(clock, waiting.grace);
+        let refusal = self
+            .shared
+            .standing_refusal(waiting.call, clock.total(), &self.deadlines);
+        if let Some(error) = refusal {
+            return Err(self.fail(error));
+        }
+        match passed {
             Some(passed) => {
                 let what = (waiting.what)();
                 Err(self.fail(self.shared.timed_out(passed, rank, clock.waited(), what)))
