@@ -204,10 +204,12 @@ pub struct Produced {
 }
 
 impl Produced {
-    /// One for each block that the caller makes. Otherwise one for each block of the product, if a transfer waits for a
-    /// block.
+    /// One for each block that the caller makes. Otherwise one for each block of the product, if a transfer or this
+    /// rank's reduction waits for blocks.
     pub fn of(schedule: &Schedule) -> Vec<Produced> {
-        let is_awaited = schedule.moves().any(|moved| moved.produced.is_some());
+        // A rank that sends nothing still adds its own partials, and several workers make them.
+        let adds = schedule.reduction().is_some();
+        let is_awaited = adds || schedule.moves().any(|moved| moved.produced.is_some());
         if !schedule.requests().is_empty() {
             return schedule
                 .requests()
@@ -390,5 +392,32 @@ impl<W: Wait, C: FnMut(&Transfer)> GraphCopyEngine for CopyThread<'_, W, C> {
     fn close_ready(&mut self, peer: usize) -> Result<(), W::Error> {
         self.blocks[self.rank].ready[peer].signal(Epoch::CLOSED);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::DType;
+    use crate::route::Route;
+    use crate::schedule::plan::plan;
+    use crate::schedule::{Chunking, Config, Layout, Operation, Problem, TileShape};
+
+    /// One worker may be done with its tiles and begin to add while another still multiplies.
+    #[test]
+    fn a_rank_that_sends_nothing_waits_for_its_own_partials() {
+        let layout = Layout::new(&[0, 0, 90], 33).unwrap();
+        let problem = Problem::new(Operation::MatmulReduceScatter, DType::Bf16, layout, 5);
+        let tile = TileShape::new(64, 16, 64);
+        let schedule = plan(
+            &problem,
+            2,
+            Config::new(tile, Chunking::new(1), Route::Store),
+        )
+        .unwrap();
+        assert!(schedule.reduction().is_some() && schedule.moves().next().is_none());
+        let blocks = &schedule.product().unwrap().blocks;
+        assert!(!blocks.is_empty());
+        assert_eq!(Produced::of(&schedule).len(), blocks.len());
     }
 }
