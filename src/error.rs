@@ -768,66 +768,6 @@ impl Error {
             other => other,
         }
     }
-
-    /// The ranks at fault, as far as the error names them. They are ranks of the job.
-    pub(crate) fn at_fault(&self) -> Vec<usize> {
-        match self {
-            Error::Poisoned { cause } => cause.at_fault(),
-            Error::InGroup {
-                job_ranks, error, ..
-            } => {
-                let ranks = error.at_fault().into_iter();
-                ranks
-                    .filter_map(|rank| job_ranks.get(rank).copied())
-                    .collect()
-            }
-            Error::RanksMissing { ranks, .. } | Error::UnknownUser { ranks, .. } => ranks.clone(),
-            Error::Limit { rank, .. } | Error::System { rank, .. } => {
-                rank.iter().copied().collect()
-            }
-            Error::Unsupported { rank, .. }
-            | Error::Shape { rank, .. }
-            | Error::Count { rank, .. }
-            | Error::DType { rank, .. }
-            | Error::Unsuitable { rank, .. }
-            | Error::ForeignArgument { rank, .. }
-            | Error::DuplicateRank { rank, .. }
-            | Error::Mismatch { rank, .. }
-            | Error::CallMismatch { rank, .. }
-            | Error::OutOfMemory { rank, .. }
-            | Error::RankLost { rank, .. }
-            | Error::RankNeverJoined { rank }
-            | Error::RankLeft { rank, .. }
-            | Error::RankPanicked { rank, .. }
-            | Error::ProgramFailed { rank, .. }
-            | Error::Callback { rank, .. }
-            | Error::CallInCallback { rank }
-            | Error::Busy { rank, .. }
-            | Error::Forked { rank, .. }
-            | Error::Timeout { rank, .. }
-            | Error::RankFailed { rank, .. }
-            | Error::Message { rank, .. }
-            | Error::Internal { rank, .. }
-            | Error::Unaligned { rank, .. }
-            | Error::NeedsProcesses { rank }
-            | Error::NoGpu { rank, .. }
-            | Error::UnsupportedGpu { rank, .. }
-            | Error::NoPeerAccess { rank, .. }
-            | Error::PeerMemory { rank, .. }
-            | Error::NoKernel { rank, .. }
-            | Error::NoRoute { rank, .. }
-            | Error::QueuedTogether { rank, .. }
-            | Error::DriverTooOld { rank, .. }
-            | Error::BuiltWithoutKernels { rank }
-            | Error::Capturing { rank }
-            | Error::Cuda { rank, .. } => vec![*rank],
-            Error::SharedGpu { ranks, .. } => ranks.to_vec(),
-            Error::Environment { .. }
-            | Error::EnvironmentValue { .. }
-            | Error::AddressTaken { .. }
-            | Error::AlreadyRank { .. } => Vec::new(),
-        }
-    }
 }
 
 /// Written at once, so that the lines of several ranks do not mix.

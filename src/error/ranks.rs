@@ -1,37 +1,73 @@
-//! The ranks that an error names.
+//! The ranks that an error names, and which of them are at fault.
 
 use super::Error;
 
+/// The ranks of an error's group that are numbers in it.
+#[derive(Default)]
+struct Named<'a> {
+    at_fault: Vec<&'a mut usize>,
+    others: Vec<&'a mut usize>,
+}
+
 impl Error {
+    /// The ranks at fault, as far as the error names them. They are ranks of the job.
+    pub(crate) fn at_fault(&self) -> Vec<usize> {
+        if let Error::InGroup {
+            job_ranks, error, ..
+        } = self.first()
+        {
+            let ranks = error.at_fault().into_iter();
+            return ranks
+                .filter_map(|rank| job_ranks.get(rank).copied())
+                .collect();
+        }
+        let mut error = self.clone();
+        let ranks = error.named().at_fault.into_iter();
+        ranks.map(|rank| *rank).collect()
+    }
+
     /// The error of a group with its ranks numbered as ranks of the job. `job_ranks` has them by rank of the group.
     pub(super) fn of_job(&self, job_ranks: &[usize]) -> Error {
         let mut error = self.clone();
-        for rank in error.ranks_mut() {
+        let Named { at_fault, others } = error.named();
+        for rank in at_fault.into_iter().chain(others) {
             *rank = job_ranks.get(*rank).copied().unwrap_or(*rank);
         }
         error
     }
 
-    /// Every rank of this error's group that is a number in it.
-    fn ranks_mut(&mut self) -> Vec<&mut usize> {
+    fn named(&mut self) -> Named<'_> {
         match self {
-            Error::Poisoned { cause } => cause.ranks_mut(),
-            // It numbers the ranks of a group of its own.
-            Error::InGroup { .. } => Vec::new(),
-            Error::RanksMissing { ranks, .. } => ranks.iter_mut().collect(),
-            Error::UnknownUser { ranks, rank, .. } => ranks.iter_mut().chain([rank]).collect(),
+            Error::Poisoned { cause } => cause.named(),
+            // The first numbers the ranks of a group of its own. The others name no rank.
+            Error::InGroup { .. }
+            | Error::Environment { .. }
+            | Error::EnvironmentValue { .. }
+            | Error::AlreadyRank { .. } => Named::default(),
+            Error::RanksMissing { ranks, .. } => named(ranks.iter_mut(), []),
+            Error::SharedGpu { ranks, .. } => named(ranks.iter_mut(), []),
+            Error::UnknownUser { ranks, rank, .. } => named(ranks.iter_mut(), [rank]),
+            Error::Limit { rank, .. } | Error::System { rank, .. } => named(rank.iter_mut(), []),
+            Error::AddressTaken { rank, .. } => named([], [rank]),
             Error::RankFailed {
                 rank,
                 cause,
                 killed,
                 ..
             } => {
-                let cause = cause.as_mut().map(|cause| cause.ranks_mut());
-                let named = killed.iter_mut().chain([rank]);
-                named.chain(cause.into_iter().flatten()).collect()
+                let cause = cause.as_mut().map(|cause| cause.named());
+                let cause = cause
+                    .into_iter()
+                    .flat_map(|of| of.at_fault.into_iter().chain(of.others));
+                named([rank], killed.iter_mut().chain(cause))
             }
-            Error::SharedGpu { ranks, .. } => ranks.iter_mut().collect(),
-            Error::Limit { rank, .. } | Error::System { rank, .. } => rank.iter_mut().collect(),
+            error => error.named_alone(),
+        }
+    }
+
+    /// The ranks of an error in which one is at fault, and at most one other has a part.
+    fn named_alone(&mut self) -> Named<'_> {
+        match self {
             Error::Mismatch { rank, other, .. }
             | Error::CallMismatch { rank, other, .. }
             | Error::RankLost {
@@ -51,7 +87,7 @@ impl Error {
             | Error::NoPeerAccess {
                 rank, peer: other, ..
             }
-            | Error::PeerMemory { rank, peer: other } => vec![rank, other],
+            | Error::PeerMemory { rank, peer: other } => named([rank], [other]),
             Error::Unsupported { rank, .. }
             | Error::Shape { rank, .. }
             | Error::Count { rank, .. }
@@ -59,7 +95,6 @@ impl Error {
             | Error::Unsuitable { rank, .. }
             | Error::ForeignArgument { rank, .. }
             | Error::RankNeverJoined { rank }
-            | Error::AddressTaken { rank, .. }
             | Error::DuplicateRank { rank, .. }
             | Error::OutOfMemory { rank, .. }
             | Error::RankPanicked { rank, .. }
@@ -80,10 +115,19 @@ impl Error {
             | Error::NoRoute { rank, .. }
             | Error::QueuedTogether { rank, .. }
             | Error::Capturing { rank }
-            | Error::Cuda { rank, .. } => vec![rank],
-            Error::Environment { .. }
-            | Error::EnvironmentValue { .. }
-            | Error::AlreadyRank { .. } => Vec::new(),
+            | Error::Cuda { rank, .. } => named([rank], []),
+            // `named` has these. sentences.rs has an example of each variant.
+            _ => Named::default(),
         }
+    }
+}
+
+fn named<'a>(
+    at_fault: impl IntoIterator<Item = &'a mut usize>,
+    others: impl IntoIterator<Item = &'a mut usize>,
+) -> Named<'a> {
+    Named {
+        at_fault: at_fault.into_iter().collect(),
+        others: others.into_iter().collect(),
     }
 }
