@@ -11,7 +11,7 @@ use crate::element::{DType, Value};
 use crate::error::Error;
 use crate::error::{MadeCall, Result};
 use crate::group::Group;
-use crate::matrix::{MatrixView, MatrixViewMut, ViewMemory, bytes_of, require_length};
+use crate::matrix::{MatrixView, MatrixViewMut, ViewMemory, bytes_of};
 use crate::refusal::{self, Refusal, require_count};
 use crate::schedule::layout::{MAX_EXTENT, balanced_rows};
 use crate::schedule::limits::limit;
@@ -447,13 +447,8 @@ impl<'a, B: Backend, T: Value> ShardMut<'a, B, T> {
     #[track_caller]
     pub fn copy_from_host(&mut self, values: &[T]) -> Result<()> {
         let k = self.0.layout.k();
-        let shape = [self.0.rows().len(), k];
-        require_length(
-            &self.0.group,
-            "ShardMut::copy_from_host",
-            shape,
-            values.len(),
-        )?;
+        let fits = self.require_length(values.len());
+        self.0.group.judged("ShardMut::copy_from_host", fits)?;
         let mut values = values;
         for rows in self.0.blocks_of(self.0.group.rank()) {
             let (block, rest) = values.split_at(rows.len() * k);
@@ -461,6 +456,17 @@ impl<'a, B: Backend, T: Value> ShardMut<'a, B, T> {
             values = rest;
         }
         Ok(())
+    }
+
+    /// Checks that there is a value for each element of the own rows. All values of the matrix are too many.
+    fn require_length(&self, values: usize) -> refusal::Result<()> {
+        // The text is made only for the refusal.
+        if values == self.len() {
+            return Ok(());
+        }
+        let ([m, k], rows) = (self.0.shape(), self.0.rows().len());
+        let whole = format!("this rank's part, [{rows}, {k}] of the [{m}, {k}] matrix,");
+        require_count(&whole, "element", self.len(), "the slice", values)
     }
 
     /// Overwrites the rows with the values of `rows`, [rows, K], after this rank's earlier operations and before its
@@ -490,7 +496,8 @@ impl<'a, B: Backend, T: Value> ShardMut<'a, B, T> {
     pub fn copy_from<'m>(&mut self, rows: impl Into<MatrixView<'m, B, T>>) -> Result<()> {
         let (from, matrix) = (rows.into(), &mut *self.0);
         let shape = [matrix.rows().len(), matrix.layout.k()];
-        from.require_copied("ShardMut::copy_from", &matrix.group, shape)?;
+        const VIEW: &str = "the view to copy [rows of this rank, K]";
+        from.require_copied("ShardMut::copy_from", &matrix.group, VIEW, shape)?;
         let mut first = 0;
         for block in matrix.blocks_of(matrix.group.rank()) {
             let rows = first..first + block.len();

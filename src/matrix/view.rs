@@ -101,8 +101,7 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     #[track_caller]
     pub(super) fn rows_for(self, call: &str, rows: Range<usize>) -> Result<Self> {
         let [all, columns] = self.shape;
-        let fits = limit("the end of the rows", rows.end, 0, all)
-            .and_then(|()| limit("the first row", rows.start, 0, rows.end));
+        let fits = require_range("row", &rows, 0, all);
         self.group.judged(call, fits)?;
         // An empty view begins at the start, because there may be no memory behind the last row.
         let offset = match rows.is_empty() {
@@ -129,13 +128,9 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     #[track_caller]
     pub(super) fn columns_for(self, call: &str, columns: Range<usize>) -> Result<Self> {
         let [rows, all] = self.shape;
-        let check = || {
-            let what = "the first column";
-            limit("the end of the columns", columns.end, 1, all)?;
-            limit(what, columns.start, 0, columns.end - 1)?;
-            require_aligned::<B>(what, columns.start, size_of::<T>())
-        };
-        self.group.judged(call, check())?;
+        let fits = require_range("column", &columns, 1, all)
+            .and_then(|()| require_aligned::<B>("the first column", columns.start, size_of::<T>()));
+        self.group.judged(call, fits)?;
         // As in `rows`.
         let before = match rows {
             0 => 0,
@@ -201,17 +196,19 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
         group.check()
     }
 
-    /// Checks that the view can be copied into rows of `shape` of the same group.
+    /// Checks that the view can be copied into rows of `shape` of the same group. `argument` is the view, with the names of
+    /// its extents.
     #[track_caller]
     pub(super) fn require_copied(
         &self,
         call: &str,
         group: &Group<B>,
+        argument: &str,
         shape: [usize; 2],
     ) -> Result<()> {
         let fits = group
             .require_same("the view to copy", self.group)
-            .and_then(|()| require_shape("the view to copy [rows, columns]", shape, self.shape));
+            .and_then(|()| require_shape(argument, shape, self.shape));
         group.judged(call, fits)
     }
 
@@ -223,6 +220,34 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     pub(crate) fn memory(&self) -> (ViewMemory<'a, B>, usize) {
         (self.memory, self.offset)
     }
+}
+
+/// Checks that a view, which has `all` rows or columns, has these, and that they are at least `least`. `unit` is the
+/// name of one.
+fn require_range(
+    unit: &str,
+    &Range { start, end }: &Range<usize>,
+    least: usize,
+    all: usize,
+) -> refusal::Result<()> {
+    let last_start = all.saturating_sub(least);
+    // The texts are made only for the refusal.
+    if start > last_start {
+        return limit(&format!("the first {unit}"), start, 0, last_start);
+    }
+    if (start + least..=all).contains(&end) {
+        return Ok(());
+    }
+    let begin = match start {
+        0 => String::new(),
+        _ => format!(", which begin at {start},"),
+    };
+    limit(
+        &format!("the end of the {unit}s{begin}"),
+        end,
+        start + least,
+        all,
+    )
 }
 
 /// Checks that a column begins a piece of `B::ROW_ALIGNMENT` bytes, by which memory is read and written.
@@ -282,12 +307,13 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
     #[track_caller]
     fn columns_for(self, call: &str, columns: Range<usize>) -> Result<Self> {
         let [_, all] = self.shape();
-        if columns.end < all {
+        let end = columns.end;
+        let view = self.view.columns_for(call, columns)?;
+        if end < all {
             let what = "the end of the columns of an output";
-            let fits = require_aligned::<B>(what, columns.end, size_of::<T>());
+            let fits = require_aligned::<B>(what, end, size_of::<T>());
             self.view.group.judged(call, fits)?;
         }
-        let view = self.view.columns_for(call, columns)?;
         Ok(MatrixViewMut { view, ..self })
     }
 
@@ -314,7 +340,7 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
         let all = widths
             .iter()
             .fold(0, |sum: usize, &n| sum.saturating_add(n));
-        let part = format!("the list of widths {widths:?}, in all,");
+        let part = format!("a split into {widths:?}");
         let fits = require_count("the view", "column", columns, &part, all).and_then(|()| {
             let mut widths = widths.iter();
             widths.try_for_each(|&width| limit("a width", width, 1, columns))
@@ -359,7 +385,8 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
     pub fn copy_from<'m>(&mut self, from: impl Into<MatrixView<'m, B, T>>) -> Result<()> {
         let (from, group) = (from.into(), self.view.group);
         let [rows, columns] = self.shape();
-        from.require_copied("MatrixViewMut::copy_from", group, [rows, columns])?;
+        const VIEW: &str = "the view to copy [rows, columns]";
+        from.require_copied("MatrixViewMut::copy_from", group, VIEW, [rows, columns])?;
         let backend = &group.inner().backend;
         let from = from.memory.input(from.offset);
         let width = columns * size_of::<T>();

@@ -293,12 +293,10 @@ pub fn split<B: Backend>(
         rows.len(),
     )?;
     let layout = Layout::new(rows, k)?;
-    require_count(
-        "the product",
-        "row",
-        m,
-        "the list of rows, in all,",
-        layout.m(),
-    )?;
+    // The text is made only for the refusal.
+    if layout.m() != m {
+        let part = format!("a split into {rows:?}");
+        require_count("the product", "row", m, &part, layout.m())?;
+    }
     Ok(layout)
 }

@@ -221,7 +221,8 @@ const MATRICES: &[Mistake] = &[
     (
         "copy_from_host to a shard, a value too few",
         |g| sharded(g, 2, 3).shard_mut().copy_from_host(&[bf16::ONE; 5]),
-        "rank 0: ShardMut::copy_from_host: a [2, 3] matrix has 6 elements, but the slice has 5",
+        "rank 0: ShardMut::copy_from_host: this rank's part, [2, 3] of the [2, 3] matrix, has 6 elements, but the \
+         slice has 5",
     ),
 ];
 
@@ -245,22 +246,22 @@ const VIEWS: &[Mistake] = &[
     (
         "copy_from to a shard, a matrix of a different shape",
         |g| sharded(g, 2, 3).shard_mut().copy_from(&zeros(g, 1, 3)),
-        "rank 0: ShardMut::copy_from: the view to copy [rows, columns] is [1, 3] and must be [2, 3]",
+        "rank 0: ShardMut::copy_from: the view to copy [rows of this rank, K] is [1, 3] and must be [2, 3]",
     ),
     (
         "rows beyond the matrix",
         |g| zeros(g, 2, 3).rows(1..3).map(drop),
-        "rank 0: Matrix::rows: the end of the rows is 3; it must be from 0 to 2",
+        "rank 0: Matrix::rows: the end of the rows, which begin at 1, is 3; it must be from 1 to 2",
     ),
     (
         "rows that end before they begin",
         |g| zeros(g, 2, 3).rows(range(2, 1)).map(drop),
-        "rank 0: Matrix::rows: the first row is 2; it must be from 0 to 1",
+        "rank 0: Matrix::rows: the end of the rows, which begin at 2, is 1; it must be 2",
     ),
     (
         "columns beyond the matrix",
         |g| zeros(g, 2, 3).columns(1..4).map(drop),
-        "rank 0: Matrix::columns: the end of the columns is 4; it must be from 1 to 3",
+        "rank 0: Matrix::columns: the end of the columns, which begin at 1, is 4; it must be from 2 to 3",
     ),
     (
         "no columns",
@@ -270,23 +271,49 @@ const VIEWS: &[Mistake] = &[
     (
         "columns that end before they begin",
         |g| zeros(g, 2, 3).columns(range(2, 1)).map(drop),
-        "rank 0: Matrix::columns: the first column is 2; it must be 0",
+        "rank 0: Matrix::columns: the end of the columns, which begin at 2, is 1; it must be 3",
+    ),
+    (
+        "columns that end before they begin, of a wide matrix",
+        |g| zeros(g, 2, 16).columns(range(9, 4)).map(drop),
+        "rank 0: Matrix::columns: the end of the columns, which begin at 9, is 4; it must be from 10 to 16",
+    ),
+    (
+        "no columns in the middle",
+        |g| zeros(g, 2, 3).columns(1..1).map(drop),
+        "rank 0: Matrix::columns: the end of the columns, which begin at 1, is 1; it must be from 2 to 3",
+    ),
+    (
+        "columns that begin beyond the matrix",
+        |g| zeros(g, 2, 3).columns(3..4).map(drop),
+        "rank 0: Matrix::columns: the first column is 3; it must be from 0 to 2",
+    ),
+    (
+        "rows that begin beyond the matrix",
+        |g| zeros(g, 2, 3).rows(3..4).map(drop),
+        "rank 0: Matrix::rows: the first row is 3; it must be from 0 to 2",
+    ),
+    (
+        "columns of an output that end before they begin",
+        |g| zeros(g, 2, 16).view_mut().columns(range(9, 4)).map(drop),
+        "rank 0: MatrixViewMut::columns: the end of the columns, which begin at 9, is 4; it must be from 10 \
+         to 16",
     ),
     (
         "rows of an output beyond it",
         |g| zeros(g, 2, 3).view_mut().rows(1..3).map(drop),
-        "rank 0: MatrixViewMut::rows: the end of the rows is 3; it must be from 0 to 2",
+        "rank 0: MatrixViewMut::rows: the end of the rows, which begin at 1, is 3; it must be from 1 to 2",
     ),
     (
         "columns of an output beyond it",
         |g| zeros(g, 2, 3).view_mut().columns(1..4).map(drop),
-        "rank 0: MatrixViewMut::columns: the end of the columns is 4; it must be from 1 to 3",
+        "rank 0: MatrixViewMut::columns: the end of the columns, which begin at 1, is 4; it must be from 2 \
+         to 3",
     ),
     (
         "split_columns into too few",
         |g| zeros(g, 2, 3).view_mut().split_columns([1, 1]).map(drop),
-        "rank 0: MatrixViewMut::split_columns: the view has 3 columns, but the list of widths [1, 1], in \
-         all, has 2",
+        "rank 0: MatrixViewMut::split_columns: the view has 3 columns, but a split into [1, 1] has 2",
     ),
     (
         "split_columns into none",
@@ -760,7 +787,7 @@ const PRODUCTS_OF_ALL_RANKS: &[Mistake] = &[
             let product = MatmulReduceScatter::new().rows(&[3, 4]);
             product.run(&zeros(g, 6, 4), &zeros(g, 5, 4), &mut zeros(g, 3, 5))
         },
-        "rank 1: matmul_reduce_scatter: the product has 6 rows, but the list of rows, in all, has 7",
+        "rank 1: matmul_reduce_scatter: the product has 6 rows, but a split into [3, 4] has 7",
     ),
     (
         "MatmulReduceScatter, residual of all rows",

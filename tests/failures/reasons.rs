@@ -234,7 +234,7 @@ const OWN_REFUSALS: [(MakeCall, &str); 8] = [
     ),
     (
         |_, arguments| arguments.a.shard_mut().copy_from_host(&[]),
-        "ShardMut::copy_from_host: a [3, 4] matrix has 12 elements, but the slice has 0",
+        "ShardMut::copy_from_host: this rank's part, [3, 4] of the [6, 4] matrix, has 12 elements, but the slice has 0",
     ),
     (
         |_, arguments| arguments.a.copy_to_host(&mut []),
@@ -257,7 +257,7 @@ const OWN_REFUSALS: [(MakeCall, &str); 8] = [
             let mut matrix = group.zeros::<bf16>(2, 2)?;
             matrix.view_mut().split_columns([1]).map(drop)
         },
-        "MatrixViewMut::split_columns: the view has 2 columns, but the list of widths [1], in all, has 1",
+        "MatrixViewMut::split_columns: the view has 2 columns, but a split into [1] has 1",
     ),
 ];
 
