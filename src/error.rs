@@ -10,7 +10,8 @@ pub use self::call::{Call, called_at};
 use std::fmt;
 
 pub use self::made_call::MadeCall;
-use self::made_call::{Difference, Ordinal, Whole};
+pub(crate) use self::made_call::Ordinal;
+use self::made_call::{Difference, Whole};
 pub(crate) use self::words::Counted;
 use self::words::{
     Because, Bounds, DifferentGroup, Ended, GroupOf, Killed, Nearest, OneLine, Panic, Prepare,

@@ -120,7 +120,7 @@ impl fmt::Display for Whole<'_> {
 }
 
 /// A number that says which one of several it is.
-pub(super) struct Ordinal(pub u64);
+pub(crate) struct Ordinal(pub u64);
 
 impl fmt::Display for Ordinal {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {

@@ -1,6 +1,6 @@
 //! The words in which a rank posts a collective call, for the other ranks to compare and to read.
 
-use crate::error::MadeCall;
+use crate::error::{MadeCall, Ordinal};
 use crate::protocol::epoch::Epoch;
 use crate::schedule::Agreed;
 
@@ -86,7 +86,8 @@ pub fn describe(words: [u64; WORDS]) -> MadeCall {
     let numbers = words[2..FIXED].iter();
     let numbers = numbers.flat_map(|word| [(word >> 32) as u32, *word as u32]);
     let numbers = numbers.filter(|&number| number != NO_MATRIX);
-    let matrices = numbers.map(|number| format!("sharded matrix {number}"));
+    let ordinal = |number| Ordinal(u64::from(number) + 1);
+    let matrices = numbers.map(|n| format!("the {} sharded matrix of the group", ordinal(n)));
     call.arguments.extend(matrices);
     let added = [
         (TRACED, "a trace"),

@@ -29,8 +29,8 @@ fn a_rank_that_gathers_while_the_others_multiply_is_named() {
     assert_call_mismatch(
         same_error(&ranks.outcomes()),
         1,
-        "gather(M = 6, K = 4, bf16, sharded matrix 0)",
-        "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0)",
+        "gather(M = 6, K = 4, bf16, the 1st sharded matrix of the group)",
+        "all_gather_matmul(M = 6, K = 4, bf16, the 1st sharded matrix of the group)",
     );
 }
 
@@ -51,8 +51,8 @@ fn a_rank_that_traces_while_the_others_do_not_is_named() {
     assert_call_mismatch(
         same_error(&ranks.outcomes()),
         2,
-        "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0, a trace)",
-        "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0)",
+        "all_gather_matmul(M = 6, K = 4, bf16, the 1st sharded matrix of the group, a trace)",
+        "all_gather_matmul(M = 6, K = 4, bf16, the 1st sharded matrix of the group)",
     );
 }
 
@@ -74,8 +74,8 @@ fn a_rank_that_multiplies_another_matrix_of_the_same_shape_is_named() {
     assert_call_mismatch(
         same_error(&ranks.outcomes()),
         0,
-        "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0)",
-        "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 1)",
+        "all_gather_matmul(M = 6, K = 4, bf16, the 1st sharded matrix of the group)",
+        "all_gather_matmul(M = 6, K = 4, bf16, the 2nd sharded matrix of the group)",
     );
 }
 
@@ -98,7 +98,7 @@ fn a_rank_at_a_barrier_while_the_others_multiply_is_named_at_once() {
         same_error(&outcomes),
         1,
         "barrier()",
-        "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0)",
+        "all_gather_matmul(M = 6, K = 4, bf16, the 1st sharded matrix of the group)",
     );
     for outcome in outcomes {
         assert!(outcome.at.saturating_duration_since(begin) < NOTICED);
@@ -123,11 +123,11 @@ const COLLECTIVE_CALLS: [MadeCall; 10] = [
         |group, _| group.sharded::<bf16>(5, 4).map(drop),
     ),
     (
-        "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0)",
+        "all_gather_matmul(M = 6, K = 4, bf16, the 1st sharded matrix of the group)",
         |_, arguments| arguments.run(),
     ),
     (
-        "gather(M = 6, K = 4, bf16, sharded matrix 0)",
+        "gather(M = 6, K = 4, bf16, the 1st sharded matrix of the group)",
         |_, arguments| {
             let prepared = AllGatherMatmul::new().prepare(&arguments.a, 5)?;
             prepared.gather(&arguments.a)

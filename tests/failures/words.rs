@@ -11,7 +11,7 @@ fn a_rank_that_does_not_come_is_told_of_by_the_call_the_rank_and_what_it_has_not
     let calls: [(MakeCall, &str); 2] = [
         (
             |_, arguments| arguments.run(),
-            "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0): rank 0 has not begun it; \
+            "all_gather_matmul(M = 6, K = 4, bf16, the 1st sharded matrix of the group): rank 0 has not begun it; \
              see whether rank 0 is stopped, slow, or making other calls, or raise Builder::arrival_timeout",
         ),
         (
@@ -85,7 +85,7 @@ fn a_rank_that_left_is_told_of_by_the_call_the_rank_and_what_it_has_not_done() {
     let calls: [(MakeCall, &str); 2] = [
         (
             |_, arguments| arguments.run(),
-            "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0): rank 0 has not begun it",
+            "all_gather_matmul(M = 6, K = 4, bf16, the 1st sharded matrix of the group): rank 0 has not begun it",
         ),
         (|group, _| group.barrier(), "barrier()"),
     ];

@@ -127,7 +127,12 @@ fn barrier() -> MadeCall {
 
 /// The call of this name that [`operation`] makes of `K = 64`.
 fn as_posted(name: &str) -> MadeCall {
-    let arguments = ["M = 4096", "K = 64", "bf16", "sharded matrix 2"];
+    let arguments = [
+        "M = 4096",
+        "K = 64",
+        "bf16",
+        "the 3rd sharded matrix of the group",
+    ];
     MadeCall::new(name, arguments.map(String::from))
 }
 
@@ -199,7 +204,10 @@ fn traced_calls_biased_ones_and_those_of_other_matrices_differ_and_a_long_text_i
         (traced, "a trace)"),
         (biased, "a bias)"),
         (residual, "a residual)"),
-        (other, "sharded matrix 0, sharded matrix 7)"),
+        (
+            other,
+            "the 1st sharded matrix of the group, the 8th sharded matrix of the group)",
+        ),
     ] {
         assert!(differs.to_string().contains(word), "{differs}");
         assert!(differs.to_string().contains("rows, rows"), "{differs}");
@@ -355,7 +363,7 @@ fn a_wait_is_described_by_the_call_the_peer_and_what_that_has_not_done() {
         .unwrap();
     ranks[1].post_messages(3, &barrier()).unwrap();
     let says = |awaited, what: &str| {
-        let call = "all_gather_matmul(M = 4096, K = 64, bf16, sharded matrix 2)";
+        let call = "all_gather_matmul(M = 4096, K = 64, bf16, the 3rd sharded matrix of the group)";
         let expected = format!("{call}: rank 0 {what}");
         assert_eq!(ranks[1].describe(epoch, awaited), expected);
     };

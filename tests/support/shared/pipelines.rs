@@ -344,7 +344,7 @@ pub fn a_consumer_beside_a_product_is_a_mismatch<B: Consumes>(test: &str) {
         poisoned(&group, result.and_then(|()| group.synchronize()))
     });
     let outcomes = ranks.outcomes();
-    let details = "M = 30, K = 8, bf16, sharded matrix 0";
+    let details = "M = 30, K = 8, bf16, the 1st sharded matrix of the group";
     assert_call_mismatch(
         same_error(&outcomes),
         2,

@@ -371,7 +371,7 @@ pub fn other_rows_are_a_mismatch<B: Tested>(test: &str) {
     assert_call_mismatch(
         same_error(&outcomes),
         1,
-        "all_gather_matmul(M = 12, K = 8, bf16, rows of each rank = [3, 4, 5], sharded matrix 0)",
-        "all_gather_matmul(M = 12, K = 8, bf16, sharded matrix 0)",
+        "all_gather_matmul(M = 12, K = 8, bf16, rows of each rank = [3, 4, 5], the 1st sharded matrix of the group)",
+        "all_gather_matmul(M = 12, K = 8, bf16, the 1st sharded matrix of the group)",
     );
 }
