@@ -14,8 +14,8 @@ pub(crate) use self::made_call::Ordinal;
 use self::made_call::{Difference, Whole};
 pub(crate) use self::words::Counted;
 use self::words::{
-    Because, Bounds, DifferentGroup, Ended, GroupOf, Killed, Nearest, OneLine, Panic, Prepare,
-    Ranks, Transposed, Who, WithinGroup,
+    Alike, Because, Bounds, DifferentGroup, Ended, GroupOf, Killed, Nearest, OneLine, Panic,
+    Prepare, Ranks, Transposed, Who, WithinGroup,
 };
 use crate::element::DType;
 use crate::resources::{self, Bytes};
@@ -236,7 +236,8 @@ pub enum Error {
 
     /// A rank disagrees with others about something that must be the same on all ranks.
     #[error(
-        "rank {rank} has {what} {theirs} and rank {other} has {expected}; start all ranks alike"
+        "rank {rank} has {what} {theirs} and rank {other} has {expected}{}",
+        Alike(.call.as_ref())
     )]
     Mismatch {
         /// The rank that differs.
@@ -249,6 +250,9 @@ pub enum Error {
         other: usize,
         /// Its value on that rank.
         expected: String,
+        /// The call of the rank that differs, if it gave its group a name in it: [`Builder::split`](crate::Builder::split).
+        /// None if ranks differ where they meet.
+        call: Option<Call>,
     },
 
     /// A rank made a different call than the others.
@@ -733,6 +737,7 @@ impl Error {
             | Error::Unsuitable { call, .. }
             | Error::ForeignArgument { call, .. }
             | Error::Unaligned { call, .. } => Some(call),
+            Error::Mismatch { call, .. } => call.as_ref(),
             _ => None,
         }
     }

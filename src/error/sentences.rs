@@ -90,7 +90,15 @@ examples! {
     AddressTaken { rank: 3, address: address(), holder: "process 7 of user 1000".into(), waited_ms: 500 }
     UnknownUser { ranks: vec![3], rank: 0, address: address(), reason: reason() }
     DuplicateRank { rank: 3, pids: [7, 8] }
-    Mismatch { rank: 3, what: "world size".into(), theirs: "4".into(), other: 0, expected: "8".into() }
+    Mismatch { rank: 3, what: "world size".into(), theirs: "4".into(), other: 0, expected: "8".into(), call: None }
+    Mismatch {
+        rank: 3,
+        what: "group name".into(),
+        theirs: "\"b\"".into(),
+        other: 0,
+        expected: "\"a\"".into(),
+        call: Some(call()),
+    }
     CallMismatch {
         rank: 3,
         theirs: MadeCall::named("barrier").into(),

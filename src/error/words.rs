@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::Error;
+use super::{Call, Error};
 use crate::element::DType;
 
 /// What a number must be, from the least to the most.
@@ -14,6 +14,24 @@ impl fmt::Display for Bounds {
             Bounds(min, max) if min == max => write!(f, "{min}"),
             Bounds(min, usize::MAX) => write!(f, "at least {min}"),
             Bounds(min, max) => write!(f, "from {min} to {max}"),
+        }
+    }
+}
+
+/// What to do about ranks that differ, with the call in which they do, if there is one.
+pub struct Alike<'a>(pub Option<&'a Call>);
+
+impl fmt::Display for Alike<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self.0 {
+            // Only names of groups are compared in a call.
+            Some(call) => {
+                write!(f, " in {call}; ")?;
+                f.write_str(
+                    "ranks that give the same color must give the same name (Builder::name)",
+                )
+            }
+            None => f.write_str("; start all ranks alike"),
         }
     }
 }

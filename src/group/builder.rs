@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::{Group, threads};
 use crate::backend::{Backend, OpenOptions};
-use crate::error::{Error, Result};
+use crate::error::{Call, Error, Result};
 use crate::one_line::{beginning, option, write_parts};
 use crate::protocol::epoch::Epoch;
 use crate::ranks::deadlines::Deadlines;
@@ -17,7 +17,7 @@ use crate::ranks::members::Members;
 use crate::ranks::naming::{self, Arrival, JobRank, Naming};
 use crate::ranks::rendezvous;
 use crate::ranks::reports::ReportSender;
-use crate::ranks::split::Claim;
+use crate::ranks::split::{Claim, SPLIT};
 use crate::refusal::Refusal;
 use crate::schedule::Numerics;
 use crate::schedule::layout::MAX_WORLD;
@@ -241,10 +241,14 @@ impl<B: Backend> Builder<B> {
     #[track_caller]
     pub fn split(self, group: &Group<B>, color: usize, key: usize) -> Result<Group<B>> {
         let checked = naming::check(Some(group.rank()), self.name.as_deref());
-        let name = self.name.clone();
-        let claim = checked.map(|()| Claim { color, key, name });
-        let deadlines = self.deadlines(Some(&group.inner().members.deadlines));
         let place = Location::caller();
+        let claim = checked.map(|()| Claim {
+            color,
+            key,
+            name: self.name.clone(),
+            place: Call::at(SPLIT, place).place().map(String::from),
+        });
+        let deadlines = self.deadlines(Some(&group.inner().members.deadlines));
         let open = |members| self.open(members, Some(group), place);
         group.noted(group.split_into(claim, deadlines, open))
     }

@@ -201,6 +201,24 @@ mod call {
     }
 }
 
+mod optional_call {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    use crate::error::Call;
+
+    pub fn serialize<S: Serializer>(call: &Option<Call>, serializer: S) -> Result<S::Ok, S::Error> {
+        let call = call.as_ref().map(|call| (call.name(), call.place()));
+        call.serialize(serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<Call>, D::Error> {
+        let call = Option::<(String, Option<String>)>::deserialize(deserializer)?;
+        Ok(call.map(|(name, place)| Call::new(name, place)))
+    }
+}
+
 mod boxed_call {
     use serde::{Deserializer, Serializer};
 
@@ -334,6 +352,8 @@ enum ErrorJson {
         theirs: String,
         other: usize,
         expected: String,
+        #[serde(with = "optional_call")]
+        call: Option<Call>,
     },
     CallMismatch {
         rank: usize,
@@ -541,6 +561,14 @@ mod tests {
                 other: 0,
                 expected: MadeCall::new("all_gather", ["M = 6".into()]).into(),
                 call: 2,
+            },
+            Error::Mismatch {
+                rank: 1,
+                what: "group name".into(),
+                theirs: "\"b\"".into(),
+                other: 0,
+                expected: "\"a\"".into(),
+                call: Some(Call::here("split")),
             },
             Error::Unsupported {
                 rank: 2,

@@ -119,6 +119,7 @@ pub fn agree<'a>(
             theirs: words(name),
             other,
             expected: words(expected),
+            call: None,
         }),
     }
 }

@@ -22,11 +22,14 @@ use super::reports::ReportSender;
 use super::shared_state::SharedState;
 use super::watcher::Watched;
 use super::wire::Connection;
-use crate::error::{Error, MadeCall, Result};
+use crate::error::{Call, Error, MadeCall, Result};
+
+/// The name of the call.
+pub const SPLIT: &str = "split";
 
 /// The call in words.
 pub fn split_call() -> MadeCall {
-    MadeCall::new("split", ["color", "key"].map(String::from))
+    MadeCall::new(SPLIT, ["color", "key"].map(String::from))
 }
 
 /// What a rank asks for.
@@ -38,6 +41,8 @@ pub struct Claim {
     pub key: usize,
     /// The group's name, if it is given one.
     pub name: Option<String>,
+    /// The place of the call, if it is known.
+    pub place: Option<String>,
 }
 
 /// The part of a group to which a rank goes.
@@ -104,7 +109,8 @@ impl Part {
             ranks.map(|rank| (rank, &claims[rank].name))
         };
         for claim in claims {
-            naming::agree(of_color(claim.color))?;
+            let named = naming::agree(of_color(claim.color));
+            named.map_err(|error| in_split(error, claims))?;
         }
         let own = &claims[whole.rank];
         let mut ranks: Vec<usize> = of_color(own.color).map(|(rank, _)| rank).collect();
@@ -133,6 +139,15 @@ impl Part {
             _ => &self.ranks[..1],
         }
     }
+}
+
+/// The mismatch of names with the call of the rank that differs.
+fn in_split(mut error: Error, claims: &[Claim]) -> Error {
+    if let Error::Mismatch { rank, call, .. } = &mut error {
+        let place = claims[*rank].place.clone();
+        *call = Some(Call::new(SPLIT.into(), place));
+    }
+    error
 }
 
 /// The memory of this rank's part, and this rank's control connections in it.

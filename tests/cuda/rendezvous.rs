@@ -48,6 +48,7 @@ fn a_host_rank_among_cuda_ranks_is_named() {
         theirs: "host".into(),
         other: 0,
         expected: "cuda".into(),
+        call: None,
     };
     assert_eq!(same_error(&ranks.outcomes()), &expected);
 }

@@ -154,6 +154,7 @@ fn names_that_differ_within_a_color_are_named_to_every_rank_and_the_group_goes_o
     all_done(ranks::<Host>(test_name!(), 4, |rank| {
         let world = rank.connect(TIMEOUT)?;
         let named = |name: String| Group::builder().name(name).split(&world, rank.rank / 2, 0);
+        let place = format!("{}:{}", file!(), line!() - 1);
         let name = if rank.rank == 3 { "b" } else { "a" };
         let mismatch = Error::Mismatch {
             rank: 3,
@@ -161,8 +162,15 @@ fn names_that_differ_within_a_color_are_named_to_every_rank_and_the_group_goes_o
             theirs: "\"b\"".into(),
             other: 2,
             expected: "\"a\"".into(),
+            call: Some("split".into()),
         };
-        assert_eq!(named(name.into()).unwrap_err(), mismatch);
+        let told = named(name.into()).unwrap_err();
+        assert_eq!(told, mismatch);
+        let words = format!(
+            "rank 3 has group name \"b\" and rank 2 has \"a\" in split at {place}; \
+             ranks that give the same color must give the same name (Builder::name)"
+        );
+        assert_eq!(told.to_string(), words);
         let error = named("x".repeat(101)).unwrap_err();
         assert!(
             matches!(

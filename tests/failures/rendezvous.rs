@@ -24,6 +24,7 @@ fn a_rank_with_another_world_size_is_named() {
         theirs: "4".into(),
         other: 0,
         expected: "3".into(),
+        call: None,
     };
     assert_eq!(same_error(&ranks.outcomes()), &expected);
 }
@@ -182,7 +183,7 @@ fn group_that_strangers_visit(
 
 fn introduction(length: u32, words: &[u8]) -> Vec<u8> {
     // The version that the library speaks, and a rank.
-    let numbers = [7, 1, length].map(u32::to_le_bytes).concat();
+    let numbers = [8, 1, length].map(u32::to_le_bytes).concat();
     [b"gemmesh\0", numbers.as_slice(), words].concat()
 }
 

@@ -315,6 +315,7 @@ impl<'a> Rendezvous<'a> {
                 theirs,
                 other: 0,
                 expected,
+                call: None,
             })
         };
         mismatch(
