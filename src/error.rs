@@ -26,7 +26,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Everything that can go wrong.
 ///
-/// Ranks are numbered from 0 to W - 1. If one rank fails or makes a mistake in a collective call, all ranks get the
+/// Ranks are numbered from 0 to W - 1. In an error of a part of a job or of a group, in its fields and in its sentence,
+/// they have the numbers of the job: see [`Error::InGroup`]. If one rank fails or makes a mistake in a collective call, all ranks get the
 /// same error. It names the rank at fault, and the group has failed.
 ///
 /// An argument that only this rank can judge is at first an error on this rank alone, for example an [`Error::Shape`].
@@ -386,8 +387,7 @@ pub enum Error {
         rank: usize,
         /// The rank that waits.
         waiting: usize,
-        /// The call in which it waits. For an operation, also what it waits for. Ranks in these words are those of the
-        /// job.
+        /// The call in which it waits. For an operation, also what it waits for.
         what: String,
     },
 
@@ -401,7 +401,7 @@ pub enum Error {
         rank: usize,
         /// The rank that waits.
         waiting: usize,
-        /// The call in which it waits, and what it waits for. Ranks in these words are those of the job.
+        /// The call in which it waits, and what it waits for.
         what: String,
         /// For how long it waited. If all ranks have begun the call, since then.
         waited_ms: u64,
@@ -418,16 +418,15 @@ pub enum Error {
 
     /// An error of a group that has a name, or that is a part of a job or of a different group.
     ///
-    /// Its sentence names ranks of the job, also if the group numbers them differently.
-    ///
-    /// [`Error::cause`] returns the error without the group.
+    /// [`Error::cause`] returns the error without the group. Ranks in its fields, as in its sentence, have the numbers of
+    /// the job, also if the group numbers them differently.
     #[error("{}: {}", GroupOf(self, "the group"), WithinGroup(self))]
     InGroup {
         /// The group's name ([`Group::name`](crate::Group::name)).
         group: String,
         /// By rank of the group: which rank of the job it is. Without a launcher, the job is the group that was split.
         job_ranks: Vec<usize>,
-        /// The error. The ranks that it names are those of the group.
+        /// The error. The ranks that it names are those of the job.
         error: Box<Error>,
     },
 
@@ -742,20 +741,22 @@ impl Error {
         }
     }
 
-    /// The failure itself, without saying that it happened earlier, nor in which group it happened. The ranks in its
-    /// fields are those of the group.
+    /// The failure itself, without saying that it happened earlier, nor in which group it happened. If it happened in a
+    /// part of a job or of a group, the ranks in its fields are those of the job.
     ///
     /// ```
     /// use gemmesh::{Error, Group, Host};
     ///
     /// Group::<Host>::threads(4, |world| {
     ///     let pair = world.split(world.rank() / 2, 0)?;
-    ///     let error = pair.fail("no more data");
-    ///     let Error::ProgramFailed { rank, .. } = error.cause() else {
-    ///         return Err(error);
-    ///     };
-    ///     assert!(*rank < 2);
-    ///     Ok(())
+    ///     if world.rank() == 3 {
+    ///         pair.fail("no more data");
+    ///     }
+    ///     if let Err(error) = pair.barrier() {
+    ///         // Rank 1 of its pair.
+    ///         assert!(matches!(error.cause(), Error::ProgramFailed { rank: 3, .. }));
+    ///     }
+    ///     Ok::<_, Error>(())
     /// })?;
     /// # Ok::<_, Error>(())
     /// ```
@@ -858,12 +859,11 @@ mod tests {
         let in_group = |job_ranks: &[usize]| Error::InGroup {
             group: "tp 1".into(),
             job_ranks: job_ranks.to_vec(),
-            error: Box::new(Error::Capturing { rank: 1 }),
+            error: Box::new(Error::Capturing { rank: 1 }.of_job(job_ranks)),
         };
         let within = |job_ranks| in_group(job_ranks).to_string();
         let of = |rank| Error::Capturing { rank };
-        let its = of(1);
-        assert_eq!(within(&[0, 1]), format!("group \"tp 1\": {its}"));
+        assert_eq!(within(&[0, 1]), format!("group \"tp 1\": {}", of(1)));
         assert_eq!(
             within(&[4, 6]),
             format!("group \"tp 1\" of the job's ranks 4 and 6: {}", of(6))
@@ -882,7 +882,7 @@ mod tests {
                 of(3)
             )
         );
-        assert_eq!((poisoned.cause(), poisoned.at_fault()), (&its, vec![3]));
+        assert_eq!((poisoned.cause(), poisoned.at_fault()), (&of(3), vec![3]));
     }
 
     #[test]

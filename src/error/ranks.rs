@@ -10,36 +10,26 @@ struct Named<'a> {
 }
 
 impl Error {
-    /// The ranks at fault, as far as the error names them. They are ranks of the job.
+    /// The ranks at fault, as far as the error names them. They are ranks of the job if the error says its group.
     pub(crate) fn at_fault(&self) -> Vec<usize> {
-        if let Error::InGroup {
-            job_ranks, error, ..
-        } = self.first()
-        {
-            let ranks = error.at_fault().into_iter();
-            return ranks
-                .filter_map(|rank| job_ranks.get(rank).copied())
-                .collect();
-        }
-        let mut error = self.clone();
+        let mut error = self.cause().clone();
         let ranks = error.named().at_fault.into_iter();
         ranks.map(|rank| *rank).collect()
     }
 
     /// The error of a group with its ranks numbered as ranks of the job. `job_ranks` has them by rank of the group.
-    pub(super) fn of_job(&self, job_ranks: &[usize]) -> Error {
-        let mut error = self.clone();
-        let Named { at_fault, others } = error.named();
+    pub(crate) fn of_job(mut self, job_ranks: &[usize]) -> Error {
+        let Named { at_fault, others } = self.named();
         for rank in at_fault.into_iter().chain(others) {
             *rank = job_ranks.get(*rank).copied().unwrap_or(*rank);
         }
-        error
+        self
     }
 
     fn named(&mut self) -> Named<'_> {
         match self {
             Error::Poisoned { cause } => cause.named(),
-            // The first numbers the ranks of a group of its own. The others name no rank.
+            // The first has ranks of the job already. The others name no rank.
             Error::InGroup { .. }
             | Error::Environment { .. }
             | Error::EnvironmentValue { .. }

@@ -188,7 +188,7 @@ fn in_a_part_of_a_job_every_sentence_names_ranks_of_the_job_only() {
         let in_group = Error::InGroup {
             group: "tp 1".into(),
             job_ranks: job_ranks.clone(),
-            error: Box::new(error),
+            error: Box::new(error.of_job(&job_ranks)),
         };
         let sentence = in_group.to_string();
         // Every number behind "rank" is one of the job.

@@ -163,15 +163,13 @@ impl fmt::Display for GroupOf<'_> {
     }
 }
 
-/// An error without its group. It names ranks of the job.
+/// An error without its group.
 pub struct WithinGroup<'a>(pub &'a Error);
 
 impl fmt::Display for WithinGroup<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self.0 {
-            Error::InGroup {
-                job_ranks, error, ..
-            } => error.of_job(job_ranks).fmt(f),
+            Error::InGroup { error, .. } => error.fmt(f),
             error => error.fmt(f),
         }
     }

@@ -70,7 +70,7 @@ impl Naming {
             error => Error::InGroup {
                 group: group.clone(),
                 job_ranks: self.job_ranks.clone(),
-                error: Box::new(error),
+                error: Box::new(error.of_job(&self.job_ranks)),
             },
         }
     }

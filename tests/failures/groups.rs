@@ -12,7 +12,7 @@ use crate::limits::{Limited, limit_for};
 use crate::support::forks::{assert_right, end, fork};
 use crate::support::processes::{Rank, Setting, in_namespaces, start, this_program};
 use crate::support::tested::{all_done, ranks, ranks_with};
-use crate::{Arguments, NOTICED, SHORT, TIMEOUT, test_name};
+use crate::{Arguments, MakeCall, NOTICED, SHORT, TIMEOUT, test_name};
 
 /// A product that is right.
 fn work(group: &Group<Host>) -> Result<(), Error> {
@@ -42,7 +42,7 @@ fn see_rank_3_die(rank: &Rank, world: &Group<Host>, pair: &Group<Host>) -> Resul
     match rank.rank {
         3 => rank.hear(),
         2 => {
-            assert_lost(pair.barrier(), 1);
+            assert_lost(pair.barrier(), 3);
             rank.say("knows");
         }
         _ => {}
@@ -118,7 +118,7 @@ fn a_failure_of_one_part_leaves_the_other_and_the_whole_group() {
         if rank.rank >= 2 {
             let error = pair.barrier().unwrap_err();
             assert!(
-                matches!(error.cause(), Error::ProgramFailed { rank: 1, .. }),
+                matches!(error.cause(), Error::ProgramFailed { rank: 3, .. }),
                 "{error}"
             );
         } else {
@@ -192,6 +192,47 @@ fn names_that_differ_within_a_color_are_named_to_every_rank_and_the_group_goes_o
         work(&world)?;
         Ok("right".into())
     }));
+}
+
+#[test]
+fn fields_of_an_error_of_a_part_number_ranks_as_its_words_do() {
+    let waits: [MakeCall; 2] = [|group, _| group.barrier(), |_, arguments| arguments.run()];
+    let ends = [true, false];
+    for (wait, leaves) in waits
+        .into_iter()
+        .flat_map(|wait| ends.map(|leaves| (wait, leaves)))
+    {
+        let over = std::sync::Barrier::new(4);
+        let builder = Group::<Host>::builder().arrival_timeout(SHORT).workers(1);
+        let result = builder.threads(4, |world| {
+            let rank = world.rank();
+            let pair = world.split(rank / 2, rank)?;
+            let mut arguments = Arguments::new(&pair, 6, 5, 4)?;
+            let told = match rank {
+                2 => wait(&pair, &mut arguments),
+                3 if leaves => {
+                    drop((arguments, pair));
+                    Ok(())
+                }
+                _ => Ok(()),
+            };
+            over.wait();
+            let Err(error) = told else { return Ok(()) };
+            let (Error::Timeout { rank, waiting, .. } | Error::RankLeft { rank, waiting, .. }) =
+                *error.cause()
+            else {
+                return Err(error);
+            };
+            assert_eq!((rank, waiting), (3, 2), "{error}");
+            // All ranks in the words are the fields', also without the group.
+            let words = error.cause().to_string();
+            let numbers = words.split("rank ").skip(1);
+            let mut numbers = numbers.filter_map(|rest| rest.chars().next()?.to_digit(10));
+            assert!(numbers.all(|number| number >= 2), "{words}");
+            Ok::<_, Error>(())
+        });
+        result.unwrap();
+    }
 }
 
 #[test]
@@ -317,7 +358,7 @@ fn a_thread_that_leaves_a_part_or_panics_in_it_is_named_at_once() {
             } else if world.rank() == 2 {
                 let error = pair.barrier().unwrap_err();
                 assert!(
-                    matches!(error.cause(), Error::RankLeft { rank: 1, .. }),
+                    matches!(error.cause(), Error::RankLeft { rank: 3, .. }),
                     "{error}"
                 );
             } else {
