@@ -329,8 +329,9 @@ impl<B: Backend> Group<B> {
     /// All ranks get [`Error::ProgramFailed`] with this rank and `reason`, from the calls that they are in and from
     /// later ones. Without this call, ranks that wait for a rank that leaves learn that it left, but not why.
     ///
-    /// It returns the group's failure, which is the first one if the group had failed before. If this rank has just got
-    /// an error from this library, it returns that error. It may be called at any time, also in a function that was
+    /// It returns the group's failure, which is the first one if the group had failed before. If `reason` is an error that
+    /// this rank has got from this group, or from a group that was split from it or from which it was split, the failure
+    /// is that error, and not a failure of this rank's program. It may be called at any time, also in a function that was
     /// given to a call.
     ///
     /// ```

@@ -98,7 +98,11 @@ impl<B: Backend> Group<B> {
         members.refuse_fork()?;
         let this = Arc::as_ptr(&self.inner).addr();
         match CALLBACKS.with_borrow(|groups| groups.contains(&this)) {
-            true => Err(members.named(Error::CallInCallback { rank: self.rank() })),
+            true => {
+                let error = members.named(Error::CallInCallback { rank: self.rank() });
+                members.note_given(&error);
+                Err(error)
+            }
             false => Ok(()),
         }
     }

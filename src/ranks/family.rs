@@ -3,55 +3,90 @@
 //! A rank whose part of a group has failed often leaves its other groups too. The ranks that wait for it there have to
 //! read which rank of the part is at fault, not that this one has left.
 
+use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::error::Error;
 
+/// How many of the latest errors are known by their words.
+const KNOWN: usize = 16;
+
 /// One rank's view of a group and of all groups that were split from it, directly or not.
 #[derive(Debug, Default)]
-pub struct Family(Mutex<Option<Failure>>);
+pub struct Family(Mutex<Errors>);
 
-/// A group's failure.
-#[derive(Debug)]
-struct Failure {
-    /// As the program gets it.
-    got: Error,
-    /// With a group, so that every group of the family reads it alike.
-    named: Error,
+#[derive(Debug, Default)]
+struct Errors {
+    /// The failure of one of the groups, unless the program went on after it.
+    failure: Option<GotError>,
+    /// The latest errors, also if the program went on.
+    latest: VecDeque<GotError>,
+}
+
+/// An error that the program has got from one of the groups.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GotError {
+    /// As the program got it.
+    pub got: Error,
+    /// With its group, so that every group of the family reads it alike.
+    pub named: Error,
+}
+
+impl GotError {
+    /// Its words, those of the call that failed and those of later calls.
+    fn words(&self) -> [String; 2] {
+        let again = Error::Poisoned {
+            cause: Box::new(self.got.clone()),
+        };
+        [&self.got, &again].map(Error::to_string)
+    }
+
+    /// True if a program's error in these words is this one or tells of it.
+    fn is_told_by(&self, words: &str) -> bool {
+        self.words().iter().any(|own| words.contains(own))
+    }
 }
 
 impl Family {
-    /// Notes the failure of one of the groups, which this rank's program has got. Of several, the first is kept.
-    /// `named` is the failure with its group.
-    pub fn note(&self, got: &Error, named: Error) {
-        self.failure().get_or_insert_with(|| Failure {
-            got: got.clone(),
-            named,
-        });
+    /// Notes an error that the program has got, and that may be passed on.
+    pub fn note(&self, error: GotError) {
+        let latest = &mut self.errors().latest;
+        if !latest.contains(&error) {
+            latest.truncate(KNOWN - 1);
+            latest.push_front(error);
+        }
+    }
+
+    /// Notes the failure of one of the groups, which the program has got. Of several, the first is kept.
+    pub fn note_failure(&self, failure: GotError) {
+        self.note(failure.clone());
+        self.errors().failure.get_or_insert(failure);
     }
 
     /// Notes that this rank goes on.
     pub fn forget(&self) {
-        *self.failure() = None;
+        self.errors().failure = None;
     }
 
     /// The failure that this rank has got, with its group, unless the rank went on after it.
-    pub fn latest(&self) -> Option<Error> {
-        Some(self.failure().as_ref()?.named.clone())
+    pub fn latest_failure(&self) -> Option<Error> {
+        Some(self.errors().failure.as_ref()?.named.clone())
     }
 
-    /// The failure, if a program's error in these words tells of it.
-    pub fn told_by(&self, words: &str) -> Option<Error> {
-        let failure = self.failure();
-        let Failure { got, named } = failure.as_ref()?;
-        let again = Error::Poisoned {
-            cause: Box::new(got.clone()),
-        };
-        let tells = [got, &again].map(|error| words.contains(&error.to_string()));
-        tells.contains(&true).then(|| named.clone())
+    /// The error that the program's words pass on: a failure or, in the program's words too, an error for which `rank`
+    /// of the job is not to blame. If the words are an error's own, it is that error.
+    pub fn told_by(&self, words: &str, rank: usize) -> Option<GotError> {
+        let errors = self.errors();
+        let failure = errors.failure.iter();
+        let failure = failure.filter(|failure| failure.is_told_by(words));
+        let known = errors.latest.iter().filter(|error| {
+            let blames = || error.named.at_fault().contains(&rank);
+            error.words().iter().any(|own| own == words) || !blames() && error.is_told_by(words)
+        });
+        failure.chain(known).next().cloned()
     }
 
-    fn failure(&self) -> MutexGuard<'_, Option<Failure>> {
+    fn errors(&self) -> MutexGuard<'_, Errors> {
         // Each change is one assignment.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -61,27 +96,49 @@ impl Family {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_program_that_tells_of_a_failure_is_known_by_its_words() {
-        let family = Family::default();
-        let got = Error::Capturing { rank: 1 };
+    fn in_pair(error: Error) -> GotError {
         let named = Error::InGroup {
             group: "pair 1".into(),
             job_ranks: vec![2, 3],
-            error: Box::new(got.clone()),
+            error: Box::new(error.clone()),
         };
-        assert_eq!(family.told_by(&got.to_string()), None);
-        family.note(&got, named.clone());
-        family.note(&Error::Capturing { rank: 2 }, got.clone());
+        GotError { got: error, named }
+    }
+
+    #[test]
+    fn a_program_that_tells_of_a_failure_is_known_by_its_words() {
+        let family = Family::default();
+        let failure = in_pair(Error::Capturing { rank: 3 });
+        let got = &failure.got;
+        assert_eq!(family.told_by(&got.to_string(), 3), None);
+        family.note_failure(failure.clone());
+        family.note_failure(in_pair(Error::Capturing { rank: 2 }));
         let again = Error::Poisoned {
             cause: Box::new(got.clone()),
         };
         for words in [got.to_string(), format!("step 7: {again}")] {
-            assert_eq!(family.told_by(&words), Some(named.clone()), "{words}");
+            assert_eq!(family.told_by(&words, 3), Some(failure.clone()), "{words}");
         }
-        assert_eq!(family.told_by("no such file"), None);
-        assert_eq!(family.latest(), Some(named));
+        assert_eq!(family.told_by("no such file", 3), None);
+        assert_eq!(family.latest_failure(), Some(failure.named));
         family.forget();
-        assert_eq!(family.latest(), None);
+        assert_eq!(family.latest_failure(), None);
+    }
+
+    #[test]
+    fn the_latest_errors_are_known_by_their_words_also_if_the_rank_went_on() {
+        let family = Family::default();
+        let errors = (0..2 * KNOWN).map(|rank| in_pair(Error::Capturing { rank }));
+        let errors: Vec<GotError> = errors.collect();
+        for error in &errors {
+            family.note(error.clone());
+            family.forget();
+        }
+        let (old, new) = (&errors[KNOWN - 1], &errors[KNOWN]);
+        assert_eq!(family.told_by(&old.got.to_string(), 0), None);
+        assert_eq!(family.told_by(&new.got.to_string(), 0), Some(new.clone()));
+        let words = format!("step 7: {}", new.got);
+        assert_eq!(family.told_by(&words, 0), Some(new.clone()));
+        assert_eq!(family.told_by(&words, KNOWN), None, "its own, in its words");
     }
 }

@@ -269,6 +269,11 @@ impl Members {
         self.shared.note_got(error);
     }
 
+    /// Notes an error that this rank's program gets from a call that changes nothing.
+    pub fn note_given(&self, error: &Error) {
+        self.shared.note_given(error);
+    }
+
     /// Notes that this rank makes its next collective call after all.
     ///
     /// It is called before long work that precedes the call, so that the waiting ranks do not take an earlier refusal

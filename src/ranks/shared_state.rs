@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::call::{FIXED, WORDS};
-use super::family::Family;
+use super::family::{Family, GotError};
 use super::last_panic;
 use super::naming::Naming;
 use super::reports::ReportSender;
@@ -256,13 +256,38 @@ impl SharedState {
 
     /// Notes an error from a call that this rank may make again. None says that a later call has worked.
     pub fn note_got(&self, error: Option<&Error>) {
-        if self.refuse_fork().is_ok() {
-            self.departure().got = error.cloned().map(|error| self.named(error));
+        if self.refuse_fork().is_err() {
+            return;
+        }
+        let error = error.cloned().map(|error| self.named(error));
+        if let Some(error) = &error {
+            self.note_given(error);
             // A failure of the group itself is no refusal.
-            if error.is_some() && self.reporter().is_none() {
+            if self.reporter().is_none() {
                 self.family.forget();
             }
         }
+        self.departure().got = error;
+    }
+
+    /// Notes an error of this group that the program gets, so that it is known if the program passes it on.
+    pub fn note_given(&self, error: &Error) {
+        self.family.note(self.got(error));
+    }
+
+    /// An error that this rank's program gets, also as other groups read it, whose ranks have other numbers.
+    fn got(&self, error: &Error) -> GotError {
+        let got = error.first().clone();
+        let named = match &got {
+            Error::InGroup { .. } => got.clone(),
+            // Ranks of a group without a name have the numbers of the job.
+            _ => Error::InGroup {
+                group: WHOLE.into(),
+                job_ranks: (0..self.world).collect(),
+                error: Box::new(got.clone()),
+            },
+        };
+        GotError { got, named }
     }
 
     /// Notes that this rank's program has got the group's failure.
@@ -270,17 +295,7 @@ impl SharedState {
         if self.refuse_fork().is_err() {
             return;
         }
-        let failure = failure.first();
-        // Groups whose ranks have other numbers read it too.
-        let named = match failure {
-            Error::InGroup { .. } => failure.clone(),
-            _ => Error::InGroup {
-                group: WHOLE.into(),
-                job_ranks: (0..self.world).map(|rank| self.job_rank(rank)).collect(),
-                error: Box::new(failure.clone()),
-            },
-        };
-        self.family.note(failure, named);
+        self.family.note_failure(self.got(failure));
     }
 
     /// Notes that this rank makes a collective call, whatever it got before.
@@ -295,19 +310,19 @@ impl SharedState {
         departure.unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The failure of this rank's program with this reason. If this rank has got the error here and the error names the
-    /// rank, it is that error. If it tells of the failure of a group of the same family, it is that failure.
+    /// The failure of this rank's program with this reason. If the program passes on an error that it got from a group of
+    /// this family, it is that error.
     pub fn program_failed(&self, reason: String) -> Error {
-        if let Some(failure) = self.family.told_by(&reason) {
-            return failure;
+        let is_named = self.naming().is_some_and(|naming| naming.name.is_some());
+        match self.family.told_by(&reason, self.job_rank(self.rank)) {
+            Some(error) if is_named => error.named,
+            // A group without a name is the whole one.
+            Some(error) => error.got,
+            None => Error::ProgramFailed {
+                rank: self.rank,
+                reason,
+            },
         }
-        let got = self.departure().got.clone();
-        let got = got.filter(|error| error.to_string() == reason);
-        let got = got.filter(|error| error.cause().at_fault().contains(&self.rank));
-        got.unwrap_or(Error::ProgramFailed {
-            rank: self.rank,
-            reason,
-        })
     }
 
     /// Says that this rank lets go of the group in order, having completed all that it began. Its function may say why
@@ -355,9 +370,8 @@ impl SharedState {
         if self.refuse_fork().is_err() {
             return;
         }
-        let got = self.departure().got.as_ref().map(Error::to_string);
-        let reason = got.map(|words| self.program_failed(words));
-        self.leave(self.family.latest().or(reason).as_ref());
+        let got = self.departure().got.clone();
+        self.leave(self.family.latest_failure().or(got).as_ref());
     }
 
     /// True if `rank` has left in order. Then all flags that it signalled before are seen.

@@ -194,6 +194,94 @@ fn names_that_differ_within_a_color_are_named_to_every_rank_and_the_group_goes_o
     }));
 }
 
+/// Gives an error of one of the groups, the second of which is a part of the first.
+type GivesError = fn(&Group<Host>, &Group<Host>) -> Result<(), Error>;
+
+/// The error of each rank of four, which it passes on to a group, and what that group's failure then is.
+fn passed_on(gives: GivesError, to_whole: bool) -> Vec<[Error; 2]> {
+    let given = std::sync::Barrier::new(4);
+    let builder = Group::<Host>::builder().timeout(TIMEOUT).workers(1);
+    let told = builder.threads(4, |world| {
+        let pair = Group::builder().name(format!("pair {}", world.rank() / 2));
+        let pair = pair.split(&world, world.rank() / 2, world.rank())?;
+        let error = gives(&world, &pair).expect_err("a mistake");
+        // The rank goes on.
+        world.zeros::<bf16>(1, 1)?;
+        world.barrier()?;
+        given.wait();
+        let group = if to_whole { &world } else { &pair };
+        let failure = group.fail(&error);
+        let later = group.barrier().expect_err("a failed group");
+        assert_eq!(later.cause(), failure.cause());
+        given.wait();
+        Ok::<_, Error>([error, failure])
+    });
+    told.unwrap()
+}
+
+#[test]
+fn an_error_of_a_group_that_is_passed_on_stays_as_it_is() {
+    let gives: [GivesError; 3] = [
+        // All ranks get the error of ranks 2 and 3.
+        |world, _| {
+            let name = if world.rank() == 3 { "b" } else { "a" };
+            Group::builder().name(name).split(world, 0, 0).map(drop)
+        },
+        // Each rank gets its own.
+        |_, pair| pair.zeros::<bf16>(1, 0).map(drop),
+        |_, pair| {
+            let a = pair.sharded::<bf16>(2, 4)?;
+            let mut inner = Ok(());
+            gemmesh::all_gather_and_consume(&a, |_| {
+                inner = pair.barrier();
+                Ok(())
+            })?;
+            inner
+        },
+    ];
+    for (number, gives) in gives.into_iter().enumerate() {
+        for to_whole in [true, false] {
+            let ranks = passed_on(gives, to_whole);
+            for [_, failure] in &ranks {
+                println!("{number}, to the whole group: {to_whole}: {failure}");
+                let is_given = |[error, _]: &[Error; 2]| error.cause() == failure.cause();
+                assert!(ranks.iter().any(is_given), "{failure}");
+                let words = failure.to_string();
+                assert!(!words.contains("the program of rank"), "{words}");
+                assert!(words.matches("group \"pair").count() < 2, "{words}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_failure_of_a_part_that_is_passed_on_later_names_the_rank_at_fault() {
+    let over = std::sync::Barrier::new(4);
+    let builder = Group::<Host>::builder().timeout(TIMEOUT);
+    let result = builder.threads(4, |world| {
+        let pair = pair_of(&world)?;
+        world.barrier()?;
+        if world.rank() == 3 {
+            pair.fail("no more data");
+        }
+        let failed = pair.barrier();
+        // The whole group goes on.
+        world.barrier()?;
+        over.wait();
+        let failure = match failed {
+            Err(error) if world.rank() == 2 => world.fail(format!("step 7: {error}")),
+            _ => world.barrier().expect_err("rank 2's failure"),
+        };
+        let expected = Error::ProgramFailed {
+            rank: 3,
+            reason: "no more data".into(),
+        };
+        assert_eq!(failure.cause(), &expected, "{failure}");
+        Ok::<_, Error>(())
+    });
+    result.unwrap();
+}
+
 #[test]
 fn fields_of_an_error_of_a_part_number_ranks_as_its_words_do() {
     let waits: [MakeCall; 2] = [|group, _| group.barrier(), |_, arguments| arguments.run()];
