@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::call::{FIXED, WORDS};
+use super::deadlines::Deadlines;
 use super::family::{Family, GotError};
 use super::last_panic;
 use super::naming::Naming;
@@ -413,6 +414,11 @@ impl SharedState {
             }
         }
         peer
+    }
+
+    /// True if `rank` has shown lately that it waits for a different rank.
+    pub fn is_waiting(&self, rank: usize, deadlines: &Deadlines) -> bool {
+        self.culprit(rank, FRESH.min(deadlines.call() / 2)) != rank
     }
 
     /// The error if this rank has waited for `rank` this long in vain. `passed` is the deadline and its length. `what`

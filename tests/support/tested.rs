@@ -49,7 +49,7 @@ pub trait Tested: Backend {
 impl Tested for Host {
     const TIMEOUT: Duration = Duration::from_secs(20);
     const SHORT: Duration = Duration::from_millis(1000);
-    // Rank 0 reports for the others, half a second later.
+    // A rank that pulls waits half a second longer than the rank that it waits for.
     const AWAY: Duration = Duration::from_millis(2500);
     const SLACK: Duration = Duration::from_secs(10);
     const WAITED: Range<Duration> = Self::SHORT..Duration::from_secs(11);

@@ -132,7 +132,7 @@ impl Members {
         let (bytes, fds) = if self.rank == 0 {
             self.collect(&connections, &messages, payload, fd)?
         } else {
-            let channel = self.channel(0, &connections[0], &messages, GRACE);
+            let channel = self.channel(0, &connections[0], &messages);
             channel
                 .send(payload, fd.as_slice())
                 .map_err(|e| self.wire_failure(0, &messages, e))?;
@@ -186,7 +186,7 @@ impl Members {
         let mut fds = Ok(Vec::new());
         for (index, connection) in connections.iter().enumerate() {
             let (part, sent) = self
-                .channel(index + 1, connection, messages, Duration::ZERO)
+                .channel(index + 1, connection, messages)
                 .receive(MAX_FRAME)
                 .map_err(|e| self.wire_failure(index + 1, messages, e))?;
             parts.push(part);
@@ -204,7 +204,7 @@ impl Members {
             .chain(others.iter().map(AsFd::as_fd))
             .collect();
         for (index, connection) in connections.iter().enumerate() {
-            self.channel(index + 1, connection, messages, GRACE)
+            self.channel(index + 1, connection, messages)
                 .send(&all, &sent)
                 .map_err(|e| self.wire_failure(index + 1, messages, e))?;
         }
@@ -219,13 +219,20 @@ impl Members {
         rank: usize,
         stream: &'a UnixStream,
         messages: &'a MessageCall,
-        grace: Duration,
     ) -> Channel<'a, impl Fn() -> Result<(), Error>> {
         Channel {
             stream,
             // The check has the deadlines.
             deadline: Instant::now() + FOREVER,
             check: move || {
+                let late = self.shared.first_late(messages.number);
+                // Rank 0 may wait for another. Unless it shows that, it is given time to say so.
+                let is_silent = || rank == 0 && !self.shared.is_waiting(0, &self.deadlines);
+                let grace = match late.is_none() && is_silent() {
+                    true => GRACE,
+                    false => Duration::ZERO,
+                };
+                let rank = late.unwrap_or(rank);
                 self.pause(&PeerWait {
                     clock: &messages.clock,
                     grace,

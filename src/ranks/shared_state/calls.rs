@@ -35,9 +35,14 @@ impl SharedState {
         self.slot(rank, number).latest() >= number
     }
 
+    /// The first rank that has not posted its call `number`.
+    pub fn first_late(&self, number: u64) -> Option<usize> {
+        (0..self.world).find(|&rank| !self.has_begun(rank, number))
+    }
+
     /// True if every rank has posted its call `number`.
     pub fn all_have_begun(&self, number: u64) -> bool {
-        (0..self.world).all(|rank| self.has_begun(rank, number))
+        self.first_late(number).is_none()
     }
 
     fn slot(&self, rank: usize, number: u64) -> &Post<WORDS, FIXED> {
