@@ -1,6 +1,6 @@
 //! What can go wrong, and who is at fault.
 
-mod call;
+pub(crate) mod call;
 mod made_call;
 mod ranks;
 mod words;
@@ -10,8 +10,8 @@ pub use self::call::{Call, called_at};
 use std::fmt;
 
 pub use self::made_call::MadeCall;
-pub(crate) use self::made_call::Ordinal;
 use self::made_call::{Difference, Whole};
+pub(crate) use self::made_call::{Ordinal, of_configuration};
 pub(crate) use self::words::Counted;
 use self::words::{
     Alike, Because, Bounds, DifferentGroup, Ended, GroupOf, Killed, Nearest, OneLine, Panic,
@@ -258,9 +258,10 @@ pub enum Error {
 
     /// A rank made a different call than the others.
     ///
-    /// All ranks must make the same calls in the same order.
+    /// All ranks must make the same calls in the same order. A rank knows the place of its own call, and that of the rank
+    /// that noticed.
     #[error(
-        "{}; all ranks must make the same calls in the same order (the {} collective step of the group: {})",
+        "{}; all ranks must make the same calls in the same order (the {} collective call of the group: {})",
         Difference(*.rank, .theirs, *.other, .expected), Ordinal(*.call),
         Whole(Difference(*.rank, .theirs, *.other, .expected))
     )]
@@ -273,7 +274,7 @@ pub enum Error {
         other: usize,
         /// The call that was expected.
         expected: Box<MadeCall>,
-        /// The number of the step of each rank that needs all ranks. A collective call has one step or several.
+        /// Which of the group's collective calls it is, counted from 1. Making the group is none.
         call: u64,
     },
 
@@ -387,7 +388,7 @@ pub enum Error {
         rank: usize,
         /// The rank that waits.
         waiting: usize,
-        /// The call in which it waits. For an operation, also what it waits for.
+        /// The call in which it waits, and its place. For an operation, also what it waits for.
         what: String,
     },
 
@@ -401,7 +402,7 @@ pub enum Error {
         rank: usize,
         /// The rank that waits.
         waiting: usize,
-        /// The call in which it waits, and what it waits for.
+        /// The call in which it waits, its place, and what it waits for.
         what: String,
         /// For how long it waited. If all ranks have begun the call, since then.
         waited_ms: u64,

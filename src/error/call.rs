@@ -4,6 +4,8 @@ use std::cell::Cell;
 use std::fmt;
 use std::panic::Location;
 
+use super::made_call::At;
+
 /// A call that was refused: its name, and its place in the user's source.
 ///
 /// `Display` prints `all_gather_matmul at src/block.rs:31`, or the name alone if the place is not known. Calls are equal
@@ -38,7 +40,22 @@ thread_local! {
 }
 
 /// A line of the source, if it is known.
-type Place = Option<&'static Location<'static>>;
+pub(crate) type Place = Option<&'static Location<'static>>;
+
+/// The place of a call: `place`, or that of [`called_at`].
+pub(crate) fn place_of(place: &'static Location<'static>) -> Place {
+    PLACE.get().unwrap_or(Some(place))
+}
+
+/// The place of [`called_at`], if it runs a call on this thread.
+pub(crate) fn place_of_outer() -> Place {
+    PLACE.get().flatten()
+}
+
+/// The file and the line of a place.
+pub(crate) fn in_words(place: Place) -> Option<String> {
+    place.map(|place| format!("{}:{}", place.file(), place.line()))
+}
 
 /// Runs `f`, the calls of a library that is built on this one. Errors of their arguments name `place`, where the program
 /// calls that library, instead of a line of the library. Without a place they name none.
@@ -91,9 +108,7 @@ impl Call {
 
     /// The call `name` at `place`, or at that of [`called_at`].
     pub(crate) fn at(name: impl Into<String>, place: &'static Location<'static>) -> Call {
-        let place = PLACE.get().unwrap_or(Some(place));
-        let place = place.map(|place| format!("{}:{}", place.file(), place.line()));
-        Call::new(name.into(), place)
+        Call::new(name.into(), in_words(place_of(place)))
     }
 
     pub(crate) fn new(name: String, place: Option<String>) -> Call {
@@ -135,9 +150,7 @@ impl Eq for Call {}
 
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(self.name())?;
-        self.place()
-            .map_or(Ok(()), |place| write!(f, " at {place}"))
+        write!(f, "{}{}", self.name(), At(self.place()))
     }
 }
 

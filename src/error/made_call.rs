@@ -2,16 +2,28 @@
 
 use std::fmt;
 
+/// Begins a line of a call that says what its configuration is, which most programs leave to the library.
+const CONFIGURATION: char = ' ';
+
+/// A line of a call in lines that says `what` its configuration is.
+pub(crate) fn of_configuration(what: impl fmt::Display) -> String {
+    format!("{CONFIGURATION}{what}")
+}
+
 /// A collective call as a rank made it: what is called, and all that must be the same on every rank.
 ///
-/// `Display` prints `name(argument, argument)`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// `Display` prints `name(argument, argument)`. Calls are equal also if their places differ.
+#[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct MadeCall {
     /// What is called.
     pub name: String,
     /// What all ranks must give alike, such as "M = 4096" or "bf16".
     pub arguments: Vec<String>,
+    /// What the configuration says and all ranks must have alike, such as "Route::Push".
+    pub configuration: Vec<String>,
+    /// The file and the line of the call, such as `src/block.rs:31`. `None` if it is not known.
+    pub place: Option<String>,
 }
 
 impl MadeCall {
@@ -27,28 +39,57 @@ impl MadeCall {
         MadeCall {
             name: name.into(),
             arguments: arguments.into_iter().collect(),
+            configuration: Vec::new(),
+            place: None,
         }
     }
 
-    /// The call in lines: its name and then its arguments.
+    /// The call in lines: its name, and then its arguments and its configuration.
     pub(crate) fn to_lines(&self) -> String {
-        let mut lines = self.name.clone();
-        for argument in &self.arguments {
-            lines.push('\n');
-            lines.push_str(argument);
-        }
-        lines
+        let configuration = self.configuration.iter().map(of_configuration);
+        let all = [self.name.clone()].into_iter();
+        let all = all
+            .chain(self.arguments.iter().cloned())
+            .chain(configuration);
+        all.collect::<Vec<_>>().join("\n")
     }
 
     /// Reads what [`MadeCall::to_lines`] has written.
     pub(crate) fn from_lines(lines: &str) -> MadeCall {
-        let mut lines = lines.lines().map(String::from);
-        MadeCall {
-            name: lines.next().unwrap_or_default(),
-            arguments: lines.collect(),
+        let mut lines = lines.lines();
+        let mut call = MadeCall::named(lines.next().unwrap_or_default());
+        for line in lines {
+            match line.strip_prefix(CONFIGURATION) {
+                Some(configuration) => call.configuration.push(configuration.into()),
+                None => call.arguments.push(line.into()),
+            }
         }
+        call
+    }
+
+    /// What ranks must give alike.
+    fn agreed(&self) -> impl Iterator<Item = &String> {
+        self.arguments.iter().chain(&self.configuration)
+    }
+
+    /// The call with its place.
+    pub(crate) fn in_words(&self) -> String {
+        format!("{self}{}", self.at())
+    }
+
+    /// The place as the end of a sentence's part.
+    fn at(&self) -> At<'_> {
+        At(self.place.as_deref())
     }
 }
+
+impl PartialEq for MadeCall {
+    fn eq(&self, other: &MadeCall) -> bool {
+        self.name == other.name && self.agreed().eq(other.agreed())
+    }
+}
+
+impl Eq for MadeCall {}
 
 impl fmt::Display for MadeCall {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
@@ -61,21 +102,33 @@ impl fmt::Display for MadeCall {
     }
 }
 
+/// Where a call is, if that is known.
+pub(super) struct At<'a>(pub Option<&'a str>);
+
+impl fmt::Display for At<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        self.0.map_or(Ok(()), |place| write!(f, " at {place}"))
+    }
+}
+
 /// How two ranks' calls differ, and which calls they are: a rank with its call, and another with its own.
 pub(super) struct Difference<'a>(pub usize, pub &'a MadeCall, pub usize, pub &'a MadeCall);
 
 impl fmt::Display for Difference<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let &Difference(rank, theirs, other, expected) = self;
-        let name = &theirs.name;
-        if *name != expected.name {
+        let [name, others] = [&theirs.name, &expected.name];
+        let [here, there] = [theirs.at(), expected.at()];
+        if name != others {
             return write!(
                 f,
-                "rank {rank} called {name} while rank {other} called {}",
-                expected.name
+                "rank {rank} called {name}{here} while rank {other} called {others}{there}"
             );
         }
-        write!(f, "rank {rank} and rank {other} called {name} with ")?;
+        write!(
+            f,
+            "rank {rank}{here} and rank {other}{there} called {name} with "
+        )?;
         let (these, those) = (only(theirs, expected), only(expected, theirs));
         match (these.is_empty(), those.is_empty()) {
             (false, false) => write!(
@@ -90,16 +143,11 @@ impl fmt::Display for Difference<'_> {
     }
 }
 
-/// The arguments of `call` that `other` has not, as a list in words.
+/// What `call` has and `other` has not, as a list in words.
 fn only(call: &MadeCall, other: &MadeCall) -> String {
-    let has = |argument: &&String| !other.arguments.contains(argument);
-    let arguments: Vec<&str> = call
-        .arguments
-        .iter()
-        .filter(has)
-        .map(String::as_str)
-        .collect();
-    match arguments.split_last() {
+    let has = |what: &&String| !other.agreed().any(|others| others == *what);
+    let differing: Vec<&str> = call.agreed().filter(has).map(String::as_str).collect();
+    match differing.split_last() {
         Some((last, [])) => (*last).into(),
         Some((last, others)) => format!("{} and {last}", others.join(", ")),
         None => String::new(),
@@ -171,10 +219,27 @@ mod tests {
     }
 
     #[test]
+    fn what_only_the_configurations_say_is_told_if_it_differs() {
+        let [mut theirs, mut expected] = [0; 2].map(|_| product(&["M = 6"]));
+        theirs.configuration = vec!["chunks = 4".into(), "Route::Push".into()];
+        expected.configuration = vec!["chunks = 4".into(), "Route::Store".into()];
+        theirs.place = Some("src/block.rs:31".into());
+        let words = "rank 1 at src/block.rs:31 and rank 0 called all_gather_matmul with different arguments: \
+                     Route::Push on rank 1, Route::Store on rank 0";
+        assert_difference(&theirs, &expected, words);
+        let whole = Whole(Difference(1, &theirs, 0, &expected));
+        assert_eq!(whole.to_string(), "all_gather_matmul(M = 6) on rank 0");
+    }
+
+    #[test]
     fn calls_of_two_operations_differ_by_their_names() {
         let barrier = MadeCall::named("barrier");
         let words = "rank 1 called barrier while rank 0 called all_gather_matmul";
         assert_difference(&barrier, &product(&["M = 6"]), words);
+        let mut product = product(&["M = 6"]);
+        product.place = Some("src/block.rs:31".into());
+        let words = format!("{words} at src/block.rs:31");
+        assert_difference(&barrier, &product, &words);
     }
 
     #[test]
@@ -182,8 +247,12 @@ mod tests {
         let rows = product(&["rows of each rank = [3, 2]", "K = 4"]);
         let words = "all_gather_matmul(rows of each rank = [3, 2], K = 4)";
         assert_eq!(rows.to_string(), words);
-        for call in [rows, MadeCall::named("barrier")] {
-            assert_eq!(MadeCall::from_lines(&call.to_lines()), call);
+        let mut pushed = rows.clone();
+        pushed.configuration.push("Route::Push".into());
+        assert_eq!(pushed.to_string(), words);
+        for call in [rows, pushed, MadeCall::named("barrier")] {
+            let read = MadeCall::from_lines(&call.to_lines());
+            assert_eq!((&read, &read.configuration), (&call, &call.configuration));
         }
         let opening = MadeCall::named("the opening of the backend");
         assert_eq!(opening.to_string(), "the opening of the backend");

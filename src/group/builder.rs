@@ -250,7 +250,7 @@ impl<B: Backend> Builder<B> {
         });
         let deadlines = self.deadlines(Some(&group.inner().members.deadlines));
         let open = |members| self.open(members, Some(group), place);
-        group.noted(group.split_into(claim, deadlines, open))
+        group.noted(group.split_into(claim, deadlines, place, open))
     }
 
     /// [`Group::from_env`] with these options.

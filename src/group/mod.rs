@@ -271,9 +271,10 @@ impl<B: Backend> Group<B> {
     ///
     /// # Errors
     /// The group's failure.
+    #[track_caller]
     pub fn barrier(&self) -> Result<()> {
         self.refuse_misplaced()?;
-        self.inner.members.barrier()
+        self.collective(Location::caller(), |members| members.barrier())
     }
 
     /// Sends `bytes` to every rank, and returns what each rank sent, by rank. Collective.
@@ -431,31 +432,44 @@ impl<B: Backend> Group<B> {
         })
     }
 
-    /// Makes the part of this group that `claim` asks for. Collective.
+    /// Makes the part of this group that `claim` asks for, in a call at `place`. Collective.
     fn split_into(
         &self,
         claim: Result<Claim>,
         deadlines: Deadlines,
+        place: &'static Location<'static>,
         open: impl FnOnce(Members) -> Result<Group<B>>,
     ) -> Result<Group<B>> {
         // A group that opens runs kernels, which operations of this group must not keep from starting.
         self.synchronize()?;
-        let members = &self.inner.members;
         // A panic while it was held has not left it half-changed.
         let splits = self.inner.splits.lock();
         let _split = splits.unwrap_or_else(PoisonError::into_inner);
-        let part = split::split(members, claim, deadlines)?;
-        let opened = open(part);
-        let outcome = opened.as_ref().map(|_| (Vec::new(), None));
-        members.gather_messages(&split_call(), outcome.map_err(Error::clone))?;
-        opened
+        self.collective(place, |members| {
+            let opened = open(split::split(members, claim, deadlines)?);
+            let outcome = opened.as_ref().map(|_| (Vec::new(), None));
+            members.gather_messages(&split_call(), outcome.map_err(Error::clone))?;
+            opened
+        })
     }
 
     #[track_caller]
     pub(crate) fn gather_bytes(&self, call: &MadeCall, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.refuse_misplaced()?;
-        let gathered = self.inner.members.all_gather(call, bytes, None)?;
-        Ok(gathered.payloads)
+        let gather = |members: &Members| members.all_gather(call, bytes, None);
+        Ok(self.collective(Location::caller(), gather)?.payloads)
+    }
+
+    /// A collective call of the program, at `place`, which posts calls of messages.
+    pub(crate) fn collective<R>(
+        &self,
+        place: &'static Location<'static>,
+        call: impl FnOnce(&Members) -> Result<R>,
+    ) -> Result<R> {
+        let members = &self.inner.members;
+        let result = called_at(Some(place), || call(members));
+        members.note_made();
+        result
     }
 
     pub(crate) fn inner(&self) -> &Inner<B> {

@@ -10,7 +10,7 @@ use crate::backend::Backend;
 use crate::error::{Error, Result};
 use crate::protocol::epoch::Epoch;
 use crate::ranks::call::PostedCall;
-use crate::schedule::Agreed;
+use crate::schedule::{Agreed, Operation};
 
 thread_local! {
     /// The groups in whose operations this thread runs a function of the caller's.
@@ -32,6 +32,10 @@ impl<B: Backend> Group<B> {
         let mut state = state.inspect_err(|error| self.inner.members.refuse(error))?;
         let epoch = state.epoch;
         self.inner.members.post(epoch, call)?;
+        // What follows in the same call of the program is counted with it.
+        if !Operation::ends_another(call.agreed.name()) {
+            self.inner.members.note_made();
+        }
         state.epoch = epoch.next();
         run(epoch).map_err(|error| self.inner.members.named(error))
     }

@@ -1,10 +1,11 @@
 //! Programs that a group keeps for later calls, and the memory of partial sums, which its operations share.
 
+use std::panic::Location;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
 use super::{Group, Inner};
 use crate::backend::Backend;
-use crate::error::{Error, MadeCall, Result};
+use crate::error::{Error, MadeCall, Result, called_at};
 use crate::profile::nvtx::range;
 use crate::refusal;
 use crate::resources::require_available;
@@ -111,8 +112,10 @@ impl<B: Backend> Group<B> {
 
     /// Symmetric memory for the partial sums of a schedule. Operations use it one after the other. If there is not
     /// enough yet, the call is collective: ranks that agree on the operation need the same size.
+    #[track_caller]
     pub(crate) fn partials(&self, schedule: &Schedule) -> Result<Arc<B::Symmetric>> {
         self.check()?;
+        let place = Location::caller();
         let matrix = schedule.matrices()[PARTIALS];
         let bytes = matrix.rows.saturating_mul(matrix.row_bytes());
         // Whole blocks, so that a few more rows need no new allocation. A size that overflows is too large for any
@@ -142,7 +145,9 @@ impl<B: Backend> Group<B> {
         // All ranks are here. Memory that is too small is freed first, to make room.
         *partials = None;
         let call = MadeCall::from_lines(schedule.agreed().map_or("", Agreed::lines));
-        let memory = Arc::new(self.noted(backend.symmetric(members, &call, bytes))?);
+        // This is a part of the operation's call.
+        let made = called_at(Some(place), || backend.symmetric(members, &call, bytes));
+        let memory = Arc::new(self.noted(made)?);
         *partials = Some((memory.clone(), bytes));
         Ok(memory)
     }

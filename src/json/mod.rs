@@ -110,6 +110,8 @@ enum DeadlineJson {
 struct MadeCallJson {
     name: String,
     arguments: Vec<String>,
+    configuration: Vec<String>,
+    place: Option<String>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -543,6 +545,11 @@ mod tests {
             asked: Route::Store,
             instead: Route::Push,
         };
+        let placed = MadeCall {
+            configuration: vec!["Route::Push".into()],
+            place: Some("src/block.rs:31".into()),
+            ..MadeCall::named("barrier")
+        };
         for error in [
             failed(None),
             failed(Some(Box::new(lost))),
@@ -557,7 +564,7 @@ mod tests {
             },
             Error::CallMismatch {
                 rank: 1,
-                theirs: MadeCall::named("barrier").into(),
+                theirs: placed.into(),
                 other: 0,
                 expected: MadeCall::new("all_gather", ["M = 6".into()]).into(),
                 call: 2,

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::panic::Location;
 
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
@@ -12,6 +13,7 @@ use crate::error::Error;
 use crate::error::{MadeCall, Result};
 use crate::group::Group;
 use crate::matrix::{MatrixView, MatrixViewMut, ViewMemory, bytes_of};
+use crate::ranks::members::Members;
 use crate::refusal::{self, Refusal, require_count};
 use crate::schedule::layout::{MAX_EXTENT, balanced_rows};
 use crate::schedule::limits::limit;
@@ -89,7 +91,9 @@ impl<B: Backend> Group<B> {
         let layout = self.layout(rows, k, T::DTYPE);
         let layout = layout.map_err(self.refusal(call))?;
         let m = layout.m();
-        self.allocate(layout, m, vec![format!("rows of each rank = {rows:?}")])
+        let mut agreed = vec![format!("M = {m}")];
+        agreed.extend(layout.agreed());
+        self.allocate(layout, m, agreed)
     }
 
     /// [`Group::sharded`], for a gather that goes stage by stage over all ranks. Collective.
@@ -152,10 +156,12 @@ impl<B: Backend> Group<B> {
         let bytes = bytes_of::<T>(capacity, k).map_err(self.refusal("Group::sharded"))?;
         let elements = [format!("K = {k}"), dtype.to_string()];
         let call = MadeCall::new("sharded", rows.into_iter().chain(elements));
+        let place = Location::caller();
         let made = inner.numbered(|| {
             // Allocating much memory, or failing to, takes longer than a refusal stands.
             inner.members.withdraw_refusal();
-            inner.backend.symmetric(&inner.members, &call, bytes)
+            let make = |members: &Members| inner.backend.symmetric(members, &call, bytes);
+            self.collective(place, make)
         });
         // If the allocation fails, the group goes on, but this rank may leave because of it.
         let (memory, id) = self.noted(made)?;

@@ -520,6 +520,7 @@ impl<B: Backend> GatherCall<'_, B> {
         self.launch(a, product, trace)
     }
 
+    #[track_caller]
     fn launch(
         &self,
         a: RawShards<B>,

@@ -2,12 +2,14 @@
 //! ranks agree on the call, and it runs. The typed operations use this module, and bindings for other languages can use
 //! it too.
 
+use std::panic::Location;
 use std::sync::Arc;
 
 use crate::backend::Backend;
 use crate::backend::sealed::{Bound, Callback, Run};
 use crate::element::{DType, Value};
 use crate::error::Result;
+use crate::error::call::place_of;
 use crate::explanation::Explanation;
 use crate::group::{Group, Inner};
 use crate::matrix::{MatrixView, MatrixViewMut, ShardedMatrix, ViewMemory};
@@ -186,6 +188,7 @@ pub struct Arguments<'c, 'm, B: Backend> {
 /// Runs `before`, which is work of this rank alone, and then `program`, with the same matrices.
 ///
 /// If the schedule says what the ranks must agree on, this is an operation of all ranks.
+#[track_caller]
 pub fn run<B: Backend>(
     group: &Group<B>,
     before: Option<&Arc<B::Program>>,
@@ -197,6 +200,7 @@ pub fn run<B: Backend>(
 }
 
 /// [`run`], with a function of the caller that `program` calls.
+#[track_caller]
 pub fn run_with<'c, B: Backend>(
     group: &Group<B>,
     before: Option<&Arc<B::Program>>,
@@ -246,6 +250,7 @@ pub fn run_with<'c, B: Backend>(
         traced,
         biased: arguments.added.bias,
         residual: arguments.added.residual,
+        place: place_of(Location::caller()),
     };
     operate(group, before, program, posted, run)
 }

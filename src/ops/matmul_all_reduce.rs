@@ -325,6 +325,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         }
     }
 
+    #[track_caller]
     fn gather(
         &self,
         gather: &Arc<B::Program>,

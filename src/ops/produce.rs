@@ -412,6 +412,7 @@ impl<B: Backend> Planned<B> {
     }
 
     /// `shared`: the numbers of the sharded matrices that are also written on other ranks.
+    #[track_caller]
     fn run<T: Value>(
         &self,
         out: Bound<B>,

@@ -1,5 +1,6 @@
 //! The words in which a rank posts a collective call, for the other ranks to compare and to read.
 
+use crate::error::call::{self, Place};
 use crate::error::{MadeCall, Ordinal};
 use crate::protocol::epoch::Epoch;
 use crate::schedule::Agreed;
@@ -37,6 +38,8 @@ pub struct PostedCall<'a> {
     pub biased: bool,
     /// True if it adds a residual. All ranks give one or none does.
     pub residual: bool,
+    /// Where the program makes the call. It is not posted, because there is no room.
+    pub place: Place,
 }
 
 impl PostedCall<'_> {
@@ -70,9 +73,12 @@ impl PostedCall<'_> {
     }
 }
 
-impl std::fmt::Display for PostedCall<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        describe(self.to_words(Epoch::FIRST)).fmt(f)
+impl PostedCall<'_> {
+    /// The call with its place.
+    pub fn in_words(self) -> String {
+        let place = call::in_words(self.place);
+        let call = describe(self.to_words(Epoch::FIRST));
+        MadeCall { place, ..call }.in_words()
     }
 }
 

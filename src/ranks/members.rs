@@ -199,7 +199,7 @@ impl Members {
     pub fn post(&self, epoch: Epoch, operation: PostedCall<'_>) -> Result<()> {
         self.refuse_fork()?;
         let post = |number| self.shared.post_operation(number, epoch, operation);
-        let number = self.next_call(&|| operation.to_string(), post)?;
+        let number = self.next_call(&|| operation.in_words(), post)?;
         self.operation.store(number, Ordering::Relaxed);
         Ok(())
     }
@@ -284,6 +284,11 @@ impl Members {
         }
         let _latest = self.calls();
         self.shared.withdraw_refusal();
+    }
+
+    /// Notes that this rank's program has made a collective call, for the number of the next one.
+    pub fn note_made(&self) {
+        self.shared.note_made();
     }
 
     /// One check during a wait.

@@ -20,6 +20,7 @@ use super::family::{Family, GotError};
 use super::last_panic;
 use super::naming::Naming;
 use super::reports::ReportSender;
+use crate::error::call::Place;
 use crate::error::{Deadline, Error, Result};
 use crate::json;
 use crate::process::Process;
@@ -86,6 +87,10 @@ pub struct SharedState {
     world: usize,
     /// By call, how often this rank was refused it.
     refused: Mutex<BTreeMap<u64, u64>>,
+    /// Where this rank's program makes its latest calls.
+    places: Mutex<Places>,
+    /// How many of the program's collective calls this rank has made. A call has one number or several.
+    made: AtomicU64,
     departure: Mutex<Departure>,
     family: Arc<Family>,
     /// What the group is called, once its ranks have agreed on it.
@@ -95,6 +100,9 @@ pub struct SharedState {
     /// The rank's process. A fork of it tells nothing.
     process: Process,
 }
+
+/// The numbers of this rank's latest calls, with the places. The first number is 1.
+type Places = Box<[(u64, Place)]>;
 
 /// What is known of why this rank leaves.
 #[derive(Debug, Default)]
@@ -116,6 +124,8 @@ impl SharedState {
             rank,
             world,
             refused: Mutex::default(),
+            places: Mutex::new([(0, None); POSTS as usize].into()),
+            made: AtomicU64::new(0),
             departure: Mutex::default(),
             family: Arc::default(),
             naming: OnceLock::new(),
@@ -230,7 +240,7 @@ impl SharedState {
     /// The group's first failure. Costs one load as long as there is none.
     pub fn fault(&self) -> Option<Error> {
         let by = self.reporter()?;
-        let fault = self.named(self.read_fault(by));
+        let fault = self.placed(self.named(self.read_fault(by)));
         self.tell_launcher(&fault);
         Some(fault)
     }

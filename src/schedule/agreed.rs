@@ -13,7 +13,8 @@ pub struct Agreed {
 }
 
 impl Agreed {
-    /// `name` is the name of the call. `arguments` say what ranks must agree on, for a reader.
+    /// `name` is the name of the call. `arguments` say what ranks must agree on, for a reader. Those of the configuration
+    /// are of [`of_configuration`](crate::error::of_configuration).
     pub fn new<S: AsRef<str>>(name: &str, arguments: impl IntoIterator<Item = S>) -> Agreed {
         let mut lines = String::from(name);
         for argument in arguments {
@@ -38,8 +39,8 @@ impl Agreed {
 
     /// What ranks must agree on, in words.
     pub fn details(&self) -> String {
-        let arguments: Vec<&str> = self.lines.split('\n').skip(1).collect();
-        arguments.join(", ")
+        let arguments = self.lines.split('\n').skip(1).map(str::trim_start);
+        arguments.collect::<Vec<_>>().join(", ")
     }
 
     /// The name of the call and then what ranks must agree on, a line each.

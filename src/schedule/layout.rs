@@ -141,7 +141,7 @@ impl Layout {
     }
 
     /// The rows of each rank in words that ranks compare, unless they are split evenly.
-    pub(super) fn agreed(&self) -> Option<String> {
+    pub fn agreed(&self) -> Option<String> {
         (!self.is_balanced()).then(|| format!("rows of each rank = {:?}", self.rows()))
     }
 

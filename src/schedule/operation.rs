@@ -110,6 +110,15 @@ impl Operation {
         all.find(|operation| operation.name() == name)
     }
 
+    /// True if the operation of this name ends a call that has begun with a different operation.
+    pub fn ends_another(name: &str) -> bool {
+        let last = [
+            Operation::GatherOfMatmulAllReduce,
+            Operation::GatherOfAllReduce,
+        ];
+        last.iter().any(|operation| operation.name() == name)
+    }
+
     /// True if it makes partial sums and moves them.
     pub const fn is_sum(self) -> bool {
         matches!(

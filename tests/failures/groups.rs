@@ -11,7 +11,7 @@ use rustix::process::{Resource, Signal};
 use crate::limits::{Limited, limit_for};
 use crate::support::forks::{assert_right, end, fork};
 use crate::support::processes::{Rank, Setting, in_namespaces, start, this_program};
-use crate::support::tested::{all_done, ranks, ranks_with};
+use crate::support::tested::{all_done, ranks, ranks_with, without_places};
 use crate::{Arguments, MakeCall, NOTICED, SHORT, TIMEOUT, test_name};
 
 /// A product that is right.
@@ -642,8 +642,9 @@ fn blamed(test: &str, failing: Failing, by_split: bool) {
         .find(|line| line.contains("rank 2 says: "))
         .unwrap();
     let says = ["", " has failed"].map(|failed| format!("{name}{failed}: {words}"));
+    let said = without_places(said, file!());
     assert!(says.iter().any(|says| said.contains(says)), "{said}");
-    let report = outcome.error().to_string();
+    let report = without_places(&outcome.error().to_string(), file!());
     assert!(
         report.contains(&format!("({name} failed: {words}")),
         "{report}"

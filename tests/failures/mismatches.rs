@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use gemmesh::trace::{Timeline, Trace};
 use gemmesh::{
-    AllGatherMatmul, Error, Group, Host, MatmulReduceScatter, Route, bf16, matmul_reduce_scatter,
+    AllGatherMatmul, Error, Group, Host, MatmulReduceScatter, Route, all_reduce, bf16, broadcast,
+    matmul_reduce_scatter,
 };
 
 use crate::support::tested::{assert_call_mismatch, poisoned, ranks};
@@ -114,14 +115,12 @@ const COLLECTIVE_CALLS: [MadeCall; 10] = [
     ("all_gather_bytes()", |group, _| {
         group.all_gather_bytes(b"word").map(drop)
     }),
-    (
-        "sharded(rows of each rank = [3, 3], K = 4, bf16)",
-        |group, _| group.sharded::<bf16>(6, 4).map(drop),
-    ),
-    (
-        "sharded(rows of each rank = [3, 2], K = 4, bf16)",
-        |group, _| group.sharded::<bf16>(5, 4).map(drop),
-    ),
+    ("sharded(M = 6, K = 4, bf16)", |group, _| {
+        group.sharded::<bf16>(6, 4).map(drop)
+    }),
+    ("sharded(M = 5, K = 4, bf16)", |group, _| {
+        group.sharded::<bf16>(5, 4).map(drop)
+    }),
     (
         "all_gather_matmul(M = 6, K = 4, bf16, the 1st sharded matrix of the group)",
         |_, arguments| arguments.run(),
@@ -134,14 +133,14 @@ const COLLECTIVE_CALLS: [MadeCall; 10] = [
         },
     ),
     (
-        "matmul_reduce_scatter(M = 6, N = 5, bf16, chunks = 4, chunks of the last rows = 4, multiples of 128 rows, Route::Push)",
+        "matmul_reduce_scatter(M = 6, N = 5, bf16) by Route::Push",
         |group, _| {
             let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(5, 4)?);
             matmul_reduce_scatter(&a, &b, &mut group.zeros(3, 5)?)
         },
     ),
     (
-        "matmul_reduce_scatter(M = 6, N = 5, bf16, chunks = 4, chunks of the last rows = 4, multiples of 128 rows, Route::Store)",
+        "matmul_reduce_scatter(M = 6, N = 5, bf16) by Route::Store",
         |group, _| {
             let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(5, 4)?);
             let chosen = MatmulReduceScatter::new().prepare(&a, 5)?.config();
@@ -150,7 +149,7 @@ const COLLECTIVE_CALLS: [MadeCall; 10] = [
         },
     ),
     (
-        "matmul_reduce_scatter(M = 6, N = 7, bf16, chunks = 4, chunks of the last rows = 4, multiples of 128 rows, Route::Push)",
+        "matmul_reduce_scatter(M = 6, N = 7, bf16) by Route::Push",
         |group, _| {
             let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(7, 4)?);
             matmul_reduce_scatter(&a, &b, &mut group.zeros(3, 7)?)
@@ -196,7 +195,11 @@ fn any_two_calls_that_differ_are_named_at_once_whoever_comes_first() {
                 ..
             } => {
                 assert_eq!((rank, other), (1, 0));
-                let its = [expected, theirs].map(|call| call.to_string());
+                let its = [expected, theirs].map(|call| {
+                    let route = call.configuration.iter().find(|c| c.starts_with("Route"));
+                    let route = route.map(|route| format!(" by {route}"));
+                    format!("{call}{}", route.unwrap_or_default())
+                });
                 assert_eq!(its, calls.map(|(words, _)| *words));
             }
             other => panic!("{other}"),
@@ -252,8 +255,113 @@ fn calls_are_compared_after_many_operations_and_exchanges() {
             }
         });
     match error.unwrap_err() {
-        // Three exchanges open a group, and three make a matrix.
-        Error::CallMismatch { rank, call, .. } => assert_eq!((rank, call), (1, 607)),
+        // The first one made a matrix. That the ranks open a group is none.
+        Error::CallMismatch { rank, call, .. } => assert_eq!((rank, call), (1, 602)),
         other => panic!("{other}"),
+    }
+}
+
+/// What ranks are told that make this as their third call, after a matrix and a barrier.
+fn told(world: usize, call: MakeCall) -> Vec<Error> {
+    let builder = Group::<Host>::builder().timeout(TIMEOUT).workers(1);
+    let told = builder.threads(world, |group| {
+        let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+        group.barrier()?;
+        Ok::<_, Error>(call(&group, &mut arguments).expect_err("another call"))
+    });
+    told.unwrap()
+}
+
+/// That all errors have this sentence, apart from places. Each has that of its rank's own call, which is this line.
+#[track_caller]
+fn assert_told(errors: &[Error], line: u32, sentence: &str) {
+    let place = format!(" at {}:{line}", file!());
+    for (rank, error) in errors.iter().enumerate() {
+        let words = error.to_string();
+        println!("{words}");
+        assert_eq!(words.replace(&place, ""), sentence);
+        let Error::CallMismatch {
+            rank: odd,
+            theirs,
+            expected,
+            ..
+        } = error
+        else {
+            panic!("{error}");
+        };
+        let own = if rank == *odd { theirs } else { expected };
+        let its = own.place.as_deref().map(|place| format!(" at {place}"));
+        assert_eq!(its.as_ref(), Some(&place), "{words}");
+    }
+}
+
+#[test]
+fn broadcasts_from_different_roots_are_told_by_their_roots() {
+    let line = line!() + 2;
+    let errors = told(2, |group, arguments| {
+        broadcast(&mut arguments.a, group.rank())
+    });
+    assert_told(
+        &errors,
+        line,
+        "rank 1 and rank 0 called broadcast with different arguments: root = 1 on rank 1, root = 0 on rank 0; \
+         all ranks must make the same calls in the same order (the 3rd collective call of the group: \
+         broadcast(M = 6, N = 4, bf16, root = 0, the 1st sharded matrix of the group) on rank 0)",
+    );
+}
+
+#[test]
+fn a_root_is_told_also_where_there_is_one_row() {
+    let line = line!() + 3;
+    let errors = told(2, |group, _| {
+        let mut a = group.sharded::<bf16>(1, 4)?;
+        broadcast(&mut a, group.rank())
+    });
+    assert_told(
+        &errors,
+        line,
+        "rank 1 and rank 0 called broadcast with different arguments: root = 1 on rank 1, root = 0 on rank 0; \
+         all ranks must make the same calls in the same order (the 4th collective call of the group: \
+         broadcast(M = 1, N = 4, bf16, root = 0, the 2nd sharded matrix of the group) on rank 0)",
+    );
+}
+
+#[test]
+fn what_nobody_has_set_is_told_only_if_it_differs() {
+    let line = line!() + 7;
+    let errors = told(2, |group, _| {
+        let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(5, 4)?);
+        let chosen = MatmulReduceScatter::new().prepare(&a, 5)?.config();
+        let route = [Route::Push, Route::Store][group.rank()];
+        let product = MatmulReduceScatter::new().config(chosen.with_route(route));
+        let mut out = group.zeros::<bf16>(3, 5)?;
+        product.run(&a, &b, &mut out)
+    });
+    assert_told(
+        &errors,
+        line,
+        "rank 1 and rank 0 called matmul_reduce_scatter with different arguments: Route::Store on rank 1, \
+         Route::Push on rank 0; all ranks must make the same calls in the same order \
+         (the 3rd collective call of the group: matmul_reduce_scatter(M = 6, N = 5, bf16) on rank 0)",
+    );
+}
+
+#[test]
+fn two_sums_of_one_call_are_one_call() {
+    let errors = told(3, |group, arguments| {
+        // Too many bytes for one step: a sum and a gather.
+        let (m, n) = (1 << 12, 64);
+        let mut sums = group.sharded::<bf16>(m, n)?;
+        all_reduce(&group.zeros(m, n)?, &mut sums)?;
+        match group.rank() {
+            0 => group.barrier(),
+            _ => arguments.run(),
+        }
+    });
+    for error in errors {
+        assert!(
+            matches!(error, Error::CallMismatch { call: 5, .. }),
+            "{error}"
+        );
     }
 }

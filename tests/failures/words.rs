@@ -4,7 +4,17 @@ use std::time::Duration;
 
 use gemmesh::{AllGatherMatmul, Error, Group, Host, bf16};
 
+use crate::support::tested;
 use crate::{Arguments, MakeCall, SHORT, TIMEOUT};
+
+/// The sentence of a rank that waits in a call of this program.
+#[track_caller]
+fn told(error: &Error) -> String {
+    let sentence = error.to_string();
+    let words = tested::without_places(&sentence, file!());
+    assert_ne!(words, sentence, "it has no place");
+    words
+}
 
 #[test]
 fn a_rank_that_does_not_come_is_told_of_by_the_call_the_rank_and_what_it_has_not_done() {
@@ -45,7 +55,7 @@ fn a_rank_that_does_not_come_is_told_of_by_the_call_the_rank_and_what_it_has_not
             panic!("{error}")
         };
         let expected = format!("rank 1 gave up after {waited_ms} ms in {what}");
-        assert_eq!(error.to_string(), expected);
+        assert_eq!(told(&error), expected);
     }
 }
 
@@ -72,7 +82,7 @@ fn a_rank_that_holds_up_an_exchange_by_way_of_rank_0_is_told_of_at_the_deadline(
         panic!("{error}")
     };
     assert_eq!(
-        error.to_string(),
+        told(&error),
         format!(
             "rank 1 gave up after {waited_ms} ms in barrier(): rank 2 has not come; \
              see whether rank 2 is stopped, slow, or making other calls, or raise Builder::arrival_timeout"
@@ -150,10 +160,7 @@ fn a_rank_that_left_is_told_of_by_the_call_the_rank_and_what_it_has_not_done() {
                  see that rank's own output, and whether all ranks make the same calls"
                 )
             });
-        assert!(
-            expected.into_iter().any(|e| e == error.to_string()),
-            "{error}"
-        );
+        assert!(expected.into_iter().any(|e| e == told(&error)), "{error}");
     }
 }
 

@@ -53,6 +53,7 @@ impl<B: Tested> Arguments<B> {
         self.a.shard_mut().copy_from_host(&rows)
     }
 
+    #[track_caller]
     pub fn run(&mut self) -> Result<(), Error> {
         all_gather_matmul(&self.a, &self.b, &mut self.out)
     }

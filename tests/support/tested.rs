@@ -234,6 +234,15 @@ pub fn until_failure<B: Tested>(
     }
 }
 
+/// An error's sentence without the places of calls, which are lines of `file`.
+pub fn without_places(words: &str, file: &str) -> String {
+    let place = format!(" at {file}:");
+    let mut parts = words.split(&place);
+    let first = parts.next().unwrap_or_default().to_string();
+    let parts = parts.map(|part| part.trim_start_matches(|c: char| c.is_ascii_digit()));
+    parts.fold(first, |all, part| all + part)
+}
+
 /// The error's sentence without the place of the call, if it has a call. The place must begin with `place`.
 #[track_caller]
 pub fn without_place(error: &Error, place: &str) -> String {

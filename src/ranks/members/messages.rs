@@ -7,7 +7,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{FOREVER, GRACE, Members, PeerWait};
-use crate::error::{Call, Deadline, Error, MadeCall, Result};
+use crate::error::{Call, Deadline, Error, MadeCall, Result, call};
 use crate::json;
 use crate::ranks::deadlines::{Clock, Deadlines};
 use crate::ranks::pidfd;
@@ -121,11 +121,17 @@ impl Members {
             .connections
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
+        // The place that was given for all of a program's call, not one in this library.
+        let place = call::place_of_outer();
+        let placed = MadeCall {
+            place: call::in_words(place),
+            ..call.clone()
+        };
         // Calls are compared before anything is sent. So an exchange is complete only if all ranks made it.
-        let post = |number| self.shared.post_messages(number, call);
-        let number = self.next_call(&|| call.to_string(), post)?;
+        let post = |number| self.shared.post_messages(number, call, place);
+        let number = self.next_call(&|| placed.in_words(), post)?;
         let messages = MessageCall {
-            words: call.to_string(),
+            words: placed.in_words(),
             number,
             clock: Clock::start(),
         };
@@ -280,7 +286,7 @@ impl Members {
 
 /// A call in which all ranks send something to all.
 struct MessageCall {
-    /// The call, in words.
+    /// The call, in words, with its place.
     words: String,
     number: u64,
     clock: Clock,

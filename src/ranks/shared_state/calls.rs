@@ -1,8 +1,11 @@
 //! The latest calls of each rank, which ranks compare.
 
+use std::sync::atomic::Ordering;
+use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{POSTS, SharedState};
+use super::{POSTS, Places, SharedState};
+use crate::error::call::{self, Place};
 use crate::error::{Error, MadeCall, Result};
 use crate::protocol::board::Post;
 use crate::protocol::epoch::Epoch;
@@ -52,26 +55,38 @@ impl SharedState {
     /// Posts that this rank's call `number` is operation `epoch`, and compares it with what the others have posted.
     /// Of two ranks that differ, the one that posts later sees it.
     pub fn post_operation(&self, number: u64, epoch: Epoch, operation: PostedCall) -> Result<()> {
-        self.post(number, operation.to_words(epoch))
+        self.post(number, operation.to_words(epoch), operation.place)
     }
 
     /// As [`SharedState::post_operation`], for an exchange of messages.
-    pub fn post_messages(&self, number: u64, call: &MadeCall) -> Result<()> {
+    pub fn post_messages(&self, number: u64, call: &MadeCall, place: Place) -> Result<()> {
         let lines = call.to_lines();
         let call = hash(lines.as_bytes());
         self.block().message_calls[self.rank].write(number, lines.as_bytes());
         let mut post = [0; WORDS];
         post[..2].copy_from_slice(&[MESSAGES, call]);
-        self.post(number, post)
+        self.post(number, post, place)
     }
 
-    fn post(&self, number: u64, words: [u64; WORDS]) -> Result<()> {
+    fn post(&self, number: u64, words: [u64; WORDS], place: Place) -> Result<()> {
+        self.places()[(number % POSTS) as usize] = (number, place);
         let others = (0..self.world).filter(|&rank| rank != self.rank);
         let others = others.map(|rank| (rank, self.slot(rank, number)));
         match self.slot(self.rank, number).post(number, words, others) {
             Some(_) => Err(self.odd_one_out(number)),
             None => Ok(()),
         }
+    }
+
+    /// Where this rank's program makes its latest calls.
+    fn places(&self) -> MutexGuard<'_, Places> {
+        // Each change is one assignment.
+        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that this rank's program has made a collective call, which posted one call or several.
+    pub fn note_made(&self) {
+        self.made.fetch_add(1, Ordering::Relaxed);
     }
 
     /// The error that names the rank whose call `number` fewer ranks made. In a tie, the lowest rank is right.
@@ -95,19 +110,59 @@ impl SharedState {
             theirs: self.call(rank, number).into(),
             other,
             expected: self.call(other, number).into(),
-            call: number,
+            call: self.made.load(Ordering::Relaxed) + 1,
         }
     }
 
-    /// The call `number` of `rank`.
+    /// The call `number` of `rank`. If it is this rank's, its place is known.
     fn call(&self, rank: usize, number: u64) -> MadeCall {
-        let call = match self.slot(rank, number).read(number) {
+        let posted = match self.slot(rank, number).read(number) {
             Some([MESSAGES, ..]) => self.block().message_calls[rank]
                 .read(number)
                 .map(|lines| MadeCall::from_lines(&String::from_utf8_lossy(&lines))),
             words => words.map(describe),
         };
-        call.unwrap_or_else(|| MadeCall::named(&format!("its call {number}")))
+        let mut call = posted.unwrap_or_else(|| MadeCall::named(&format!("its call {number}")));
+        let (its, place) = self.places()[(number % POSTS) as usize];
+        if rank == self.rank && its == number {
+            call.place = call::in_words(place);
+        }
+        call
+    }
+
+    /// The error, if it tells of calls that differ, with the place of this rank's call.
+    pub(super) fn placed(&self, mut error: Error) -> Error {
+        let rank = self.job_rank(self.rank);
+        let its = match &mut error {
+            Error::InGroup { error, .. } => &mut **error,
+            error => error,
+        };
+        if let Error::CallMismatch {
+            rank: odd,
+            theirs,
+            other,
+            expected,
+            ..
+        } = its
+        {
+            let calls = [(*odd, theirs), (*other, expected)];
+            let own = calls.into_iter().find(|(of, _)| *of == rank);
+            if let Some((_, call)) = own.filter(|(_, call)| call.place.is_none()) {
+                call.place = self.latest_place_of(call);
+            }
+        }
+        error
+    }
+
+    /// Where this rank has made its latest call that is equal to `call`.
+    fn latest_place_of(&self, call: &MadeCall) -> Option<String> {
+        let places = self.places();
+        let mut numbers: Vec<u64> = places.iter().map(|(number, _)| *number).collect();
+        drop(places);
+        numbers.sort_unstable_by(|one, other| other.cmp(one));
+        let made = numbers.into_iter().filter(|&number| number > 0);
+        let mut made = made.map(|number| self.call(self.rank, number));
+        made.find(|made| made == call)?.place
     }
 
     /// The number of this rank's call that is operation `epoch`, if it is one of the latest.
@@ -123,12 +178,12 @@ impl SharedState {
         })
     }
 
-    /// Operation `epoch` of this rank, in words.
+    /// Operation `epoch` of this rank, in words, with its place.
     pub fn call_of(&self, epoch: Epoch) -> String {
         let number = self.number_of(epoch);
         number.map_or_else(
             || "an operation".into(),
-            |number| self.call(self.rank, number).to_string(),
+            |number| self.call(self.rank, number).in_words(),
         )
     }
 

@@ -143,6 +143,7 @@ fn operation(agreed: &Agreed) -> PostedCall<'_> {
         traced: false,
         biased: false,
         residual: false,
+        place: None,
     }
 }
 
@@ -209,9 +210,9 @@ fn traced_calls_biased_ones_and_those_of_other_matrices_differ_and_a_long_text_i
             "the 1st sharded matrix of the group, the 8th sharded matrix of the group)",
         ),
     ] {
-        assert!(differs.to_string().contains(word), "{differs}");
-        assert!(differs.to_string().contains("rows, rows"), "{differs}");
-        assert!(differs.to_string().contains('…'), "{differs}");
+        assert!(differs.in_words().contains(word), "{differs:?}");
+        assert!(differs.in_words().contains("rows, rows"), "{differs:?}");
+        assert!(differs.in_words().contains('…'), "{differs:?}");
         assert_blamed(ranks[1].post_operation(1, Epoch::FIRST, differs), 1, 0);
     }
     // Only the end differs, for which the post has no room.
@@ -232,11 +233,12 @@ fn the_odd_one_is_named_also_when_it_came_first_and_in_a_tie_the_lowest_is_right
 #[test]
 fn exchanges_and_operations_are_one_sequence() {
     let ranks = ranks(2);
-    ranks[0].post_messages(1, &barrier()).unwrap();
-    ranks[1].post_messages(1, &barrier()).unwrap();
+    ranks[0].post_messages(1, &barrier(), None).unwrap();
+    ranks[1].post_messages(1, &barrier(), None).unwrap();
+    ranks[1].note_made();
     post(&ranks[0], 2, &product(64)).unwrap();
     assert_eq!(
-        ranks[1].post_messages(2, &barrier()),
+        ranks[1].post_messages(2, &barrier(), None),
         Err(Error::CallMismatch {
             rank: 1,
             theirs: barrier().into(),
@@ -245,8 +247,12 @@ fn exchanges_and_operations_are_one_sequence() {
             call: 2,
         })
     );
-    ranks[0].post_messages(3, &barrier()).unwrap();
-    assert_blamed(ranks[1].post_messages(3, &MadeCall::named("another")), 1, 0);
+    ranks[0].post_messages(3, &barrier(), None).unwrap();
+    assert_blamed(
+        ranks[1].post_messages(3, &MadeCall::named("another"), None),
+        1,
+        0,
+    );
 }
 
 #[test]
@@ -356,12 +362,12 @@ fn a_refusal_is_withdrawn_when_its_rank_prepares_the_call() {
 fn a_wait_is_described_by_the_call_the_peer_and_what_that_has_not_done() {
     let ranks = ranks(2);
     let epoch = Epoch::from_raw(u32::MAX);
-    ranks[1].post_messages(1, &barrier()).unwrap();
+    ranks[1].post_messages(1, &barrier(), None).unwrap();
     let product = product(64);
     ranks[1]
         .post_operation(2, epoch, operation(&product))
         .unwrap();
-    ranks[1].post_messages(3, &barrier()).unwrap();
+    ranks[1].post_messages(3, &barrier(), None).unwrap();
     let says = |awaited, what: &str| {
         let call = "all_gather_matmul(M = 4096, K = 64, bf16, the 3rd sharded matrix of the group)";
         let expected = format!("{call}: rank 0 {what}");

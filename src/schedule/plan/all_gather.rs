@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use smallvec::{SmallVec, smallvec};
 
-use crate::error::Error;
+use crate::error::{Error, of_configuration};
 use crate::refusal::{Refusal, Result};
 use crate::route::Route;
 use crate::schedule::config::{CUT_COLUMNS, Chunking, Config};
@@ -250,13 +250,15 @@ fn agree(problem: &Problem, config: &Config) -> Agreed {
     let mut say = |words: String| arguments.push(words);
     match (config.route, config.chunking.count, config.chunking.last) {
         (Route::Pull, ..) => {}
-        (Route::Store, ..) => say("stored".into()),
+        (Route::Store, ..) => say(of_configuration("stored")),
         (Route::Push, chunks, last) => {
-            say("pushed".into());
-            say(format!("chunks = {chunks}"));
-            say(format!("chunks of the last shard = {last}"));
+            say(of_configuration("pushed"));
+            say(of_configuration(format!("chunks = {chunks}")));
+            say(of_configuration(format!(
+                "chunks of the last shard = {last}"
+            )));
             if config.cut(layout.k()).is_some() {
-                say("a cut along K".into());
+                say(of_configuration("a cut along K"));
             }
         }
     }

@@ -9,6 +9,7 @@ use std::ops::Range;
 
 use smallvec::smallvec;
 
+use crate::error::of_configuration;
 use crate::refusal::Result;
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config, TileShape};
@@ -19,8 +20,8 @@ use crate::schedule::plan::matrices::{self, A, OUT, PARTIALS};
 use crate::schedule::plan::partials::{Incoming, Partials, Piece, among_others};
 use crate::schedule::plan::tile_order::ring;
 use crate::schedule::{
-    Activation, Addend, Agreed, DTypes, MatrixSpec, Move, Parts, Problem, Reduction, Region,
-    Request, Schedule, Sum, Transfer,
+    Activation, Addend, Agreed, DTypes, MatrixSpec, Move, Operation, Parts, Problem, Reduction,
+    Region, Request, Schedule, Sum, Transfer,
 };
 
 /// Cuts each block into `chunks` chunks.
@@ -283,12 +284,18 @@ impl<'a> CollectivePlan<'a> {
         Schedule::new(parts)
     }
 
+    /// The rank whose rows are broadcast. If there are none, it makes no difference.
+    fn root(&self) -> usize {
+        let layout = &self.problem.layout;
+        let mut ranks = 0..self.world();
+        let root = ranks.find(|&rank| !layout.rows_of(rank).is_empty());
+        root.unwrap_or(0)
+    }
+
     fn broadcast(&self) -> Result<Schedule> {
         let &CollectivePlan { problem, rank, .. } = self;
         let (layout, world) = (&problem.layout, self.world());
-        let root = (0..world)
-            .find(|&rank| !layout.rows_of(rank).is_empty())
-            .unwrap_or(0);
+        let root = self.root();
         let stored = self.config.route == Route::Store;
         // The share of each other rank, in ring order, chunk by chunk. Stored rows go to all ranks at once.
         let count = world - 1;
@@ -398,10 +405,13 @@ impl<'a> CollectivePlan<'a> {
         let mut arguments = self.problem.agreed(format!("N = {n}"));
         arguments.extend(dtypes.agreed());
         arguments.push(match self.config.route {
-            Route::Store => "stored".into(),
-            _ => format!("chunks = {}", self.config.chunking.count),
+            Route::Store => of_configuration("stored"),
+            _ => of_configuration(format!("chunks = {}", self.config.chunking.count)),
         });
-        arguments.extend(layout.agreed());
+        match self.problem.operation {
+            Operation::Broadcast => arguments.push(format!("root = {}", self.root())),
+            _ => arguments.extend(layout.agreed()),
+        }
         Agreed::new(self.problem.operation.name(), arguments)
     }
 }

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use smallvec::smallvec;
 
+use crate::error::of_configuration;
 use crate::refusal::Result;
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config, TileShape};
@@ -425,7 +426,7 @@ impl Cuts {
             words.push(format!("tiles of {n} columns"));
             words.push(format!("{group_m} of them one above the other"));
         }
-        words
+        words.into_iter().map(of_configuration).collect()
     }
 }
 

@@ -486,12 +486,13 @@ pub fn producers_of_other_blocks_are_a_mismatch<B: Produces>(test: &str) {
         poisoned(&group, result.and_then(|()| group.synchronize()))
     });
     let outcomes = ranks.outcomes();
-    let call = "produce_and_reduce_scatter(M = 30, N = 8, f32";
-    assert_call_mismatch(
-        same_error(&outcomes),
-        2,
-        &format!("{call}, chunks = 3)"),
-        &format!("{call}, chunks = 1)"),
+    let error = same_error(&outcomes);
+    let call = "produce_and_reduce_scatter(M = 30, N = 8, f32)";
+    assert_call_mismatch(error, 2, call, call);
+    let words = error.to_string();
+    assert!(
+        words.contains("chunks = 3 on rank 2, chunks = 1 on rank 0"),
+        "{words}"
     );
 }
 

@@ -32,11 +32,11 @@ pub fn another_shape<B: Tested>(test: &str) {
         1,
         (
             |group| group.sharded::<bf16>(9, 8).map(drop),
-            "sharded(rows of each rank = [3, 3, 3], K = 8, bf16)",
+            "sharded(M = 9, K = 8, bf16)",
         ),
         (
             |group| group.sharded::<bf16>(6, 8).map(drop),
-            "sharded(rows of each rank = [2, 2, 2], K = 8, bf16)",
+            "sharded(M = 6, K = 8, bf16)",
         ),
     );
 }
@@ -48,11 +48,11 @@ pub fn another_type<B: Tested>(test: &str) {
         0,
         (
             |group| group.sharded::<f16>(6, 8).map(drop),
-            "sharded(rows of each rank = [2, 2, 2], K = 8, f16)",
+            "sharded(M = 6, K = 8, f16)",
         ),
         (
             |group| group.sharded::<bf16>(6, 8).map(drop),
-            "sharded(rows of each rank = [2, 2, 2], K = 8, bf16)",
+            "sharded(M = 6, K = 8, bf16)",
         ),
     );
 }
@@ -65,7 +65,7 @@ pub fn barrier_for_a_matrix<B: Tested>(test: &str) {
         (Group::barrier, "barrier()"),
         (
             |group| group.sharded::<bf16>(6, 8).map(drop),
-            "sharded(rows of each rank = [2, 2, 2], K = 8, bf16)",
+            "sharded(M = 6, K = 8, bf16)",
         ),
     );
 }
