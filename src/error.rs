@@ -10,7 +10,7 @@ pub use self::call::{Call, called_at};
 use std::fmt;
 
 pub use self::made_call::MadeCall;
-use self::made_call::{Difference, Whole};
+use self::made_call::{Difference, Refused, Whole};
 pub(crate) use self::made_call::{Ordinal, of_configuration};
 pub(crate) use self::words::Counted;
 use self::words::{
@@ -261,8 +261,8 @@ pub enum Error {
     /// All ranks must make the same calls in the same order. A rank knows the place of its own call, and that of the rank
     /// that noticed.
     #[error(
-        "{}; all ranks must make the same calls in the same order (the {} collective call of the group: {})",
-        Difference(*.rank, .theirs, *.other, .expected), Ordinal(*.call),
+        "{}{}; all ranks must make the same calls in the same order (the {} collective call of the group: {})",
+        Difference(*.rank, .theirs, *.other, .expected), Refused(.refused), Ordinal(*.call),
         Whole(Difference(*.rank, .theirs, *.other, .expected))
     )]
     CallMismatch {
@@ -276,6 +276,8 @@ pub enum Error {
         expected: Box<MadeCall>,
         /// Which of the group's collective calls it is, counted from 1. Making the group is none.
         call: u64,
+        /// Why the rank that differs was refused a call, if it then made this one instead.
+        refused: Option<Box<Error>>,
     },
 
     /// Memory could not be allocated.

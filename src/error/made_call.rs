@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use super::Error;
+
 /// Begins a line of a call that says what its configuration is, which most programs leave to the library.
 const CONFIGURATION: char = ' ';
 
@@ -164,6 +166,18 @@ impl fmt::Display for Whole<'_> {
             write!(f, "{theirs} on rank {rank}, ")?;
         }
         write!(f, "{expected} on rank {other}")
+    }
+}
+
+/// What a rank was refused before it made a different call instead.
+pub(super) struct Refused<'a>(pub &'a Option<Box<Error>>);
+
+impl fmt::Display for Refused<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self.0 {
+            Some(error) => write!(f, ", after it was refused a call ({error})"),
+            None => Ok(()),
+        }
     }
 }
 

@@ -105,6 +105,7 @@ examples! {
         other: 0,
         expected: MadeCall::new("all_gather", ["M = 6".into()]).into(),
         call: 2,
+        refused: None,
     }
     CallMismatch {
         rank: 3,
@@ -112,6 +113,14 @@ examples! {
         other: 0,
         expected: MadeCall::new("all_gather", ["M = 6".into()]).into(),
         call: 11,
+        refused: Some(Box::new(Error::Limit {
+            rank: None,
+            call: call(),
+            what: "N".into(),
+            value: 0,
+            min: 1,
+            max: 9,
+        })),
     }
     OutOfMemory { rank: 3, bytes: 4096, reason: reason() }
     RankLost { rank: 3, noticed_by: 0 }

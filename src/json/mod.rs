@@ -365,6 +365,8 @@ enum ErrorJson {
         #[serde(with = "boxed_call")]
         expected: Box<MadeCall>,
         call: u64,
+        #[serde(with = "optional")]
+        refused: Option<Box<Error>>,
     },
     OutOfMemory {
         rank: usize,
@@ -568,6 +570,7 @@ mod tests {
                 other: 0,
                 expected: MadeCall::new("all_gather", ["M = 6".into()]).into(),
                 call: 2,
+                refused: Some(Box::new(Error::Capturing { rank: 1 })),
             },
             Error::Mismatch {
                 rank: 1,

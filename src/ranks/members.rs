@@ -282,8 +282,8 @@ impl Members {
         if self.refuse_fork().is_err() {
             return;
         }
-        let _latest = self.calls();
-        self.shared.withdraw_refusal();
+        let latest = self.calls();
+        self.shared.withdraw_refusal(*latest + 1);
     }
 
     /// Notes that this rank's program has made a collective call, for the number of the next one.

@@ -8,6 +8,7 @@ use gemmesh::{
     all_gather_matmul, bf16,
 };
 
+use crate::support::tested;
 use crate::{Arguments, MakeCall, NOTICED, TIMEOUT};
 
 /// Longer than the others wait for a rank that was refused its call.
@@ -356,6 +357,51 @@ fn a_rank_that_makes_another_call_when_it_is_refused_one_is_named_with_that() {
             group.barrier()
         });
     assert!(matches!(error, Err(Error::CallMismatch { rank: 1, .. })));
+}
+
+/// Rank `refused` of two ignores that a call was refused and makes `other`. Returns what the ranks are told.
+fn ignore(refused: usize, other: fn(&Group<Host>) -> Result<(), Error>) -> Vec<Error> {
+    let is_refused = Barrier::new(2);
+    let builder = Group::<Host>::builder().timeout(TIMEOUT).workers(1);
+    let told = builder.threads(2, |group| {
+        let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+        let told = if group.rank() == refused {
+            let b = group.zeros(5, 3)?;
+            all_gather_matmul(&arguments.a, &b, &mut arguments.out).unwrap_err();
+            is_refused.wait();
+            other(&group)
+        } else {
+            is_refused.wait();
+            arguments.run()
+        };
+        Ok::<_, Error>(told.unwrap_err())
+    });
+    told.unwrap()
+}
+
+#[test]
+fn a_refused_call_is_told_of_if_its_rank_ignores_that_and_makes_another_call() {
+    type Other = fn(&Group<Host>) -> Result<(), Error>;
+    let others: [(&str, Other); 2] = [
+        ("barrier", |group| group.barrier()),
+        // It withdraws the refusal first.
+        ("sharded", |group| group.sharded::<bf16>(6, 4).map(drop)),
+    ];
+    let all = [0, 1]
+        .into_iter()
+        .flat_map(|rank| others.map(|other| (rank, other)));
+    for (refused, (name, other)) in all {
+        for error in ignore(refused, other) {
+            let words = tested::without_places(&error.to_string(), file!());
+            println!("{words}");
+            let right = 1 - refused;
+            let expected = format!(
+                "rank {refused} called {name} while rank {right} called all_gather_matmul, after it was refused a call \
+                 (rank {refused}: all_gather_matmul: b [N, K] is [5, 3] and must be [5, 4]); all ranks must"
+            );
+            assert!(words.starts_with(&expected), "{words}");
+        }
+    }
 }
 
 #[test]

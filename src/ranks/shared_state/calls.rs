@@ -89,7 +89,8 @@ impl SharedState {
         self.made.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The error that names the rank whose call `number` fewer ranks made. In a tie, the lowest rank is right.
+    /// The error that names the rank whose call `number` fewer ranks made. In a tie, a rank that was not refused a call
+    /// is right, and then the lowest.
     fn odd_one_out(&self, number: u64) -> Error {
         let posted =
             || (0..self.world).filter_map(|r| Some((r, self.slot(r, number).read(number)?)));
@@ -99,7 +100,11 @@ impl SharedState {
             std::thread::sleep(Duration::from_millis(1));
         }
         let calls: Vec<(usize, [u64; WORDS])> = posted().collect();
-        let votes = |call| calls.iter().filter(|(_, other)| *other == call).count();
+        let votes = |call| {
+            let ranks = calls.iter().filter(|(_, other)| *other == call);
+            let refused = |(rank, _): &(usize, _)| self.was_refused(*rank, number).is_some();
+            (ranks.clone().count(), !ranks.clone().any(refused))
+        };
         let most = calls.iter().map(|(_, call)| votes(*call)).max();
         let right = calls.iter().find(|(_, call)| Some(votes(*call)) == most);
         let (other, expected) = right.copied().unwrap_or((0, [0; WORDS]));
@@ -111,6 +116,7 @@ impl SharedState {
             other,
             expected: self.call(other, number).into(),
             call: self.made.load(Ordering::Relaxed) + 1,
+            refused: self.was_refused(rank, number).map(Box::new),
         }
     }
 

@@ -9,12 +9,23 @@ use crate::error::Error;
 use crate::json;
 use crate::ranks::deadlines::Deadlines;
 
-/// Why a rank was refused a call that it has not made after all.
+/// The time of a refusal that does not stand any more.
+const WITHDRAWN: u64 = u64::MAX;
+
+/// Why a rank was refused a call.
 struct Refusal {
     error: Error,
-    age: Duration,
+    /// When it was noted, in ms, or [`WITHDRAWN`].
+    noted: u64,
     /// How often the rank has been refused that call by now.
     count: u64,
+}
+
+impl Refusal {
+    /// How long ago it was noted.
+    fn age(&self) -> Duration {
+        Duration::from_millis(now_ms().saturating_sub(self.noted))
+    }
 }
 
 impl SharedState {
@@ -36,27 +47,42 @@ impl SharedState {
         self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes that this rank makes its next call, whatever it was refused before. Two threads must not call this at
-    /// once.
-    pub fn withdraw_refusal(&self) {
-        // Calls are numbered from 1.
-        self.block().refusals[self.rank].write(0, &[]);
+    /// Notes that this rank makes its call `number`, which is its next, whatever it was refused before. Two threads must
+    /// not call this at once.
+    pub fn withdraw_refusal(&self, number: u64) {
+        let refusal = &self.block().refusals[self.rank];
+        if let Some(mut bytes) = refusal.read(number) {
+            if let Some(noted) = bytes.first_chunk_mut() {
+                *noted = WITHDRAWN.to_le_bytes();
+            }
+            refusal.write(number, &bytes);
+        }
     }
 
     /// Why `rank` was refused its call `number`, if it has not made that call after all.
     fn refusal_of(&self, rank: usize, number: u64) -> Option<Refusal> {
+        let refusal = self.latest_refusal(rank, number)?;
+        let stands = refusal.noted != WITHDRAWN && !self.has_begun(rank, number);
+        stands.then_some(refusal)
+    }
+
+    /// The last refusal of `rank` before its call `number`.
+    fn latest_refusal(&self, rank: usize, number: u64) -> Option<Refusal> {
         let bytes = self.block().refusals[rank].read(number)?;
-        if self.has_begun(rank, number) {
-            return None;
-        }
         let (noted, bytes) = bytes.split_first_chunk::<8>()?;
         let (count, error) = bytes.split_first_chunk::<8>()?;
-        let age = now_ms().saturating_sub(u64::from_le_bytes(*noted));
         Some(Refusal {
             error: json::error(error).ok()?,
-            age: Duration::from_millis(age),
+            noted: u64::from_le_bytes(*noted),
             count: u64::from_le_bytes(*count),
         })
+    }
+
+    /// Why `rank` was refused what would have been its call `number`, also if it has made a call since.
+    pub fn was_refused(&self, rank: usize, number: u64) -> Option<Error> {
+        let refusal = self.latest_refusal(rank, number)?;
+        // The ranks in its fields are those of the job already.
+        Some(refusal.error.cause().clone())
     }
 
     /// The error of that refusal.
@@ -88,7 +114,7 @@ impl SharedState {
         refusals
             .find(|refusal| {
                 let may_try_again = refusal.count <= own && waited < deadlines.another_try();
-                refusal.age >= time && !may_try_again
+                refusal.age() >= time && !may_try_again
             })
             .map(|refusal| refusal.error)
     }

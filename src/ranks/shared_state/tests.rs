@@ -175,6 +175,7 @@ fn the_rank_that_calls_something_else_is_named() {
             other: 0,
             expected: as_posted("all_gather_matmul").into(),
             call: 1,
+            refused: None,
         })
     );
 }
@@ -245,6 +246,7 @@ fn exchanges_and_operations_are_one_sequence() {
             other: 0,
             expected: as_posted("all_gather_matmul").into(),
             call: 2,
+            refused: None,
         })
     );
     ranks[0].post_messages(3, &barrier(), None).unwrap();
@@ -351,7 +353,7 @@ fn a_refusal_is_withdrawn_when_its_rank_prepares_the_call() {
     let standing = || ranks[0].standing_refusal(|| Some(1), WAITED, &deadlines);
     ranks[1].note_refusal(1, &error);
     assert_eq!(standing(), Some(error.clone()));
-    ranks[1].withdraw_refusal();
+    ranks[1].withdraw_refusal(1);
     assert_eq!(ranks[0].refusal(1, 1), None);
     assert_eq!(standing(), None);
     ranks[1].note_refusal(1, &error);
