@@ -1,10 +1,12 @@
 //! The error of an argument names the line of the program that makes the call, on every rank that reads it.
 
 use gemmesh::dlpack::DLManagedTensor;
+use gemmesh::trace::{Timeline, Trace};
 use gemmesh::{
     AllGatherAndConsume, AllGatherMatmul, Error, Group, Host, MatmulAllReduce, MatmulReduceScatter,
-    Matrix, ProduceAndReduceScatter, ShardedMatrix, all_gather, all_gather_matmul, bf16,
-    produce_and_all_to_all,
+    Matrix, ProduceAndReduceScatter, ShardedMatrix, all_gather, all_gather_and_consume,
+    all_gather_matmul, all_reduce, all_to_all, bf16, broadcast, matmul_all_reduce,
+    matmul_reduce_scatter, produce_and_all_to_all, produce_and_reduce_scatter, reduce_scatter,
 };
 
 type Done = Result<(), Error>;
@@ -205,4 +207,122 @@ fn a_rank_that_waits_reads_the_line_of_the_others_call() {
         let place = error.call().and_then(|call| call.place());
         assert_eq!(place, Some(&*at(line)), "rank {rank}: {error}");
     }
+}
+
+/// What two ranks have made together: [6, 4] and [6, 5].
+struct Made {
+    a: ShardedMatrix<Host, bf16>,
+    sums: ShardedMatrix<Host, bf16>,
+}
+
+/// A collective call, and the line before it.
+type Waits = (u32, fn(&Group<Host>, &mut Made) -> Done);
+
+/// In each call, rank 0 waits for rank 1, which has left.
+fn wait_in_vain(call: fn(&Group<Host>, &mut Made) -> Done) -> Error {
+    let told = Group::<Host>::builder().workers(1).threads(2, |group| {
+        let mut made = Made {
+            a: group.sharded(6, 4)?,
+            sums: group.sharded(6, 5)?,
+        };
+        let told = (group.rank() == 0).then(|| call(&group, &mut made));
+        Ok::<_, Error>(told.map(|told| told.expect_err("a rank that has left")))
+    });
+    told.unwrap().swap_remove(0).expect("rank 0's error")
+}
+
+#[track_caller]
+fn check_waits(calls: &[Waits]) {
+    const LAST: u32 = 10;
+    for (index, &(first, call)) in calls.iter().enumerate() {
+        let next = calls.get(index + 1).map_or(first + LAST, |next| next.0);
+        let told = wait_in_vain(call);
+        let Error::RankLeft { what, .. } = &told else {
+            panic!("line {first}: {told}");
+        };
+        let call = what.split(": rank ").next().unwrap_or_default();
+        let is_there = (first..next).any(|line| call.ends_with(&format!(" at {}", at(line))));
+        assert!(is_there, "line {first}: {told}");
+    }
+}
+
+#[test]
+fn a_rank_that_waits_in_vain_says_the_line_of_its_exchange() {
+    check_waits(&[
+        (line!(), |g, _| g.barrier()),
+        (line!(), |g, _| g.all_gather_bytes(b"word").map(drop)),
+        (line!(), |g, _| g.sharded::<bf16>(6, 4).map(drop)),
+        (line!(), |g, _| g.sharded_rows::<bf16>(&[1, 2], 4).map(drop)),
+        (line!(), |g, _| g.sharded_staged::<bf16>(6, 4, 2).map(drop)),
+        (line!(), |g, _| {
+            g.sharded_with_capacity::<bf16>(6, 4).map(drop)
+        }),
+        (line!(), |g, _| g.split(0, 0).map(drop)),
+        (line!(), |g, _| {
+            Group::builder().name("part").split(g, 0, 0).map(drop)
+        }),
+        (line!(), |g, _| {
+            let (rank, spans) = (g.rank(), Vec::new());
+            Timeline::collect(g, &Trace { rank, spans }).map(drop)
+        }),
+    ]);
+}
+
+#[test]
+fn a_rank_that_waits_in_vain_says_the_line_of_its_collective() {
+    check_waits(&[
+        (line!(), |_, made| all_gather(&made.a)),
+        (line!(), |_, made| broadcast(&mut made.a, 1)),
+        (line!(), |g, _| {
+            reduce_scatter(&zeros(g, 6, 4), &mut zeros(g, 3, 4))
+        }),
+        (line!(), |g, made| all_reduce(&zeros(g, 6, 4), &mut made.a)),
+        (line!(), |g, made| all_to_all(&zeros(g, 6, 4), &mut made.a)),
+        (line!(), |_, made| {
+            all_gather_and_consume(&made.a, |_| Ok(()))
+        }),
+        (line!(), |_, made| {
+            let traced = AllGatherAndConsume::new().run_traced(&made.a, |_| Ok(()));
+            traced.map(drop)
+        }),
+        (line!(), |g, _| {
+            produce_and_reduce_scatter(6, &mut zeros(g, 3, 4), |_| Ok(()))
+        }),
+        (line!(), |_, made| {
+            produce_and_all_to_all(&mut made.a, |_| Ok(()))
+        }),
+    ]);
+}
+
+#[test]
+fn a_rank_that_waits_in_vain_says_the_line_of_its_product() {
+    check_waits(&[
+        (line!(), |g, made| {
+            all_gather_matmul(&made.a, &weight(g), &mut zeros(g, 6, 5))
+        }),
+        (line!(), |g, made| {
+            let prepared = AllGatherMatmul::new().prepare(&made.a, 5)?;
+            prepared.run(&made.a, &weight(g), &mut zeros(g, 6, 5))
+        }),
+        (line!(), |_, made| {
+            let prepared = AllGatherMatmul::<_, bf16>::new().prepare(&made.a, 5)?;
+            prepared.gather(&made.a)
+        }),
+        (line!(), |g, _| {
+            matmul_reduce_scatter(&zeros(g, 6, 4), &weight(g), &mut zeros(g, 3, 5))
+        }),
+        (line!(), |g, _| {
+            scatter(g).run(&zeros(g, 6, 4), &weight(g), &mut zeros(g, 3, 5))
+        }),
+        (line!(), |g, made| {
+            scatter(g).run_into(&zeros(g, 6, 4), &weight(g), &mut made.sums)
+        }),
+        (line!(), |g, made| {
+            matmul_all_reduce(&zeros(g, 6, 4), &weight(g), &mut made.sums)
+        }),
+        (line!(), |g, made| {
+            let prepared = MatmulAllReduce::new().prepare(&zeros(g, 6, 4), &made.sums)?;
+            prepared.run(&zeros(g, 6, 4), &weight(g), &mut made.sums)
+        }),
+    ]);
 }
