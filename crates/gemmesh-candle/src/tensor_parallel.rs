@@ -256,10 +256,9 @@ impl TensorParallel {
     ///
     /// # Errors
     /// The group's failure.
+    #[track_caller]
     pub fn barrier(&self) -> Result<()> {
-        self.0
-            .barrier()
-            .map_err(error::of("TensorParallel::barrier"))
+        within("TensorParallel::barrier", || self.0.barrier())
     }
 
     /// Returns when all operations that this rank has begun are complete.
