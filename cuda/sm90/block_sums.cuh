@@ -58,22 +58,22 @@ constexpr uint32_t kSumBoxes = (C::kConsumerN + kSumColumns - 1) / kSumColumns;
 
 // One thread, the producer: loads a tile's addends through the ring, after its operands. `row` is the tile's first
 // row, counted from the block's first.
-template <class C, class Shared>
-__device__ __forceinline__ void load_addends(const CUtensorMap& map_added, const GemmeshBlock& block, Shared& shared,
+template <class C, class Stages>
+__device__ __forceinline__ void load_addends(const CUtensorMap& map_added, const GemmeshBlock& block, const Stages& stages,
                                              RingPosition<C::kStages>& at, uint32_t row, uint32_t column) {
-    constexpr uint32_t kBytes = sizeof(shared.a[0]);
-    static_assert(kStageBoxes<C> == 1 || sizeof(shared.b[0]) >= kBytes);
+    constexpr uint32_t kBytes = C::kBytesA;
+    static_assert(kStageBoxes<C> == 1 || C::kBytesB >= kBytes);
     static_assert(kStageBoxes<C> == 2 || !C::kSideBySide);
     for (uint32_t box = 0; box < kSumBoxes<C>; box += kConsumerBoxes<C>) {
         const uint32_t boxes = C::kSideBySide ? kStageBoxes<C> : min(kStageBoxes<C>, kSumBoxes<C> - box);
         const uint32_t left = column + box * kSumColumns;
         uint32_t first = block.addend + row;
         for (uint32_t index = 0; index < block.addends; ++index, first += block.addend_step) {
-            shared.pipeline.acquire(at, boxes * kBytes);
-            uint64_t* full = &shared.pipeline.full[at.stage];
-            ptx::cp_async_bulk_tensor_2d_load(shared.a[at.stage], &map_added, left, first, full);
+            stages.acquire(at, boxes * kBytes);
+            const ptx::SharedAddress full = stages.full(at.stage);
+            ptx::cp_async_bulk_tensor_2d_load(stages.a(at.stage), &map_added, left, first, full);
             if (boxes > 1) {
-                ptx::cp_async_bulk_tensor_2d_load(shared.b[at.stage], &map_added, left + kNextBox<C>, first, full);
+                ptx::cp_async_bulk_tensor_2d_load(stages.b(at.stage), &map_added, left + kNextBox<C>, first, full);
             }
             at.advance();
         }

@@ -59,6 +59,8 @@ struct Config {
     static constexpr bool kFewRows = TileM < kConsumerRows;  // most products have one row of tiles
     static constexpr bool kLowLatency = kSideBySide && !Sums;  // few rows of partial sums may be sent as they are made
     static_assert(Cluster == 1 || Split == 1);
+    static constexpr uint32_t kBytesA = TileM * GEMMESH_TILE_K * sizeof(Element);  // of a stage
+    static constexpr uint32_t kBytesB = TileN * GEMMESH_TILE_K * sizeof(Element);
 
     static constexpr int kPartN = TileN / Cluster;  // what one CTA loads of the tile's b
     static_assert(TileN % 16 == 0 && TileN <= 256);
@@ -84,6 +86,35 @@ struct Shared {
     Pipeline<C::kStages, C::kCluster> pipeline;
     Published<Entrance> entrance;
     Pushers pushers;
+};
+
+// The producer's view of the ring. It asks for stage after stage, and the tensor cores wait for it if it takes long. So
+// it computes all addresses from one register. From `Shared` the compiler would compute each anew, with a read of a
+// special register.
+template <class C>
+class Stages {
+public:
+    __device__ explicit Stages(const Shared<C>& shared) : base_(ptx::shared_address(&shared)) { ptx::pin(base_); }
+
+    // Waits until the stage may be written, here and in the CTAs that share the load, and announces `bytes` to come. At
+    // the start every stage is free, as in the phase before the first, so the producer waits for the opposite parity.
+    __device__ void acquire(const RingPosition<C::kStages>& at, uint32_t bytes) const {
+        wait_phase(at_offset(offsetof(Shared<C>, pipeline.empty), sizeof(uint64_t), at.stage), at.parity ^ 1);
+        ptx::mbarrier_arrive_expect_tx(full(at.stage), bytes);
+    }
+
+    __device__ ptx::SharedAddress full(uint32_t stage) const {
+        return at_offset(offsetof(Shared<C>, pipeline.full), sizeof(uint64_t), stage);
+    }
+    __device__ ptx::SharedAddress a(uint32_t stage) const { return at_offset(offsetof(Shared<C>, a), C::kBytesA, stage); }
+    __device__ ptx::SharedAddress b(uint32_t stage) const { return at_offset(offsetof(Shared<C>, b), C::kBytesB, stage); }
+
+private:
+    __device__ ptx::SharedAddress at_offset(uint32_t first, uint32_t bytes, uint32_t stage) const {
+        return ptx::SharedAddress(base_ + first + stage * bytes);
+    }
+
+    uint32_t base_;
 };
 
 }  // namespace gemmesh

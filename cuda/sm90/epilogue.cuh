@@ -328,13 +328,13 @@ struct OwnStores {
     uint32_t lane;
 
     __device__ StoreBox<Element>& acquire(int step) {
-        if (lane == 0) await_box<Boxes>(step);
+        if (ptx::elect_one()) await_box<Boxes>(step);
         __syncwarp();
         return boxes[step % Boxes];
     }
 
     __device__ void commit(int step) {
-        if (lane != 0) return;
+        if (!ptx::elect_one()) return;
         ptx::cp_async_bulk_tensor_2d_store(out, column + store_column<Element, N>(step), row, boxes[step % Boxes].elements);
         ptx::cp_async_bulk_commit_group();
     }

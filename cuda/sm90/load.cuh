@@ -13,20 +13,59 @@
 
 namespace gemmesh {
 
+// One thread: loads the operands of a tile into the ring, step by step.
+template <class C, WeightRows Rows>
+class TileLoads {
+public:
+    __device__ TileLoads(const Maps& maps, const GemmeshParams& params, const TableWalk& walk, const Stages<C>& stages, uint32_t cta)
+        : a_(maps.a),
+          weights_(maps, is_gated<C>(params), weight_of<C>(walk.tile()), first_column<C>(params, walk.tile()), cta),
+          stages_(stages) {}
+
+    // Waits until the stage is free, and loads `b` into it. `b` needs no flag.
+    __device__ void load_b(const RingPosition<C::kStages>& at, uint32_t step) const {
+        stages_.acquire(at, C::kBytesA + C::kBytesB);
+        weights_.load(stages_.b(at.stage), step, stages_.full(at.stage));
+    }
+
+    __device__ void load_a(const RingPosition<C::kStages>& at, uint32_t step, uint32_t row) const {
+        ptx::cp_async_bulk_tensor_2d_load(stages_.a(at.stage), a_, step * GEMMESH_TILE_K, row, stages_.full(at.stage));
+    }
+
+private:
+    const CUtensorMap* a_;
+    WeightLoads<C, Rows> weights_;
+    const Stages<C>& stages_;
+};
+
+// One thread: calls `load` with the loads of the walk's tile. There is one copy of it for each way in which `b` may
+// lie, because no step must find out which it is.
+template <class C, class Load>
+__device__ __forceinline__ void with_loads(const Maps& maps, const GemmeshParams& params, const TableWalk& walk,
+                                           const Stages<C>& stages, uint32_t cta, const Load& load) {
+    if constexpr (C::kTakesKn) {
+        if (params.b_is_kn != 0) return load(TileLoads<C, WeightRows::kAlongK>(maps, params, walk, stages, cta));
+    }
+    if constexpr (C::kGates) {
+        if (params.is_gated != 0) return load(TileLoads<C, WeightRows::kOfTwo>(maps, params, walk, stages, cta));
+    }
+    load(TileLoads<C, WeightRows::kOfOne>(maps, params, walk, stages, cta));
+}
+
 // One thread: loads the steps of a tile into the ring: `a` of all steps, and `b` from step `ahead` on, because the
 // earlier ones are under way. A flag may be deferred (protocol/flags.cuh): it stands for the columns of `a` from step
-// `deferred_step` on, and is awaited just before that step.
-template <class C, class LoadB, class Event>
-__device__ __forceinline__ void load_steps(const Maps& maps, const TableWalk& walk, Shared<C>& shared, ChunkFlags& flags,
+// `deferred_step` on, and is awaited just before that step. `traced`: the tile's event, or null.
+template <class C, class Loads>
+__device__ __forceinline__ void load_steps(const Loads& loads, const TableWalk& walk, Shared<C>& shared, ChunkFlags& flags,
                                            RingPosition<C::kStages>& at, const Steps& steps, uint32_t ahead, uint32_t row,
-                                           bool tracer, const LoadB& load_b, const Event& event) {
+                                           GemmeshTraceEvent* traced) {
     const uint32_t deferred_step = max(flags.deferred_step(walk.tile()), steps.begin);
+#pragma unroll 1
     for (uint32_t step = steps.begin; step < steps.end; ++step) {
         if (step == deferred_step) flags.wait_deferred(shared.entrance.get().epoch);
-        if (step >= ahead) load_b(at, step);
-        if (tracer && step == steps.begin) event().load_begin = ptx::globaltimer();
-        uint64_t* full = &shared.pipeline.full[at.stage];
-        ptx::cp_async_bulk_tensor_2d_load(shared.a[at.stage], maps.a, step * GEMMESH_TILE_K, row, full);
+        if (step >= ahead) loads.load_b(at, step);
+        if (traced != nullptr && step == steps.begin) traced->load_begin = ptx::globaltimer();
+        loads.load_a(at, step, row);
         at.advance();
     }
 }
@@ -35,28 +74,19 @@ __device__ __forceinline__ void load_steps(const Maps& maps, const TableWalk& wa
 template <class C>
 __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& params, const SumArguments& partials,
                                         TableWalk& walk, Shared<C>& shared, uint32_t cta) {
-    constexpr uint32_t kStageBytes = sizeof(shared.a[0]) + sizeof(shared.b[0]);
     const uint32_t lane = threadIdx.x % 32;
     const bool tracer = params.trace != nullptr && lane == 0;
-    const WeightLoads<C> weights{maps, cta};
+    const Stages<C> stages(shared);
     ChunkFlags flags(params, lane);
     RingPosition<C::kStages> at;
     GemmeshBlock block;
     GemmeshBlock next_block;
 
-    // Waits until the stage is free, and loads `b` into it. `b` needs no flag.
-    const auto load_b = [&](const RingPosition<C::kStages>& to, uint32_t step) {
-        shared.pipeline.acquire(to, kStageBytes);
-        const GemmeshTile tile = walk.tile();
-        const uint32_t column = first_column<C>(params, tile);
-        weights.load(params, shared.b[to.stage], weight_of<C>(tile), column, step, &shared.pipeline.full[to.stage]);
-    };
-    const auto event = [&]() -> GemmeshTraceEvent& { return event_of<C>(params, walk.index(), cta); };
-
     if constexpr (C::kSums) next_block = load_block(*partials.sums, walk.tile().block);
     for (bool first = true; walk.valid(); walk.advance(), first = false) {
         const Steps steps = steps_of<C>(params, walk.index(), cta);
         const bool waits = walk.tile().flag_begin < walk.tile().flag_end;
+        const auto event = [&]() -> GemmeshTraceEvent& { return event_of<C>(params, walk.index(), cta); };
         const auto wait_for_flags = [&] {
             if (tracer) event().wait_begin = ptx::globaltimer();
             if (waits) flags.wait(walk.tile(), shared.entrance.get().epoch);
@@ -71,20 +101,30 @@ __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& p
             row += block.row;
         } else {
             // wait for the tile's rows; meanwhile the first tile's `b` fills the ring
-            if (first && waits && lane == 0) {
-                const uint32_t end = min(steps.end, steps.begin + C::kStages);
-                for (RingPosition<C::kStages> to = at; ahead < end; ++ahead, to.advance()) load_b(to, ahead);
+            if (first && waits) {
+                ahead = min(steps.end, steps.begin + C::kStages);
+                if (ptx::elect_one()) {
+                    with_loads<C>(maps, params, walk, stages, cta, [&](const auto& loads) {
+                        RingPosition<C::kStages> to = at;
+                        for (uint32_t step = steps.begin; step < ahead; ++step, to.advance()) loads.load_b(to, step);
+                    });
+                }
             }
             wait_for_flags();
         }
 
-        if (lane == 0) load_steps<C>(maps, walk, shared, flags, at, steps, ahead, row, tracer, load_b, event);
+        if (ptx::elect_one()) {
+            GemmeshTraceEvent* traced = params.trace != nullptr ? &event() : nullptr;
+            with_loads<C>(maps, params, walk, stages, cta, [&](const auto& loads) {
+                load_steps<C>(loads, walk, shared, flags, at, steps, ahead, row, traced);
+            });
+        }
 
         if constexpr (C::kSums) {
             // wait for what is added, while the consumers multiply
             wait_for_flags();
             const uint32_t column = first_column<C>(params, walk.tile());
-            if (lane == 0) load_addends<C>(*partials.added, block, shared, at, row - block.row, column);
+            if (ptx::elect_one()) load_addends<C>(*partials.added, block, stages, at, row - block.row, column);
         }
     }
     if constexpr (C::kSums) {

@@ -6,7 +6,7 @@
 namespace gemmesh {
 
 // Waits until the phase of this parity is complete.
-__device__ __forceinline__ void wait_phase(uint64_t* barrier, uint32_t parity) {
+__device__ __forceinline__ void wait_phase(ptx::SharedAddress barrier, uint32_t parity) {
     while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
     }
 }
@@ -59,14 +59,6 @@ struct Pipeline {
             ptx::mbarrier_init(&full[stage], 1);
             ptx::mbarrier_init(&empty[stage], consumer_warps * Cluster);
         }
-    }
-
-    // Producer: waits until the stage may be written, here and in the CTAs that share the load, and announces `bytes`
-    // to come. At the start every stage is free, as in the phase before the first, so the producer waits for the
-    // opposite parity.
-    __device__ void acquire(const RingPosition<Stages>& at, uint32_t bytes) {
-        wait_phase(&empty[at.stage], at.parity ^ 1);
-        ptx::mbarrier_arrive_expect_tx(&full[at.stage], bytes);
     }
 
     // Consumer: waits until the stage's bytes are there.

@@ -16,6 +16,29 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// An address in this CTA's shared memory.
+struct SharedAddress {
+    uint32_t value;
+
+    __device__ __forceinline__ SharedAddress(const void* pointer) : value(shared_address(pointer)) {}
+    __device__ __forceinline__ explicit SharedAddress(uint32_t address) : value(address) {}
+    __device__ __forceinline__ SharedAddress operator+(uint32_t bytes) const { return SharedAddress(value + bytes); }
+};
+
+// The whole warp: true in one of its threads, and always in the same. The compiler knows that a branch on it has one
+// thread, and computes the operands of TMA instructions once. On other branches it makes a loop over the threads of
+// each such instruction, which takes longer than the instruction.
+__device__ __forceinline__ bool elect_one() {
+    uint32_t is_elected;
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "elect.sync _|p, 0xffffffff;\n"
+                 "selp.u32 %0, 1, 0, p;\n"
+                 "}\n"
+                 : "=r"(is_elected));
+    return is_elected != 0;
+}
+
 // ---- ordering between the generic proxy (ld, st, stmatrix) and the async proxy (TMA) -------------------------------
 
 __device__ __forceinline__ void fence_proxy_async_shared_cta() {
@@ -64,8 +87,8 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(SharedAddress barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier.value), "r"(bytes)
                  : "memory");
 }
 
@@ -78,7 +101,7 @@ __device__ __forceinline__ void st_async(uint32_t address, const float4& value, 
 }
 
 // Waits a time that the hardware chooses; true when the phase of this parity is complete.
-__device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier, uint32_t parity) {
+__device__ __forceinline__ bool mbarrier_try_wait_parity(SharedAddress barrier, uint32_t parity) {
     uint32_t complete;
     asm volatile(
         "{\n"
@@ -87,7 +110,7 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier, uint
         "selp.u32 %0, 1, 0, p;\n"
         "}\n"
         : "=r"(complete)
-        : "r"(shared_address(barrier)), "r"(parity)
+        : "r"(barrier.value), "r"(parity)
         : "memory");
     return complete != 0;
 }
@@ -99,21 +122,21 @@ __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
 }
 
 __device__ __forceinline__ void cp_async_bulk_tensor_2d_load(
-    void* shared, const CUtensorMap* map, int32_t column, int32_t row, uint64_t* barrier) {
+    SharedAddress shared, const CUtensorMap* map, int32_t column, int32_t row, SharedAddress barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-            shared_address(shared)),
-        "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
+            shared.value),
+        "l"(map), "r"(column), "r"(row), "r"(barrier.value)
         : "memory");
 }
 
 // Writes to, and signals at, the same offsets in every CTA of the cluster that `ctas` names.
 __device__ __forceinline__ void cp_async_bulk_tensor_2d_load_multicast(
-    void* shared, const CUtensorMap* map, int32_t column, int32_t row, uint64_t* barrier, uint16_t ctas) {
+    SharedAddress shared, const CUtensorMap* map, int32_t column, int32_t row, SharedAddress barrier, uint16_t ctas) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
-        "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(ctas)
+        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared.value),
+        "l"(map), "r"(column), "r"(row), "r"(barrier.value), "h"(ctas)
         : "memory");
 }
 
