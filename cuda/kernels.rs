@@ -19,7 +19,7 @@ pub static FAMILIES: [Family; 1] = [Family {
 /// which tiles of 128 rows do not fit. The low ones are for products of one row of tiles: their rings are deep, and a
 /// CTA that shares K has little to send.
 #[rustfmt::skip]
-const SM90: [Shape; 45] = [
+const SM90: [Shape; 37] = [
     //  tile_m  tile_n  stages  cluster  split
     shape( 128,   256,      4,       2,     1),
     shape( 128,   224,      4,       2,     1),
@@ -31,16 +31,13 @@ const SM90: [Shape; 45] = [
     shape( 128,    64,      8,       1,     1),
     shape( 128,   192,      4,       1,     2),
     shape( 128,   128,      5,       1,     2),
-    shape( 128,   128,      5,       1,     4),
     shape( 128,    64,      8,       1,     2),
     shape( 128,    64,      7,       1,     4),
     shape(  64,   128,      8,       1,     1),
     shape(  64,   128,      8,       1,     2),
     shape(  64,   128,      7,       1,     4),
-    shape(  64,   128,      7,       1,     8),
     shape(  64,   256,      5,       1,     1),
     shape(  64,   256,      4,       1,     2),
-    shape(  64,   256,      4,       1,     4),
     shape(  16,   128,     11,       1,     1),
     shape(  16,   128,     11,       1,     2),
     shape(  16,   128,     11,       1,     4),
@@ -50,7 +47,6 @@ const SM90: [Shape; 45] = [
     shape(  32,   128,      9,       1,     4),
     shape(  32,   128,      9,       1,     8),
     shape(  48,   128,      9,       1,     1),
-    shape(  48,   128,      9,       1,     2),
     shape(  48,   128,      8,       1,     4),
     shape(  48,   128,      8,       1,     8),
     shape(  80,   128,      8,       2,     1),
@@ -59,13 +55,9 @@ const SM90: [Shape; 45] = [
     shape( 112,   128,      7,       2,     1),
     shape( 144,   128,      6,       1,     1),
     shape( 144,   128,      6,       2,     1),
-    shape( 144,   128,      5,       1,     2),
-    shape( 160,   128,      5,       2,     1),
     shape( 176,   128,      5,       1,     1),
     shape( 176,   128,      5,       2,     1),
-    shape( 208,   128,      5,       1,     1),
     shape( 208,   128,      5,       2,     1),
-    shape( 240,   128,      4,       2,     1),
 ];
 
 /// Kernels of one source: cuda/NAME/matmul.cuh.

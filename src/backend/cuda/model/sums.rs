@@ -547,7 +547,7 @@ mod tests {
                 let problem = problem(operation, &[8; 2], 1024, k);
                 choose(&H200, &problem, Numerics::Fast).tile.split_k
             };
-            assert!(split(256) < split(12_800));
+            assert!(split(64) < split(12_800));
         }
     }
 
