@@ -9,7 +9,7 @@ use std::process::{Command, ExitCode};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use kernels::{FAMILIES, Family};
+use kernels::{FAMILIES, Family, Variant};
 
 // The library uses the rest of it.
 #[allow(dead_code)]
@@ -135,9 +135,10 @@ fn source_of(family: &Family, dtype: &str) -> String {
     );
     for shape in family.shapes {
         for variant in family.variants(shape) {
-            let head = match variant.sums {
-                true => "GEMMESH_MATMUL_SUMS",
-                false => "GEMMESH_MATMUL",
+            let head = match variant {
+                Variant::Forms => "GEMMESH_MATMUL",
+                Variant::Plain => "GEMMESH_MATMUL_PLAIN",
+                Variant::Sums => "GEMMESH_MATMUL_SUMS",
             };
             let _ = writeln!(
                 source,

@@ -91,16 +91,19 @@ pub struct Shape {
     pub split: u32,
 }
 
-/// What else there is to a kernel.
+/// What a kernel can do beside the product. Code that a call does not use costs it microseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Variant {
-    /// Its rows go to several places, and partials are added to some. Its epilogue takes registers and code that the
-    /// other does not have, and it has more arguments.
-    pub sums: bool,
+pub enum Variant {
+    /// All forms of a product of this rank's output.
+    Forms,
+    /// Products of weights [N, K] alone, of the element type. Its arguments are those of `Forms`.
+    Plain,
+    /// Its rows go to several places, and partials are added to some. It has other arguments.
+    Sums,
 }
 
 /// All that there may be.
-const VARIANTS: [Variant; 2] = [Variant { sums: false }, Variant { sums: true }];
+const VARIANTS: [Variant; 3] = [Variant::Forms, Variant::Plain, Variant::Sums];
 
 const fn shape(tile_m: u32, tile_n: u32, stages: u32, cluster: u32, split: u32) -> Shape {
     Shape {
@@ -190,14 +193,18 @@ impl Family {
             split,
             ..
         } = shape;
-        let sums = if variant.sums { "_sums" } else { "" };
-        format!("matmul_{dtype}_{tile_m}x{tile_n}x{tile_k}_s{stages}_c{cluster}_k{split}{sums}")
+        let variant = match variant {
+            Variant::Forms => "",
+            Variant::Plain => "_plain",
+            Variant::Sums => "_sums",
+        };
+        format!("matmul_{dtype}_{tile_m}x{tile_n}x{tile_k}_s{stages}_c{cluster}_k{split}{variant}")
     }
 
     /// The kernels of a shape. Partials are not added by those that swap operands.
     pub fn variants(&self, shape: &Shape) -> impl Iterator<Item = Variant> + use<> {
         let swaps_ab = shape.swaps_ab();
-        let made = move |variant: &Variant| !(variant.sums && swaps_ab);
+        let made = move |variant: &Variant| !(*variant == Variant::Sums && swaps_ab);
         VARIANTS.into_iter().filter(made)
     }
 

@@ -39,7 +39,7 @@ static_assert(kConsumerRegisters == 224);
 // "its rows" for both.
 constexpr int kConsumerRows = 64;
 
-template <class Element_, int TileM, int TileN, int Stages, int Cluster, int Split, int Boxes, bool Sums>
+template <class Element_, int TileM, int TileN, int Stages, int Cluster, int Split, int Boxes, bool Sums, bool Plain>
 struct Config {
     using Element = Element_;
     static constexpr int kTileM = TileM;
@@ -55,9 +55,13 @@ struct Config {
     static constexpr int kCtas = Cluster * Split;   // in a cluster, as the hardware sees it
     static constexpr int kBoxes = Boxes;            // that a consumer warp has to store through
     static constexpr bool kSums = Sums;             // block sums
+    // Its results are products of [N, K] weights, of the element type. The other forms together take registers and so
+    // much code that a kernel with them needs two to three microseconds more to begin and to end.
+    static constexpr bool kPlain = Plain;
+    static_assert(!(Sums && Plain));
     static constexpr bool kSliced = Split == 1 && !Sums;  // slices of K may be added through memory
     static constexpr bool kFewRows = TileM < kConsumerRows;  // most products have one row of tiles
-    static constexpr bool kLowLatency = kSideBySide && !Sums;  // few rows of partial sums may be sent as they are made
+    static constexpr bool kLowLatency = kSideBySide && !Sums && !Plain;  // few rows of partial sums may be sent as they are made
     static_assert(Cluster == 1 || Split == 1);
     static constexpr uint32_t kBytesA = TileM * GEMMESH_TILE_K * sizeof(Element);  // of a stage
     static constexpr uint32_t kBytesB = TileN * GEMMESH_TILE_K * sizeof(Element);
@@ -65,12 +69,12 @@ struct Config {
     static constexpr int kPartN = TileN / Cluster;  // what one CTA loads of the tile's b
     static_assert(TileN % 16 == 0 && TileN <= 256);
     static_assert(kPartN % 8 == 0, "a part of b begins on a whole swizzle pattern");
-    static constexpr bool kTakesKn = kPartN % 64 == 0;  // `b` may be given as [K, N]: see WeightLoads
+    static constexpr bool kTakesKn = kPartN % 64 == 0 && !Plain;  // `b` may be given as [K, N]: see WeightLoads
 
     // In a gated tile, kGateRows rows of gate and as many of up alternate in `b`. So the first half of a consumer's
     // columns belongs to gate, and the second half to up. With swap_ab, two of its warps have gate's columns, and the
     // other two have up's.
-    static constexpr bool kGates = !Sums && !(kSwapAb && Split == kConsumerWarps);
+    static constexpr bool kGates = !Sums && !Plain && !(kSwapAb && Split == kConsumerWarps);
     static constexpr int kGateRows = kSideBySide || kSwapAb ? TileN / 4 : TileN / 2;
     static constexpr int kGateBox = kGateRows < kPartN ? kGateRows : kPartN;  // what is loaded at a time
     static_assert(kGateRows % 8 == 0 && kPartN % kGateBox == 0);

@@ -57,7 +57,7 @@ __device__ __forceinline__ void serve_peers(const GemmeshParams& params, Shared<
     const auto epoch = [&] { return shared.entrance.get().epoch; };
     if (pusher < 32 && shared.entrance.get().first) {
         announce(params, epoch(), pusher);
-        if (C::kSums || (C::kLowLatency && params.low_latency.share != 0)) await_peers(params, epoch(), pusher);
+        if (C::kSums || is_low_latency<C>(params)) await_peers(params, epoch(), pusher);
     }
     push(params, shared.pushers, epoch, pusher);
 }
@@ -127,7 +127,7 @@ __device__ __forceinline__ void load_epilogue(Bias& bias, const GemmeshParams& p
                                               uint32_t left, uint32_t warp, uint32_t lane) {
     using Element = typename C::Element;
     if constexpr (!C::kSums) bias.load(params, params.outputs[weight], is_gated<C>(params), left, lane);
-    if (!C::kSums && C::kSplit == 1 && params.low_latency.share == 0) {
+    if (!C::kSums && C::kSplit == 1 && !is_low_latency<C>(params)) {
         const uint32_t row = first_row<C>(walk.tile(), cta) + own_row + warp * GEMMESH_STORE_ROWS;
         prefetch_residual<Element, C::kConsumerN>(params.outputs[weight], params.m, row, left, lane);
     }
@@ -178,8 +178,8 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
         const uint32_t column = first_column<C>(params, walk.tile());
         const uint32_t weight = weight_of<C>(walk.tile());
         const uint32_t left = column + (is_gated<C>(params) ? own_column / 2 : own_column);
-        ColumnBias<Element, C::kSwapAb ? 8 : C::kConsumerN> bias;  // not used with swap_ab
-        if constexpr (!C::kSwapAb) {
+        ColumnBias<Element, C::kSwapAb ? 8 : C::kConsumerN> bias;  // not used with swap_ab, nor by plain kernels
+        if constexpr (!C::kSwapAb && !C::kPlain) {
             load_epilogue<C>(bias, params, walk, weight, cta, own_row, left, warp, lane);
         }
         note_begin<C>(params, walk, shared, at, cta, tracer);
@@ -207,7 +207,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
 
     if constexpr (C::kSums) placed.report(lane);
     if constexpr (C::kLowLatency) {
-        if (params.low_latency.share != 0) ptx::barrier_arrive<kLeaveBarrier, GEMMESH_THREADS>();
+        if (is_low_latency<C>(params)) ptx::barrier_arrive<kLeaveBarrier, GEMMESH_THREADS>();
     }
     // shared memory must outlive the stores that read it
     ptx::cp_async_bulk_wait_group_read<0>();
@@ -238,8 +238,8 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
         if constexpr (C::kSums) {
             ptx::prefetch_tensormap(partials.added);
         } else {
-            if (params.is_f32 == 0) ptx::prefetch_tensormap(maps.out);
-            if (params.is_gated != 0) ptx::prefetch_tensormap(maps.b_of(1));
+            if (!is_f32<C>(params)) ptx::prefetch_tensormap(maps.out);
+            if (is_gated<C>(params)) ptx::prefetch_tensormap(maps.b_of(1));
         }
         shared.pipeline.init(kConsumerWarps);
         shared.sum.init();
@@ -261,7 +261,7 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
         if (params.peers.push_epoch != nullptr) {
             // wait until the other warps of this warpgroup have pushed their tasks and, with low-latency areas, the
             // consumers have got the peers' parts
-            if (C::kLowLatency && params.low_latency.share != 0) {
+            if (is_low_latency<C>(params)) {
                 ptx::barrier_sync<kLeaveBarrier, GEMMESH_THREADS>();
             } else {
                 ptx::barrier_sync<kLeaveBarrier, kWarpgroupThreads>();
@@ -281,33 +281,40 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
 
 // The configuration of a kernel. It is the variadic argument of GEMMESH_HEAD, because the preprocessor splits it at its
 // commas.
-#define GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, Sums) \
-    gemmesh::Config<gemmesh::Element, TileM, TileN, Stages, Cluster, Split, Boxes, Sums>
+#define GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, Sums, Plain) \
+    gemmesh::Config<gemmesh::Element, TileM, TileN, Stages, Cluster, Split, Boxes, Sums, Plain>
 
 #define GEMMESH_HEAD(name, Cluster, Split, shared_bytes, ...)                                              \
     static_assert(sizeof(gemmesh::Shared<__VA_ARGS__>) == shared_bytes,                                    \
                   #name ": cuda/kernels.rs gives it less shared memory than it uses, or more");            \
     extern "C" __global__ void __cluster_dims__(Cluster * Split, 1, 1) __launch_bounds__(GEMMESH_THREADS, 1) name
 
+#define GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes, Plain)   \
+    GEMMESH_HEAD(name, Cluster, Split, shared_bytes,                                                       \
+                 GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, false, Plain))       \
+    (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                         \
+     const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params,                \
+     const __grid_constant__ gemmesh::MoreWeights more) {                                                  \
+        gemmesh::matmul<GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, false, Plain)>( \
+            gemmesh::Maps{&a, &b, &out, &more}, params, gemmesh::SumArguments{});                          \
+    }
+
 // Defines one kernel of the list in cuda/kernels.rs. build.rs writes a source that includes this one and has such a
 // line for each kernel. The list says how much shared memory a kernel is launched with, and how many boxes fit into it.
 #define GEMMESH_MATMUL(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes)           \
-    GEMMESH_HEAD(name, Cluster, Split, shared_bytes,                                                       \
-                 GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, false))              \
-    (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                         \
-     const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params,                \
-     const __grid_constant__ gemmesh::MoreWeights more) {                                                      \
-        gemmesh::matmul<GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, false)>(      \
-            gemmesh::Maps{&a, &b, &out, &more}, params, gemmesh::SumArguments{});                          \
-    }
+    GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes, false)
+
+// The same for a plain kernel.
+#define GEMMESH_MATMUL_PLAIN(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes)     \
+    GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes, true)
 
 // The same for a kernel with block sums.
 #define GEMMESH_MATMUL_SUMS(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes)      \
     GEMMESH_HEAD(name, Cluster, Split, shared_bytes,                                                       \
-                 GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, true))               \
+                 GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, true, false))        \
     (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                         \
      const __grid_constant__ CUtensorMap added, const __grid_constant__ GemmeshParams params,              \
      const __grid_constant__ gemmesh::Targets targets, const __grid_constant__ GemmeshSums sums) {         \
-        gemmesh::matmul<GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, true)>(       \
+        gemmesh::matmul<GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, true, false)>( \
             gemmesh::Maps{&a, &b, nullptr, nullptr}, params, gemmesh::SumArguments{&added, &targets, &sums}); \
     }

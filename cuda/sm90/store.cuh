@@ -77,7 +77,7 @@ __device__ __forceinline__ void store_sums(Accumulators<typename C::Element, C::
     // report the tile before, unless multiply had steps enough to do so
     placed.report(lane);
     const bool is_sum = block.sum != 0;
-    const bool is_f32 = is_sum && params.is_f32 != 0;
+    const bool stores_f32 = is_sum && is_f32<C>(params);
     const GemmeshOutput& output = params.outputs[0];
     const WarpPlace place{block.row + row, left, 0, block.row + block.rows};
     if (is_sum) add<C>(accumulators, block, shared, at, has_rows, consumer, own, lane);
@@ -86,8 +86,8 @@ __device__ __forceinline__ void store_sums(Accumulators<typename C::Element, C::
         finish<Element, false, C::kConsumerN>(accumulators.d, params, output, bias, boxes, place, lane);
     }
     placed.await_ready(row, left);
-    if (has_rows && is_f32) store_directly<float, C::kConsumerN>(accumulators.d, output, Place(place, lane));
-    if (has_rows && !is_f32) store_rows<Element, C::kConsumerN>(accumulators.d, placed, lane);
+    if (has_rows && stores_f32) store_directly<float, C::kConsumerN>(accumulators.d, output, Place(place, lane));
+    if (has_rows && !stores_f32) store_rows<Element, C::kConsumerN>(accumulators.d, placed, lane);
     if (has_all_of_k) placed.note(block, index);
 }
 
@@ -100,17 +100,15 @@ __device__ __forceinline__ void store_tile(Accumulators<typename C::Element, C::
     using Element = typename C::Element;
     constexpr int kN = C::kColumns;
     const GemmeshOutput& output = params.outputs[weight];
-    const bool is_gated = params.is_gated != 0;
-    const bool is_f32 = params.is_f32 != 0;
     auto& boxes = shared.boxes[warp];
     float* d = accumulators.d;
-    if (C::kLowLatency && params.low_latency.share != 0) {
+    if (is_low_latency<C>(params)) {
         const LowLatencySums<Element, kN> low_latency(params, output, shared.entrance.get(), row, column, lane);
         low_latency.send_and_add(accumulators);
         const WarpPlace rows = low_latency.place();
         finish<Element, false, kN>(d, params, output, bias, boxes, rows, lane);
         const Place place(rows, lane);
-        if (is_f32) {
+        if (is_f32<C>(params)) {
             store_directly<float, kN>(d, output, place);
         } else {
             store_directly<Element, kN>(d, output, place);
@@ -119,11 +117,11 @@ __device__ __forceinline__ void store_tile(Accumulators<typename C::Element, C::
     }
     const WarpPlace place{row, column, 0, params.m};
     const CUtensorMap* map = maps.out_of(weight);
-    finish<Element, true, kN>(d, params, output, bias, boxes, place, lane);
-    if (is_gated) {
-        store_own<C, kN / 2>(d, map, boxes, output, is_f32, place, lane);
+    if constexpr (!C::kPlain) finish<Element, C::kGates, kN>(d, params, output, bias, boxes, place, lane);
+    if (is_gated<C>(params)) {
+        store_own<C, kN / 2>(d, map, boxes, output, is_f32<C>(params), place, lane);
     } else {
-        store_own<C, kN>(d, map, boxes, output, is_f32, place, lane);
+        store_own<C, kN>(d, map, boxes, output, is_f32<C>(params), place, lane);
     }
 }
 
@@ -142,23 +140,25 @@ template <class C>
 __device__ __forceinline__ void store_swap_ab(Accumulators<typename C::Element, C::kColumns>& accumulators,
                                                 const GemmeshParams& params, Shared<C>& shared, uint32_t weight, uint32_t row,
                                                 uint32_t column, uint32_t warp, uint32_t lane) {
-    const bool is_gated = params.is_gated != 0;
-    const bool is_up = is_gated && warp % 4 >= 2;
+    const bool gated = is_gated<C>(params);
+    const bool is_up = gated && warp % 4 >= 2;
     const uint32_t pair = warp / 4 * 2 + warp % 2;
     const GemmeshOutput& output = params.outputs[weight];
     auto& own = shared.boxes[warp][0];
     auto& gates = shared.boxes[pair / 2 * 4 + pair % 2][0];
     auto& ups = shared.boxes[pair / 2 * 4 + pair % 2 + 2][0];
-    SwapAbTile<typename C::Element, C::kColumns> tile(accumulators, params, output, row, column + (is_gated ? pair : warp) * 16, lane);
-    tile.add_bias(is_up ? params.outputs[1].bias : output.bias);
-    if (is_up) {
-        tile.give(ups, gates, kPairBarrier + pair);
-        return;
+    SwapAbTile<typename C::Element, C::kColumns> tile(accumulators, params, output, row, column + (gated ? pair : warp) * 16, lane);
+    if constexpr (!C::kPlain) {
+        tile.add_bias(is_up ? params.outputs[1].bias : output.bias);
+        if (is_up) {
+            tile.give(ups, gates, kPairBarrier + pair);
+            return;
+        }
+        activate<C::kColumns / 2>(accumulators.d, params.activation, is_f32<C>(params));
+        if (gated) tile.multiply(ups, gates, kPairBarrier + pair);
+        tile.add_residual(own);
     }
-    activate<C::kColumns / 2>(accumulators.d, params.activation, params.is_f32 != 0);
-    if (is_gated) tile.multiply(ups, gates, kPairBarrier + pair);
-    tile.add_residual(own);
-    if (params.is_f32 != 0) {
+    if (is_f32<C>(params)) {
         tile.store_f32();
     } else {
         tile.store(own);

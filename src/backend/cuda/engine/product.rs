@@ -12,7 +12,7 @@ pub fn launch(stream: &Stream, launch: &ProductLaunch) -> Result<()> {
     // SAFETY: the arguments are what abi.h says. The matrices, the tables and the flags are alive until the stream has
     // passed: a caller's memory by the contract of its view, all other memory because it is freed only after that.
     unsafe {
-        let function = &instance.function;
+        let function = launch.function();
         function.launch(stream, grid, threads, instance.shared_bytes, &mut arguments)
     }
 }

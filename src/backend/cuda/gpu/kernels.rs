@@ -35,6 +35,8 @@ static REDUCE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/reduce.cubin"))
 #[derive(Clone, Debug)]
 pub struct Instance {
     pub function: Function,
+    /// The plain variant of it, if it is one of all forms.
+    pub plain: Option<Function>,
     pub dtype: DType,
     pub family: &'static Family,
     pub shape: &'static Shape,
@@ -52,13 +54,21 @@ impl Instance {
         variant: Variant,
     ) -> Result<Instance> {
         let &Cubin { family, dtype, .. } = cubin;
-        let name = CString::new(family.kernel(dtype, shape, variant)).unwrap_or_default();
         let shared_bytes = family.shared_bytes(shape);
-        let function = module.function(&name, shared_bytes)?;
+        let function = |variant| {
+            let name = CString::new(family.kernel(dtype, shape, variant)).unwrap_or_default();
+            module.function(&name, shared_bytes)
+        };
+        let plain = match variant {
+            Variant::Forms => Some(function(Variant::Plain)?),
+            Variant::Plain | Variant::Sums => None,
+        };
+        let function = function(variant)?;
         let ctas = shape.cluster * shape.split;
         let resident = module.resident_clusters(function, ctas, family.threads, shared_bytes)?;
         Ok(Instance {
             function,
+            plain,
             dtype,
             family,
             shape,
@@ -133,7 +143,8 @@ impl Kernels {
         for cubin in CUBINS {
             let module = module(cubin.image)?;
             for shape in cubin.family.shapes {
-                for variant in cubin.family.variants(shape) {
+                let variants = cubin.family.variants(shape);
+                for variant in variants.filter(|variant| *variant != Variant::Plain) {
                     let instance = Instance::load(&module, cubin, shape, variant)?;
                     kernels.instances.push(instance);
                 }
@@ -248,8 +259,9 @@ fn shapes() -> impl Iterator<Item = (&'static Family, &'static Shape)> {
 pub fn configs(base: Config, sums: bool, form: &Form) -> impl Iterator<Item = Config> + use<> {
     let (gated, layout) = (form.gated, form.weights);
     let has = move |(family, shape): &(&Family, &Shape)| {
+        let variant = if sums { Variant::Sums } else { Variant::Forms };
         let mut variants = family.variants(shape);
-        variants.any(|variant| variant.sums == sums) && multiplies(shape, gated, layout)
+        variants.any(|of| of == variant) && multiplies(shape, gated, layout)
     };
     let configured = move |(family, shape)| configured(family, shape, &base);
     shapes().filter(has).map(configured)
@@ -320,8 +332,8 @@ mod tests {
         let source = fs::read_to_string(Path::new(env!("OUT_DIR")).join(source)).unwrap();
         let lines = source.lines();
         let kernels = lines.filter_map(|line| {
-            let plain = line.strip_prefix("GEMMESH_MATMUL(");
-            plain.or_else(|| line.strip_prefix("GEMMESH_MATMUL_SUMS("))
+            let (head, arguments) = line.split_once('(')?;
+            head.starts_with("GEMMESH_MATMUL").then_some(arguments)
         });
         let words = kernels.map(|line| {
             let mut words = line.split(", ").map(String::from);
@@ -342,7 +354,7 @@ mod tests {
             };
             let loaded: Vec<String> = family.shapes.iter().flat_map(all).collect();
             let exchanged = family.shapes.iter().filter(|s| s.swaps_ab()).count();
-            assert_eq!(loaded.len(), 2 * family.shapes.len() - exchanged);
+            assert_eq!(loaded.len(), 3 * family.shapes.len() - exchanged);
             let expected = loaded.iter().map(|name| (name.clone(), dtype.to_string()));
             assert_eq!(compiled(cubin), expected.collect::<Vec<_>>());
             for name in loaded {

@@ -9,8 +9,10 @@ use super::operands::{self, Operands};
 use super::params::{self, CallNumbers};
 use super::product::ProductKernel;
 use super::sm90::Maps;
-use crate::backend::cuda::abi::{GemmeshParams, GemmeshTraceEvent};
-use crate::backend::cuda::driver::DeviceMemory;
+use crate::backend::cuda::abi::{
+    GEMMESH_IDENTITY, GemmeshOutput, GemmeshParams, GemmeshTraceEvent,
+};
+use crate::backend::cuda::driver::{DeviceMemory, Function};
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::gpu::reclaim::Deferred;
 use crate::error::Result;
@@ -68,6 +70,23 @@ impl<'p> ProductLaunch<'p> {
     /// How many CTAs it has.
     pub fn grid(&self) -> u32 {
         (self.kernel.clusters * self.kernel.instance.ctas()) as u32
+    }
+
+    /// The kernel's variant: the plain one, if this call asks for no other form.
+    pub fn function(&self) -> Function {
+        let instance = &self.kernel.instance;
+        let plain = instance.plain.filter(|_| self.is_plain());
+        plain.unwrap_or(instance.function)
+    }
+
+    fn is_plain(&self) -> bool {
+        let params = &self.params;
+        let adds_nothing =
+            |output: &GemmeshOutput| output.bias.is_null() && output.residual.is_null();
+        params.activation == GEMMESH_IDENTITY
+            && [params.is_gated, params.is_f32, params.b_is_kn] == [0; 3]
+            && params.low_latency.share == 0
+            && params.outputs.iter().all(adds_nothing)
     }
 
     /// The kernel's arguments, in order.

@@ -73,8 +73,9 @@ pub fn choose<'a>(
         require(what, !config.tile.stream_k)?;
     }
     let dtype = schedule.matrices()[product.a].dtype;
-    let variant = Variant {
-        sums: adds_partials,
+    let variant = match adds_partials {
+        true => Variant::Sums,
+        false => Variant::Forms,
     };
     gpu.kernels.check_product(rank, product, variant)?;
     let instance = gpu.kernels.find(rank, dtype, config, variant)?;
