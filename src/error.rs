@@ -27,8 +27,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Everything that can go wrong.
 ///
 /// Ranks are numbered from 0 to W - 1. In an error of a part of a job or of a group, in its fields and in its sentence,
-/// they have the numbers of the job: see [`Error::InGroup`]. If one rank fails or makes a mistake in a collective call, all ranks get the
-/// same error. It names the rank at fault, and the group has failed.
+/// they have the numbers of the job: see [`Error::InGroup`]. If one rank fails or makes a mistake in a collective call,
+/// all ranks get the same error. It names the rank at fault, and the group has failed.
 ///
 /// An argument that only this rank can judge is at first an error on this rank alone, for example an [`Error::Shape`].
 /// Nothing has been done, and the rank may make the call with a different argument. If it does not, the ranks that wait

@@ -15,8 +15,8 @@ __device__ __forceinline__ float times_sigmoid(float x, const Exponent& exponent
     return x * ptx::rcp_approx(1.0f + ptx::ex2_approx(exponent(x)));
 }
 
-// The exponent of 2 that makes exp(-s(x)): -x * p(x^2) * log2(e). Functions differ in its numbers alone, because the code
-// of each would be as long as all else that finishes a tile.
+// The exponent of 2 that makes exp(-s(x)): -x * p(x^2) * log2(e). Functions differ in its numbers alone. The code of each
+// would be as long as all else that finishes a tile.
 struct Exponent {
     float p0;
     float p1;
