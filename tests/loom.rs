@@ -1,7 +1,7 @@
 //! Loom runs the shipped protocol in the orders that threads and memory may take, on rows that are cells: a missing
 //! ordering or wait is a race that it reports, and a stale row is a wrong value.
 //!
-//! `RUSTFLAGS="--cfg loom" cargo test --release --test loom`
+//! `RUSTFLAGS="--cfg loom" cargo test --profile loom --no-default-features --test loom`
 #![cfg(loom)]
 #![allow(unsafe_code)]
 
