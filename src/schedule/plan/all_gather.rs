@@ -361,21 +361,10 @@ impl<'a> Cutter<'a> {
         peer: usize,
         stage: usize,
     ) -> impl Iterator<Item = Transfer> {
-        let chunks = |other: usize| self.chunks_of(other, peer);
-        // The chunks of a shard in the stages before this one.
-        let before = |other, stage| chunks(other).partition_point(|chunk| chunk.stage < stage);
-        let others = (0..self.layout.world()).filter(|&other| other != peer);
-        let lower = others.clone().take_while(|&other| other < source);
-        let own = before(source, stage)..before(source, stage + 1);
-        let first: usize = match self.layout.order() {
-            RowOrder::ByRank => lower.map(|other| chunks(other).len()).sum::<usize>() + own.start,
-            RowOrder::ByStage => {
-                let earlier: usize = others.map(|other| before(other, stage)).sum();
-                let beside = lower.map(|other| before(other, stage + 1) - before(other, stage));
-                earlier + beside.sum::<usize>()
-            }
-        };
-        let chunks = chunks(source)[own].iter().enumerate();
+        let first = self.first_flag(source, peer, stage);
+        let own =
+            self.chunks_before(source, peer, stage)..self.chunks_before(source, peer, stage + 1);
+        let chunks = self.chunks_of(source, peer)[own].iter().enumerate();
         chunks.map(move |(index, StagedChunk { part, .. })| Transfer {
             from: source,
             to: peer,
@@ -390,6 +379,30 @@ impl<'a> Cutter<'a> {
             flag: first + index,
             route: self.route,
         })
+    }
+
+    /// The flag of a block's first chunk at the rank to which it comes.
+    fn first_flag(&self, source: usize, peer: usize, stage: usize) -> usize {
+        let before = |other, stage| self.chunks_before(other, peer, stage);
+        let others = (0..self.layout.world()).filter(|&other| other != peer);
+        let lower = others.clone().take_while(|&other| other < source);
+        match self.layout.order() {
+            RowOrder::ByRank => {
+                let shards: usize = lower.map(|other| self.chunks_of(other, peer).len()).sum();
+                shards + before(source, stage)
+            }
+            RowOrder::ByStage => {
+                let earlier: usize = others.map(|other| before(other, stage)).sum();
+                let beside = lower.map(|other| before(other, stage + 1) - before(other, stage));
+                earlier + beside.sum::<usize>()
+            }
+        }
+    }
+
+    /// The chunks of a shard in the stages before one.
+    fn chunks_before(&self, source: usize, peer: usize, stage: usize) -> usize {
+        let chunks = self.chunks_of(source, peer);
+        chunks.partition_point(|chunk| chunk.stage < stage)
     }
 }
 
