@@ -28,8 +28,8 @@ use clap::{Parser, ValueEnum};
 use common::gather::AllGather;
 use common::{Check, Failure, Operation, Row};
 use gemmesh::{
-    Backend, Chunking, Config, Element, Error, Explanation, Group, Host, Numerics, Result, Route,
-    TileShape, bf16, f16, launch,
+    Backend, Chunking, Config, Element, Error, Explanation, Group, Host, Result, Route, TileShape,
+    bf16, f16, launch,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
@@ -74,9 +74,6 @@ struct Args {
     #[cfg(feature = "cuda")]
     #[arg(long)]
     no_table: bool,
-    /// Lets stream-K cut the tiles of the last wave: Numerics::StreamK.
-    #[arg(long)]
-    stream_k: bool,
     /// Times every configuration that may be the fastest, and appends the fastest to this file. Programs use the file
     /// if GEMMESH_TUNED names it.
     #[cfg(feature = "cuda")]
@@ -291,7 +288,6 @@ impl Args {
                 .with_cluster(self.cluster.unwrap_or(default.tile.cluster))
                 .with_split_k(self.split_k.unwrap_or(default.tile.split_k))
                 .with_k_slices(self.k_slices.unwrap_or(default.tile.k_slices))
-                .with_stream_k(default.tile.stream_k)
                 .with_group_m(self.group_m.unwrap_or(default.tile.group_m)),
             Chunking::new(self.chunks.unwrap_or(default.chunking.count))
                 .with_last(last.unwrap_or(default.chunking.last))
@@ -475,11 +471,7 @@ where
 }
 
 fn run<B: Backend, T: Element, O: Timed<B, T>>(args: &Args) -> Result<(), Failure> {
-    let numerics = match args.stream_k {
-        true => Numerics::StreamK,
-        false => Numerics::Fast,
-    };
-    let group = Group::<B>::builder().numerics(numerics).from_env()?;
+    let group = Group::<B>::from_env()?;
     #[cfg(feature = "cuda")]
     if let Some(path) = &args.tune {
         let mut shapes = args.shapes().into_iter();

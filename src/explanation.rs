@@ -117,9 +117,6 @@ impl Explanation {
                 "\nK is multiplied in {count} slices, whose products are added afterwards."
             )?;
         }
-        if tile.stream_k {
-            f.write_str("\nTiles that would not fill the last wave are cut along K (stream-K).")?;
-        }
         if tile.group_m > 1 {
             let count = tile.group_m;
             write!(
@@ -216,7 +213,6 @@ mod tests {
     fn every_option_of_a_tile_has_a_sentence() {
         let tile = TileShape::new(1, 1, 1).with_stages(4).with_cluster(2);
         let tile = tile.with_split_k(3).with_k_slices(5).with_group_m(8);
-        let tile = tile.with_stream_k(true);
         let words = explained(Moved::Nothing, tile, Chunking::new(1), Route::Pull);
         let expected = "\
             The output is computed in tiles of 1 row and 1 column, which read 1 column of K in a step and have up to \
@@ -224,7 +220,6 @@ mod tests {
             2 tiles, one above the other, share what they load of the weight.\n\
             Each tile is the work of 3 thread blocks, which divide K.\n\
             K is multiplied in 5 slices, whose products are added afterwards.\n\
-            Tiles that would not fill the last wave are cut along K (stream-K).\n\
             The tiles of 8 tile rows are taken together, column by column.\n\
             Nothing is moved, because one rank has all rows.\n\
             Its time is not predicted.";

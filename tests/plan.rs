@@ -1069,13 +1069,10 @@ fn assert_fields_have_limits_together() {
     let rows = "Config::tile.m · tile.cluster";
     assert_limit(error, rows, 2 * MAX_EXTENT, 1, MAX_EXTENT);
 
-    let tile = TileShape::new(2, 3, 1).with_stream_k(true);
-    for cut in [tile.with_split_k(2), tile.with_k_slices(2)] {
-        config.tile = cut;
-        let error = plan(&[3; 3], 9, 9, 0, config).unwrap_err();
-        let parts = "Config::tile.split_k · tile.k_slices, where stream_k is set,";
-        assert_limit(error, parts, 2, 1, 1);
-    }
+    config.tile = TileShape::new(2, 3, 1).with_split_k(2).with_k_slices(2);
+    let error = plan(&[3; 3], 9, 9, 0, config).unwrap_err();
+    let parts = "Config::tile.split_k, where k_slices is above 1,";
+    assert_limit(error, parts, 2, 1, 1);
 }
 
 #[track_caller]

@@ -139,8 +139,7 @@ fn width(title: &str) -> usize {
     title.len().max(9)
 }
 
-/// Route, tile, CTAs of a cluster, those that share a tile (s) or slices of K (k) or stream-K (sk), chunks of a shard
-/// and of the last.
+/// Route, tile, CTAs of a cluster, those that share a tile (s) or slices of K (k), chunks of a shard and of the last.
 pub fn in_short(config: &Config) -> String {
     let route = match config.route {
         Route::Pull => "pull",
@@ -149,10 +148,9 @@ pub fn in_short(config: &Config) -> String {
     };
     let (tile, chunking) = (&config.tile, &config.chunking);
     let cut = if chunking.cut_last { "+cut" } else { "" };
-    let parts = match (tile.stream_k, tile.k_slices) {
-        (true, _) => "sk".into(),
-        (_, 1) => format!("s{}", tile.split_k),
-        (_, slices) => format!("k{slices}"),
+    let parts = match tile.k_slices {
+        1 => format!("s{}", tile.split_k),
+        slices => format!("k{slices}"),
     };
     format!(
         "{route} {}×{} c{} {parts} {}/{}{cut}",

@@ -32,7 +32,6 @@ struct SliceSum {
         const uint32_t first = words.x;
         const uint32_t slice = words.y & 0xffff;
         const uint32_t count = words.y >> 16;
-        if (count == 1) return true;
 
         // pieces of a warp's lanes lie side by side
         float4* parts = reinterpret_cast<float4*>(params.partials) + (first * kNext + warp * (kPieces * 32) + lane);

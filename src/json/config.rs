@@ -25,11 +25,9 @@ struct TileShapeJson {
     stages: usize,
     cluster: usize,
     split_k: usize,
-    // Older tables have neither `k_slices` nor `stream_k`.
+    // Older tables have no `k_slices`.
     #[serde(default = "one")]
     k_slices: usize,
-    #[serde(default)]
-    stream_k: bool,
     group_m: usize,
 }
 

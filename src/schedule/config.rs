@@ -5,7 +5,7 @@ use std::fmt;
 pub use super::layout::MAX_CHUNKS;
 
 use super::layout::MAX_EXTENT;
-use super::limits::{limit, require};
+use super::limits::limit;
 use crate::refusal::Result;
 use crate::route::Route;
 
@@ -44,8 +44,7 @@ impl fmt::Debug for Config {
 /// What the bits of a product may depend on, if the library chooses how it is cut up
 /// ([`Builder::numerics`](crate::Builder::numerics)).
 ///
-/// They never depend on which transfer comes first. Except with [`Numerics::StreamK`], they don't depend on who makes a
-/// row, who owns it, or how it is moved.
+/// They never depend on which transfer comes first, who makes a row, who owns it, or how it is moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Numerics {
@@ -59,12 +58,6 @@ pub enum Numerics {
     /// No rank cuts its K. A row has the same bits in every batch. (A configuration that a call gives the host backend
     /// still says how deep its steps through K are.)
     Invariant,
-    /// As [`Numerics::Fast`], and tiles of one product may be cut in different ways ([`TileShape::stream_k`]).
-    ///
-    /// Rows of `a` that are equal may then have different products. A row's bits also depend on who makes it, who owns
-    /// it, how and whether rows are moved, and how many multiprocessors the GPU has. The same call of the same ranks on
-    /// the same GPUs still has the same bits each time.
-    StreamK,
 }
 
 /// The tiles of an output.
@@ -87,12 +80,6 @@ pub struct TileShape {
     /// Slices of K that are multiplied separately and added through memory. They help if there are few tiles, or if
     /// tiles leave a part of the device idle. The host backend has one.
     pub k_slices: usize,
-    /// Stream-K: tiles that would not fill a last wave are cut along K, each at a different place, so that all CTAs
-    /// have the same amount of work.
-    ///
-    /// It is used only if [`Numerics::StreamK`] is asked for, and not if partial sums are sent. The host backend has no
-    /// Stream-K.
-    pub stream_k: bool,
     /// Tile rows that are walked together, column by column, so that a cache holds the operands that they share.
     pub group_m: usize,
 }
@@ -113,7 +100,7 @@ impl fmt::Debug for TileShape {
                 write!(f, ", {name} {value}")?;
             }
         }
-        f.write_str(if self.stream_k { ", stream_k)" } else { ")" })
+        f.write_str(")")
     }
 }
 
@@ -177,7 +164,6 @@ impl Config {
             cluster,
             split_k,
             k_slices,
-            stream_k,
             group_m,
         } = self.tile;
         limit("Config::tile.m", m, 1, MAX_EXTENT)?;
@@ -193,10 +179,6 @@ impl Config {
             let what = "Config::tile.split_k, where k_slices is above 1,";
             limit(what, split_k, 1, 1)?;
         }
-        if stream_k {
-            let what = "Config::tile.split_k · tile.k_slices, where stream_k is set,";
-            limit(what, split_k * k_slices, 1, 1)?;
-        }
         limit("Config::tile.group_m", group_m, 1, MAX_EXTENT)?;
         limit("Config::chunking.count", self.chunking.count, 1, MAX_CHUNKS)?;
         limit("Config::chunking.last", self.chunking.last, 1, MAX_CHUNKS)
@@ -205,8 +187,7 @@ impl Config {
     /// Checks that the tiles cut K only in ways that `numerics` allows.
     ///
     /// # Errors
-    /// `Refusal::Limit` for parts of K, and [`Refusal::Unsupported`] for
-    /// Stream-K.
+    /// `Refusal::Limit` for parts of K.
     pub(crate) fn check_numerics(&self, numerics: Numerics) -> Result<()> {
         if numerics == Numerics::Invariant {
             let TileShape {
@@ -216,10 +197,6 @@ impl Config {
             limit(what, split_k, 1, 1)?;
             let what = "Config::tile.k_slices, where Numerics::Invariant is asked for,";
             limit(what, k_slices, 1, 1)?;
-        }
-        if numerics != Numerics::StreamK {
-            let what = "Config::tile.stream_k must be false unless Numerics::StreamK is asked for";
-            require(what, !self.tile.stream_k)?;
         }
         Ok(())
     }
@@ -247,7 +224,6 @@ impl TileShape {
             cluster: 1,
             split_k: 1,
             k_slices: 1,
-            stream_k: false,
             group_m: 1,
         }
     }
@@ -274,12 +250,6 @@ impl TileShape {
     #[must_use]
     pub const fn with_k_slices(self, k_slices: usize) -> TileShape {
         TileShape { k_slices, ..self }
-    }
-
-    /// Sets whether tiles are cut along K to fill the last wave.
-    #[must_use]
-    pub const fn with_stream_k(self, stream_k: bool) -> TileShape {
-        TileShape { stream_k, ..self }
     }
 
     /// Sets the number of tile rows that are walked together.

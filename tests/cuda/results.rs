@@ -1,9 +1,6 @@
 //! Every result is the one that float64 gives, within rounding, by each kernel and in each environment.
 
-use gemmesh::{
-    AllGatherMatmul, Chunking, Config, Cuda, Element, Error, Group, MatmulReduceScatter, Numerics,
-    Route, bf16, f16,
-};
+use gemmesh::{AllGatherMatmul, Config, Cuda, Element, Error, Group, Route, bf16, f16};
 
 use crate::support::gpu::*;
 use crate::support::numbers::{bits, nan, normal, rng};
@@ -209,70 +206,6 @@ fn under_random_delays_4_ranks_get_the_bits_of_gather_then_matmul_100_times() {
     if let Some(_leave) = gpu() {
         fused_is_gather_then_matmul(test_name!(), 4);
     }
-}
-
-#[test]
-fn tiles_that_stream_k_cuts_are_right_and_have_the_same_bits_each_time() {
-    let Some(_leave) = gpu() else { return };
-    let case = |(index, config): (usize, Config)| {
-        // Tiles that don't fill a wave, and some kernels' that fill one and a part of another.
-        let rows = match index % 3 {
-            0 => vec![391, 300],
-            1 => vec![0, 513],
-            _ => vec![600, 501],
-        };
-        let cut = Chunking::new(1 + index % 3).with_cut_last(true);
-        Case {
-            rows,
-            n: 1100 + index,
-            k: [264, 72, 1096, 2056][index % 4],
-            bias: index.is_multiple_of(2),
-            config: Some(Config::new(
-                config.tile.with_group_m(4),
-                cut,
-                ROUTES[index % 3],
-            )),
-            seed: index as u64,
-            ..Case::default()
-        }
-    };
-    let cases: Vec<Case> = streamed().enumerate().map(case).collect();
-    results::fused_is_gather_then_matmul::<Cuda>(test_name!(), 2, &cases);
-}
-
-#[test]
-fn stream_k_is_refused_where_nobody_asked_for_it_and_by_sums_that_are_sent() {
-    let Some(_leave) = gpu() else { return };
-    all_done(ranks(test_name!(), 2, |rank| {
-        let config = streamed().next().expect("kernels have it");
-        let [allowed, plain] = [Numerics::StreamK, Numerics::Fast].map(|numerics| {
-            let builder = Group::<Cuda>::builder().timeout(TIMEOUT).numerics(numerics);
-            let address = format!("{}-{numerics:?}", rank.address);
-            builder.connect(rank.rank, rank.world, &address)
-        });
-        let (allowed, plain) = (allowed?, plain?);
-        let refused = |group: &Group<Cuda>| {
-            let a = group.sharded::<bf16>(512, 512)?;
-            let prepared = AllGatherMatmul::new().config(config).prepare(&a, 512);
-            Ok::<_, Error>(prepared.err().map(|error| error.to_string()))
-        };
-        assert_eq!(refused(&allowed)?, None);
-        let words = refused(&plain)?.unwrap_or_default();
-        assert!(words.contains("Numerics::StreamK"), "{words:?}");
-
-        let a = allowed.zeros::<bf16>(512, 512)?;
-        let b = allowed.zeros::<bf16>(512, 512)?;
-        let mut out = allowed.zeros::<bf16>(256, 512)?;
-        let stored = config.with_route(Route::Store);
-        let sums = MatmulReduceScatter::new().config(stored);
-        let error = sums
-            .run(&a, &b, &mut out)
-            .err()
-            .map(|error| error.to_string());
-        let words = error.unwrap_or_default();
-        assert!(words.contains("stream_k"), "{words:?}");
-        Ok("refused".into())
-    }));
 }
 
 #[test]

@@ -609,12 +609,6 @@ const CONFIGURATIONS: &[Mistake] = &[
         "rank 0: matmul: Config::tile.group_m is 0; it must be from 1 to 2147483647",
     ),
     (
-        "stream_k without its numerics",
-        |g| configured(g, |c| c.tile.stream_k = true),
-        "rank 0: matmul: not supported: Config::tile.stream_k must be false unless Numerics::StreamK is \
-         asked for",
-    ),
-    (
         "no chunks",
         |g| configured(g, |c| c.chunking.count = 0),
         "rank 0: matmul: Config::chunking.count is 0; it must be from 1 to 64",

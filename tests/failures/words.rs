@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use gemmesh::{AllGatherMatmul, Error, Group, Host, bf16};
+use gemmesh::{Error, Group, Host};
 
 use crate::support::tested;
 use crate::{Arguments, MakeCall, SHORT, TIMEOUT};
@@ -162,23 +162,4 @@ fn a_rank_that_left_is_told_of_by_the_call_the_rank_and_what_it_has_not_done() {
             });
         assert!(expected.into_iter().any(|e| e == told(&error)), "{error}");
     }
-}
-
-#[test]
-fn what_is_not_supported_is_told_of_by_what_must_hold_instead() {
-    let refused = Group::<Host>::threads(1, |group| {
-        let a = group.sharded::<bf16>(6, 4)?;
-        let mut config = AllGatherMatmul::new().prepare(&a, 5)?.config();
-        config.tile = config.tile.with_stream_k(true);
-        AllGatherMatmul::new().config(config).prepare(&a, 5)?;
-        Ok::<(), Error>(())
-    });
-    let place = format!("{}:{}", file!(), line!() - 3);
-    assert_eq!(
-        refused.unwrap_err().to_string(),
-        format!(
-            "rank 0: all_gather_matmul at {place}: not supported: Config::tile.stream_k must be false unless \
-             Numerics::StreamK is asked for"
-        )
-    );
 }

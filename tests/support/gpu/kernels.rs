@@ -33,20 +33,6 @@ pub static SHAPES: LazyLock<Vec<Config>> = LazyLock::new(|| {
     shapes
 });
 
-/// A configuration with stream-K for every kernel that has it.
-pub fn streamed() -> impl Iterator<Item = Config> {
-    let whole = SHAPES
-        .iter()
-        .filter(|config| config.tile.split_k == 1 && config.tile.k_slices == 1);
-    whole.map(|config| {
-        Config::new(
-            config.tile.with_stream_k(true),
-            config.chunking,
-            config.route,
-        )
-    })
-}
-
 pub fn config(shape: usize, group_m: usize, chunks: usize) -> Config {
     Config::new(
         SHAPES[shape % SHAPES.len()].tile.with_group_m(group_m),

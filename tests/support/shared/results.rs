@@ -15,14 +15,13 @@ use crate::support::products::{Arguments, Case, Placed, ROUTES};
 use crate::support::tested::{Tested, all_done, assert_call_mismatch, poisoned, ranks, same_error};
 
 /// 100 times: the fused product of one of `cases`, under delays that differ each time, has the bits of the product
-/// after the gather; where stream-K cuts tiles, of another fused one.
+/// after the gather.
 #[track_caller]
 pub fn fused_is_gather_then_matmul<B: Tested>(test: &str, world: usize, cases: &[Case]) {
     let ranks = ranks::<B>(test, world, |rank| {
         let workers = cases.iter().map(|case| case.workers).max();
         let builder = Group::<B>::builder()
             .timeout(B::TIMEOUT)
-            .numerics(Numerics::StreamK)
             .workers(workers.unwrap_or(0).max(1));
         let group = builder.connect(rank.rank, rank.world, &rank.address)?;
         let mut expected = Vec::new();
@@ -32,12 +31,7 @@ pub fn fused_is_gather_then_matmul<B: Tested>(test: &str, world: usize, cases: &
             let (b, bias) = case.b::<bf16>(rank.rank);
             let mut matrices = Placed::new(&group, case, &a, &b, bias.as_deref())?;
             matrices.poison()?;
-            // Which tiles stream-K cuts depends on their order, and so on what is waited for.
-            let is_streamed = case.config.is_some_and(|config| config.tile.stream_k);
-            match is_streamed {
-                true => matrices.fused(case.config)?,
-                false => matrices.gather_then_matmul(case.config)?,
-            }
+            matrices.gather_then_matmul(case.config)?;
             let (gathered, out) = matrices.read()?;
             assert_eq!(bits(&gathered), bits(&a), "{case:?}");
             let reference = Reference::new(&a, &b, bias.as_deref(), case.k);
@@ -51,10 +45,8 @@ pub fn fused_is_gather_then_matmul<B: Tested>(test: &str, world: usize, cases: &
             gemmesh::testing::delay_chunks(Some(seed));
             let index = seed as usize % cases.len();
             let (case, matrices) = (&cases[index], &mut placed[index]);
-            let config = case.config.map(|config| match config.tile.stream_k {
-                true => config,
-                false => config.with_route(ROUTES[seed as usize / cases.len() % ROUTES.len()]),
-            });
+            let route = ROUTES[seed as usize / cases.len() % ROUTES.len()];
+            let config = case.config.map(|config| config.with_route(route));
             matrices.poison()?;
             matrices.fused(config)?;
             let (gathered, out) = matrices.read()?;
@@ -101,15 +93,12 @@ pub fn a_row_has_the_bits_that_it_has_in_any_batch<B: Tested>(test: &str) {
             }
 
             let problem = AllGatherMatmul::<B, bf16>::new().prepare(&a, n)?.config();
-            for (tile, said) in [
-                (problem.tile.with_split_k(2), "Numerics::Invariant"),
-                (problem.tile.with_stream_k(true), "Numerics::StreamK"),
-            ] {
+            for tile in [problem.tile.with_split_k(2), problem.tile.with_k_slices(2)] {
                 let config = Config::new(tile, problem.chunking, problem.route);
                 let cut = AllGatherMatmul::<B, bf16>::new().config(config);
                 let error = cut.prepare(&a, n).err().map(|error| error.to_string());
                 let words = error.unwrap_or_default();
-                assert!(words.contains(said), "{words:?}");
+                assert!(words.contains("Numerics::Invariant"), "{words:?}");
             }
         }
         Ok("the same bits".into())

@@ -204,7 +204,7 @@ impl Kernels {
         let can = |i: &Instance| multiplies(i.shape, gated, layout);
         let mut of = self.instances.iter().filter(|i| i.is_asked(config));
         // With swap_ab, the two halves of a gated tile would be added separately.
-        let sliced = config.tile.k_slices > 1 || config.tile.stream_k;
+        let sliced = config.tile.k_slices > 1;
         let apart = gated && sliced && swaps_ab(config);
         if of.all(can) && !apart {
             return Ok(());
@@ -287,7 +287,7 @@ fn configured(family: &Family, shape: &Shape, base: &Config) -> Config {
     tile.split_k = shape.split as usize;
     // CTAs share K in only one way.
     if shape.split > 1 {
-        (tile.k_slices, tile.stream_k) = (1, false);
+        tile.k_slices = 1;
     }
     config
 }

@@ -154,8 +154,6 @@ fn gathered_by(tiles: &Tiles, problem: &Problem, config: &Config, groups: &[Arri
         let ready = groups.iter().map(|group| group.ready).fold(0.0, f64::max);
         return around + ready + tiles.all();
     }
-    let (streamed, stream) = tiles.streamed();
-    let whole = tiles.entries - streamed;
     let full_wave = tiles.wave(tiles.slots.min(tiles.entries));
     let mut waves = Waves::new(tiles.slots);
     let (mut rows, mut taken) = (0, 0);
@@ -166,7 +164,6 @@ fn gathered_by(tiles: &Tiles, problem: &Problem, config: &Config, groups: &[Arri
             true => tiles.entries,
             false => rows / tiles.rows * tiles.columns,
         };
-        let reached = reached.min(whole);
         let count = reached - taken;
         taken = reached;
         if count == 0 {
@@ -177,12 +174,6 @@ fn gathered_by(tiles: &Tiles, problem: &Problem, config: &Config, groups: &[Arri
             let rest = 1.0 - config.cut(layout.k()).unwrap_or(0) as f64 / layout.k() as f64;
             waves.end = waves.end.max(group.late + rest * full_wave);
         }
-    }
-    if streamed > 0 {
-        let last = groups.iter().map(|group| group.ready.max(group.late));
-        let free = waves.early.and(waves.later);
-        let begin = free.at.max(last.fold(0.0, f64::max));
-        waves.end = waves.end.max(begin + stream);
     }
     around + waves.end
 }

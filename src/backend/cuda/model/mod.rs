@@ -86,7 +86,7 @@ fn fastest(
     time: impl Fn(&Tiles, &Config, f64) -> f64,
 ) -> Config {
     let base = Config {
-        tile: base.tile.with_k_slices(1).with_stream_k(false),
+        tile: base.tile.with_k_slices(1),
         ..base
     };
     // Kernels that add partials have no slices.
@@ -122,11 +122,6 @@ fn fastest(
             if k_slices::fit(&config, tiles.entries) {
                 consider(&mut best, &Tiles::of(rates, problem, &config), &config);
             }
-        }
-        if numerics == Numerics::StreamK {
-            config.tile.k_slices = 1;
-            config.tile.stream_k = true;
-            consider(&mut best, &Tiles::of(rates, problem, &config), &config);
         }
     });
     best.1

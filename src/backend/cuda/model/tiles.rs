@@ -2,13 +2,10 @@
 
 use crate::backend::cuda::gpu::kernels;
 use crate::backend::cuda::gpu::rates::Rates;
-use crate::backend::cuda::program::k_slices::StreamK;
 use crate::schedule::{Config, Problem};
 
 /// The most waves for which slices are considered. With more waves, the last one matters little.
 const MOST_WAVES: usize = 12;
-/// Bytes of operands that the L2 cache holds while they are used.
-const CACHE: f64 = 40e6;
 /// More slices are considered only if they take less than this share of the time of fewer slices.
 const WORTH: f64 = 0.95;
 /// The fewest steps through K of a slice.
@@ -39,10 +36,6 @@ pub struct Tiles<'a> {
     /// What an entry takes beside its steps.
     beside: f64,
     sums: SliceSums,
-    /// Stream-K's cuts of the tiles that would not fill a last wave, if it cuts them.
-    stream: Option<StreamK>,
-    /// The time in device memory that a step takes, for each share of stream-K.
-    step_of_share: f64,
 }
 
 /// The times of adding slices of K.
@@ -122,14 +115,6 @@ impl<'a> Tiles<'a> {
             1 => 0.0,
             _ => rates.join + rates.split * area / (128.0 * 256.0),
         };
-        let stream = tile
-            .stream_k
-            .then(|| StreamK::of(entries, steps as usize, slots));
-        let most_slices = match stream {
-            Some(stream) => stream.shares.div_ceil(stream.streamed.max(1)) + 1,
-            None => tile.k_slices,
-        };
-        let sums = SliceSums::of(rates, most_slices, ctas, area);
         Tiles {
             rates,
             start: rates.start + rates.cluster * f64::from(ctas.ilog2()),
@@ -142,73 +127,29 @@ impl<'a> Tiles<'a> {
             step_of_cached: ctas as f64 * cached / rates.cached,
             step_of_read: read / rates.read,
             beside: column * area / 128.0 + split,
-            sums,
-            stream,
-            step_of_share: stream.map_or(0.0, |stream| {
-                // A group of tile rows is walked column by column.
-                let high = m.div_ceil(rows).min(tile.group_m) as f64;
-                let wide = (stream.streamed as f64 / high).max(1.0);
-                let loads = [(rows, wide), (tile.n, high)];
-                let loads = loads.map(|(extent, sharers)| (extent as f64 * of_k, sharers));
-                read_by_share(loads, stream.streamed as f64 * steps) / rates.read
-            }),
+            sums: SliceSums::of(rates, tile.k_slices, ctas, area),
         }
     }
 
     /// The time of `count` entries that are made at the same time.
     pub fn wave(&self, count: usize) -> f64 {
-        let sums = match self.stream {
-            None => self.sums_of(count),
-            Some(_) => 0.0,
-        };
-        self.steps * self.step_of(count, self.step_of_read) + self.beside + sums
-    }
-
-    /// The time of a step of `count` entries at the same time. `read`: the time in device memory, for each of them.
-    fn step_of(&self, count: usize, read: f64) -> f64 {
         let count = count as f64;
         let step = self.step.max(count * self.step_of_cached);
         // Reads from memory are hidden behind the rest, the better the fewer there are.
-        let read = count * read;
-        (step * step + read * read).sqrt()
-    }
-
-    fn sums_of(&self, count: usize) -> f64 {
-        self.sums.join + self.sums.each.max(count as f64 * self.sums.of_cached)
-    }
-
-    /// How many entries stream-K cuts, and their time if all slots share them.
-    pub fn streamed(&self) -> (usize, f64) {
-        match self.stream {
-            Some(StreamK {
-                streamed, shares, ..
-            }) if streamed > 0 => {
-                let steps = self.steps * streamed as f64 / shares as f64;
-                // Most shares lie in two tiles.
-                let beside = 2.0 * (self.beside + self.sums_of(shares)) + self.sums.joined;
-                (
-                    streamed,
-                    steps * self.step_of(shares, self.step_of_share) + beside,
-                )
-            }
-            _ => (0, 0.0),
-        }
+        let read = count * self.step_of_read;
+        let sums = self.sums.join + self.sums.each.max(count * self.sums.of_cached);
+        self.steps * (step * step + read * read).sqrt() + self.beside + sums
     }
 
     /// The time of all entries.
     pub fn all(&self) -> f64 {
-        let (streamed, last) = self.streamed();
-        let whole = self.entries - streamed;
-        let (full, rest) = (whole / self.slots, whole % self.slots);
-        let last = match rest {
-            0 if self.stream.is_some() => last,
-            0 => self.sums.joined,
-            _ => self.wave(rest) + self.sums.joined,
+        let (full, rest) = (self.entries / self.slots, self.entries % self.slots);
+        let last = if rest > 0 { self.wave(rest) } else { 0.0 };
+        let whole = match full {
+            0 => 0.0,
+            _ => full as f64 * self.wave(self.slots),
         };
-        match full {
-            0 => last,
-            _ => full as f64 * self.wave(self.slots) + last,
-        }
+        whole + last + self.sums.joined
     }
 
     /// The time of all entries if the last wave were as full as the others.
@@ -246,24 +187,6 @@ impl<'a> Tiles<'a> {
     pub fn alone(&self) -> f64 {
         self.start + self.all()
     }
-}
-
-/// Bytes that a share of stream-K reads from memory in a step.
-///
-/// `loads`: for each operand, the bytes that a share loads, and how many tiles load the same bytes. `steps`: those of
-/// all these tiles. Shares are at different places along K, so a share finds in the cache only as much of each operand
-/// as the cache holds. The smaller operand is cached first.
-fn read_by_share(mut loads: [(f64, f64); 2], steps: f64) -> f64 {
-    let whole = |(load, sharers): (f64, f64)| load * steps / sharers;
-    loads.sort_by(|one, other| whole(*one).total_cmp(&whole(*other)));
-    let mut left = CACHE;
-    let mut read = 0.0;
-    for (load, sharers) in loads {
-        let held = (left / whole((load, sharers))).min(1.0);
-        left -= held * whole((load, sharers));
-        read += load * (1.0 - held + held / sharers);
-    }
-    read
 }
 
 #[cfg(test)]
@@ -320,35 +243,6 @@ mod tests {
             let off = measured / time - 1.0;
             assert!(
                 off.abs() < 0.2,
-                "{shape:?} {tile:?}: {time} µs, not {measured}"
-            );
-        }
-    }
-
-    #[rustfmt::skip]
-    const STREAMED: [Alone; 11] = [
-        ([145, 26368, 16768], [80, 128, 2, 1], 270.7),
-        ([1495, 4608, 22592], [128, 160, 2, 1], 511.4),
-        ([4043, 8704, 5120], [128, 160, 2, 1], 518.0),
-        ([429, 11008, 9216], [144, 128, 1, 1], 147.5),
-        ([1639, 19840, 11520], [208, 128, 2, 1], 1121.8),
-        ([5371, 1792, 15360], [128, 224, 2, 1], 431.9),
-        ([573, 9152, 8960], [96, 128, 2, 1], 155.6),
-        ([9883, 5248, 14976], [128, 160, 2, 1], 2255.1),
-        ([5288, 3072, 19968], [128, 256, 2, 1], 931.8),
-        ([68, 17088, 14848], [128, 256, 1, 1], 148.8),
-        ([2148, 8064, 21632], [128, 192, 2, 1], 1137.8),
-    ];
-
-    #[test]
-    fn so_are_those_whose_last_tiles_stream_k_cuts_within_22_percent() {
-        for (shape, tile, measured) in STREAMED {
-            let mut config = config(tile, Route::Pull, Chunking::new(1));
-            config.tile = config.tile.with_stream_k(true);
-            let time = Tiles::new(&H200, &config, shape, 2).alone();
-            let off = measured / time - 1.0;
-            assert!(
-                off.abs() < 0.22,
                 "{shape:?} {tile:?}: {time} µs, not {measured}"
             );
         }

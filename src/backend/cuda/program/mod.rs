@@ -70,8 +70,7 @@ impl Program {
         let destination = support::check(&schedule)?;
         check_pushes(gpu, &schedule)?;
         let product = schedule.product().filter(|_| !schedule.is_idle());
-        let chosen =
-            product.map(|product| product::choose(gpu, shared, &schedule, product, &destination));
+        let chosen = product.map(|product| product::choose(gpu, &schedule, product, &destination));
         let chosen = chosen.transpose()?;
         let entries = chosen.as_ref().map_or(&[][..], |chosen| &chosen.entries);
         let (held, tables) = ProgramTables::hold(gpu, &schedule, &destination, entries)?;

@@ -20,7 +20,7 @@ use crate::backend::cuda::shared::Shared;
 use crate::element::DType;
 use crate::refusal::Result;
 use crate::schedule::config::CUT_COLUMNS;
-use crate::schedule::limits::{limit, require};
+use crate::schedule::limits::limit;
 use crate::schedule::{MAX_WEIGHTS, OutputBlock, Product, Reduction, Schedule, Tile, WeightLayout};
 
 /// A product's kernel, with all its parameters except the addresses of a call's operands.
@@ -58,7 +58,6 @@ pub struct Chosen<'a> {
 /// `Refusal::Unsupported`.
 pub fn choose<'a>(
     gpu: &Gpu,
-    shared: &Shared,
     schedule: &Schedule,
     product: &'a Product,
     destination: &Destination,
@@ -69,8 +68,6 @@ pub fn choose<'a>(
     if adds_partials {
         let what = "Config::tile.k_slices of partial sums that are sent,";
         limit(what, config.tile.k_slices, 1, 1)?;
-        let what = "Config::tile.stream_k must be false where partial sums are sent";
-        require(what, !config.tile.stream_k)?;
     }
     let dtype = schedule.matrices()[product.a].dtype;
     let variant = match adds_partials {
@@ -79,8 +76,7 @@ pub fn choose<'a>(
     };
     gpu.kernels.check_product(rank, product, variant)?;
     let instance = gpu.kernels.find(rank, dtype, config, variant)?;
-    let clusters = clusters(instance, shared);
-    let entries = k_slices::cut(config, schedule.tiles().len(), product.k, clusters)?;
+    let entries = k_slices::cut(config, schedule.tiles().len(), product.k)?;
     Ok(Chosen {
         product,
         instance: instance.clone(),
