@@ -74,6 +74,10 @@ struct Args {
     #[cfg(feature = "cuda")]
     #[arg(long)]
     no_table: bool,
+    /// The most CTAs of a kernel: Builder::max_ctas.
+    #[cfg(feature = "cuda")]
+    #[arg(long)]
+    max_ctas: Option<usize>,
     /// Times every configuration that may be the fastest, and appends the fastest to this file. Programs use the file
     /// if GEMMESH_TUNED names it.
     #[cfg(feature = "cuda")]
@@ -471,7 +475,13 @@ where
 }
 
 fn run<B: Backend, T: Element, O: Timed<B, T>>(args: &Args) -> Result<(), Failure> {
-    let group = Group::<B>::from_env()?;
+    let builder = Group::<B>::builder();
+    #[cfg(feature = "cuda")]
+    let builder = match args.max_ctas {
+        Some(most) => builder.max_ctas(most),
+        None => builder,
+    };
+    let group = builder.from_env()?;
     #[cfg(feature = "cuda")]
     if let Some(path) = &args.tune {
         let mut shapes = args.shapes().into_iter();

@@ -124,6 +124,13 @@ impl Explanation {
                 "\nThe tiles of {count} tile rows are taken together, column by column."
             )?;
         }
+        if let Some(most) = self.config.max_ctas {
+            write!(
+                f,
+                "\nA kernel has at most {}.",
+                Counted(most, "thread block")
+            )?;
+        }
         Ok(())
     }
 
@@ -213,7 +220,11 @@ mod tests {
     fn every_option_of_a_tile_has_a_sentence() {
         let tile = TileShape::new(1, 1, 1).with_stages(4).with_cluster(2);
         let tile = tile.with_split_k(3).with_k_slices(5).with_group_m(8);
-        let words = explained(Moved::Nothing, tile, Chunking::new(1), Route::Pull);
+        let explanation = Explanation {
+            config: Config::new(tile, Chunking::new(1), Route::Pull).with_max_ctas(64),
+            predicted: Vec::new(),
+            moved: Moved::Nothing,
+        };
         let expected = "\
             The output is computed in tiles of 1 row and 1 column, which read 1 column of K in a step and have up to \
             4 steps on their way.\n\
@@ -221,9 +232,10 @@ mod tests {
             Each tile is the work of 3 thread blocks, which divide K.\n\
             K is multiplied in 5 slices, whose products are added afterwards.\n\
             The tiles of 8 tile rows are taken together, column by column.\n\
+            A kernel has at most 64 thread blocks.\n\
             Nothing is moved, because one rank has all rows.\n\
             Its time is not predicted.";
-        assert_eq!(words, expected);
+        assert_eq!(explanation.to_string(), expected);
     }
 
     #[test]

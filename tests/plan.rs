@@ -1069,6 +1069,9 @@ fn assert_fields_have_limits_together() {
     let rows = "Config::tile.m · tile.cluster";
     assert_limit(error, rows, 2 * MAX_EXTENT, 1, MAX_EXTENT);
 
+    let error = plan(&[3; 3], 9, 9, 0, CONFIG.with_max_ctas(0)).unwrap_err();
+    assert_limit(error, "Config::max_ctas", 0, 1, MAX_EXTENT);
+
     config.tile = TileShape::new(2, 3, 1).with_split_k(2).with_k_slices(2);
     let error = plan(&[3; 3], 9, 9, 0, config).unwrap_err();
     let parts = "Config::tile.split_k, where k_slices is above 1,";

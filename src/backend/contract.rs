@@ -58,6 +58,9 @@ pub struct OpenOptions {
     pub link: Option<usize>,
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub device: Option<usize>,
+    /// The most CTAs of a kernel.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub max_ctas: Option<usize>,
     pub first_epoch: Epoch,
 }
 

@@ -46,6 +46,7 @@ pub struct Builder<B: Backend> {
     workers: Option<usize>,
     link: Option<usize>,
     device: Option<usize>,
+    max_ctas: Option<usize>,
     numerics: Option<Numerics>,
     pub(super) name: Option<String>,
     first_epoch: Epoch,
@@ -63,6 +64,7 @@ impl<B: Backend> fmt::Debug for Builder<B> {
             option("workers", self.workers),
             option("link", self.link),
             option("device", self.device),
+            option("max_ctas", self.max_ctas),
             option("numerics", numerics),
         ];
         write!(f, "Builder<{}>", B::NAME)?;
@@ -79,6 +81,7 @@ impl<B: Backend> Builder<B> {
             workers: None,
             link: None,
             device: None,
+            max_ctas: None,
             numerics: None,
             name: None,
             first_epoch: Epoch::FIRST,
@@ -172,6 +175,26 @@ impl<B: Backend> Builder<B> {
         self
     }
 
+    /// The most CTAs of each of the group's kernels on the CUDA backend, so that other kernels have room beside them. All
+    /// ranks give the same number.
+    ///
+    /// A kernel that multiplies has one CTA on a multiprocessor, so it leaves the other multiprocessors free. Tiles and
+    /// routes are chosen for that part of the device, and tables of measured winners are not used. By default a kernel
+    /// may take the whole device. [`Config::max_ctas`](crate::Config::max_ctas) sets a lower number for one product. The
+    /// host backend has [`Builder::workers`] instead.
+    ///
+    /// ```no_run
+    /// use gemmesh::{Cuda, Group};
+    ///
+    /// // Of an H100's 132 multiprocessors, 32 are left to an attention kernel on another stream.
+    /// let group = Group::<Cuda>::builder().max_ctas(100).from_env()?;
+    /// # Ok::<_, gemmesh::Error>(())
+    /// ```
+    pub fn max_ctas(mut self, max_ctas: usize) -> Self {
+        self.max_ctas = Some(max_ctas);
+        self
+    }
+
     /// The group's name, which its errors and [`Group::name`] say. All ranks give the same name, of at most 100 bytes.
     ///
     /// ```
@@ -214,6 +237,7 @@ impl<B: Backend> Builder<B> {
             workers: self.workers.or(its(|its| its.workers)),
             link: self.link.or(its(|its| its.link)),
             device: self.device.or(its(|its| its.device)),
+            max_ctas: self.max_ctas.or(its(|its| its.max_ctas)),
             first_epoch: self.first_epoch,
         };
         let numerics = numerics.unwrap_or(Numerics::Fast);

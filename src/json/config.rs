@@ -14,6 +14,8 @@ pub struct ConfigJson {
     chunking: Chunking,
     #[serde(with = "RouteJson")]
     route: Route,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    max_ctas: Option<usize>,
 }
 
 #[derive(Serialize, Deserialize)]

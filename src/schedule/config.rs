@@ -28,6 +28,9 @@ pub struct Config {
     pub chunking: Chunking,
     /// Who moves the chunks.
     pub route: Route,
+    /// The most CTAs of a kernel on GPUs, so that kernels of other libraries have room beside it. Without it a kernel may
+    /// take the whole device. It does not affect the result.
+    pub max_ctas: Option<usize>,
 }
 
 impl fmt::Debug for Config {
@@ -36,8 +39,13 @@ impl fmt::Debug for Config {
             tile,
             chunking,
             route,
+            max_ctas,
         } = self;
-        write!(f, "Config({tile:?}, {chunking:?}, {route:?})")
+        write!(f, "Config({tile:?}, {chunking:?}, {route:?}")?;
+        if let Some(most) = max_ctas {
+            write!(f, ", max_ctas {most}")?;
+        }
+        f.write_str(")")
     }
 }
 
@@ -141,6 +149,19 @@ impl Config {
             tile,
             chunking,
             route,
+            max_ctas: None,
+        }
+    }
+
+    /// Sets the most CTAs of a kernel.
+    ///
+    /// Tiles that suit the whole device may not suit a part of it. [`Builder::max_ctas`](crate::Builder::max_ctas) makes
+    /// the library choose tiles for that part.
+    #[must_use]
+    pub const fn with_max_ctas(self, max_ctas: usize) -> Config {
+        Config {
+            max_ctas: Some(max_ctas),
+            ..self
         }
     }
 
@@ -180,6 +201,8 @@ impl Config {
             limit(what, split_k, 1, 1)?;
         }
         limit("Config::tile.group_m", group_m, 1, MAX_EXTENT)?;
+        let most = self.max_ctas.unwrap_or(MAX_EXTENT);
+        limit("Config::max_ctas", most, 1, MAX_EXTENT)?;
         limit("Config::chunking.count", self.chunking.count, 1, MAX_CHUNKS)?;
         limit("Config::chunking.last", self.chunking.last, 1, MAX_CHUNKS)
     }

@@ -395,8 +395,10 @@ struct Matrix {
     uint64_t pitch;
 };
 
+// The shape of a kernel, and how many clusters a launch has.
 struct Shape {
     int tile_m, tile_n, cluster, split;
+    uint32_t clusters;
 };
 
 // The operands and outputs of a product, by weight.
@@ -444,9 +446,12 @@ void multiply(const Operands& operands, const GemmeshParams& params, const Shape
                 store(out.rows + row * out.pitch, column, sum, params.is_f32 != 0 ? Kind::f32 : kind);
             }
         }
-        for (int cta = 0; params.trace != nullptr && cta < shape.cluster * shape.split; ++cta) {
+        const uint32_t ctas = shape.cluster * shape.split;
+        for (uint32_t cta = 0; params.trace != nullptr && cta < ctas; ++cta) {
             const uint64_t from = static_cast<uint64_t>(begin), to = static_cast<uint64_t>(now_ns());
-            params.trace[i * shape.cluster * shape.split + cta] = {from, from, from, from, to, to, 0, i};
+            // As if each CTA of the grid had a multiprocessor of its own.
+            const uint32_t sm = i % shape.clusters * ctas + cta;
+            params.trace[i * ctas + cta] = {from, from, from, from, to, to, sm, i};
         }
     }
     leave(params, epoch);
@@ -458,7 +463,7 @@ Argument argument(void** arguments, int index) {
 }
 
 // Copies its arguments, as launches do. Nothing for a kernel that this driver does not know.
-Work work_of(const std::string& name, void** arguments) {
+Work work_of(const std::string& name, unsigned grid, void** arguments) {
     const Kind kind = kind_of(name);
     const auto begins = [&](const char* with) { return name.rfind(with, 0) == 0; };
     if (name == "gemmesh_count") {
@@ -482,6 +487,7 @@ Work work_of(const std::string& name, void** arguments) {
     const int found = sscanf(name.c_str(), "matmul_%7[^_]_%dx%dx64_s%*d_c%d_k%d%31s", dtype, &shape.tile_m, &shape.tile_n,
                              &shape.cluster, &shape.split, rest);
     if (found < 5 || strstr(rest, "_sums") != nullptr) return nullptr;
+    shape.clusters = grid / (shape.cluster * shape.split);
     Operands operands{argument<Matrix>(arguments, 0), {argument<Matrix>(arguments, 1)}, {argument<Matrix>(arguments, 2)}};
     const auto* more = static_cast<const CUtensorMap*>(arguments[4]);
     for (int weight = 1; weight < GEMMESH_MAX_WEIGHTS; ++weight) {
@@ -893,9 +899,9 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_
     return CUDA_SUCCESS;
 }
 
-CUresult cuLaunchKernel(CUfunction function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream stream,
-                        void** arguments, void**) {
-    Work work = work_of(function->name, arguments);
+CUresult cuLaunchKernel(CUfunction function, unsigned grid, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                        CUstream stream, void** arguments, void**) {
+    Work work = work_of(function->name, grid, arguments);
     if (!work) return refuse(CUDA_ERROR_NOT_SUPPORTED, "it does not know %s", function->name.c_str());
     return put(stream, std::move(work));
 }

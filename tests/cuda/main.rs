@@ -15,6 +15,7 @@ mod failures;
 mod forms;
 mod graphs;
 mod groups;
+mod max_ctas;
 mod pipelines;
 mod recorded;
 mod reduce_scatter;

@@ -31,7 +31,7 @@ fn config() -> Config {
     let tile = tile.with_stages(4).with_cluster(2).with_split_k(16);
     let tile = tile.with_k_slices(64);
     let chunking = Chunking::new(64).with_cut_last(true);
-    Config::new(tile.with_group_m(16), chunking, Route::Store)
+    Config::new(tile.with_group_m(16), chunking, Route::Store).with_max_ctas(100)
 }
 
 #[test]

@@ -132,8 +132,9 @@ impl sealed::Implementation for Cuda {
         }
         // A failure before the ranks meet is reported to the other ranks when they meet.
         let load = || -> Result<(Gpu, Rates, tuned::Table)> {
-            let gpu = Gpu::open(members.rank, options.device, members.deadlines.call())?;
-            let rates = Rates::load(members.rank, gpu.device.name())?;
+            let gpu = Gpu::open(members.rank, options, members.deadlines.call())?;
+            let mut rates = Rates::load(members.rank, gpu.device.name())?;
+            rates.multiprocessors = rates.multiprocessors.min(gpu.most_ctas(None));
             let tuned = tuned::Table::load(members.rank, gpu.device.name(), members.world)?;
             Ok((gpu, rates, tuned))
         };
@@ -169,6 +170,7 @@ impl sealed::Implementation for Cuda {
             link: None,
             // A GPU by the rank's number in the part would be a different one.
             device: Some(self.gpu.device.ordinal()),
+            max_ctas: self.gpu.max_ctas,
             first_epoch: Epoch::FIRST,
         }
     }
@@ -180,10 +182,13 @@ impl sealed::Implementation for Cuda {
 
     fn default_config(&self, problem: &Problem, numerics: Numerics) -> Config {
         let peers = &self.shared.peers;
-        let (pushes, measured) = (peers.can_push(), self.tuned.find(problem));
-        self.choices.of(problem, numerics, measured, |problem| {
-            model::choose(&peers.rates, problem, numerics, pushes, measured)
-        })
+        let max_ctas = self.gpu.max_ctas;
+        // Winners were measured on whole devices.
+        let measured = self.tuned.find(problem).filter(|_| max_ctas.is_none());
+        let chosen = self.choices.of(problem, numerics, measured, |problem| {
+            model::choose(&peers.rates, problem, numerics, peers.can_push(), measured)
+        });
+        Config { max_ctas, ..chosen }
     }
 
     fn is_better_stored(&self, bytes: usize) -> bool {

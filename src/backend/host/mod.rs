@@ -167,6 +167,7 @@ impl sealed::Implementation for Host {
             workers: Some(self.scratch.len()),
             link: self.link,
             device: None,
+            max_ctas: None,
             first_epoch: Epoch::FIRST,
         }
     }

@@ -19,8 +19,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::driver::{Device, DeviceMemory, Stream};
-use crate::backend::contract::Owner;
+use crate::backend::contract::{OpenOptions, Owner};
 use crate::error::{Error, Result};
+use crate::refusal::Refusal;
+use crate::schedule::Product;
+use crate::schedule::layout::MAX_EXTENT;
+use crate::schedule::limits::limit;
 use buffer::DeviceBuffer;
 use kernels::Kernels;
 use queues::Queues;
@@ -39,16 +43,21 @@ pub struct Gpu {
     pub reclaimer: Arc<Reclaimer>,
     pub tables: Arc<Tables>,
     pub workspace: Workspace,
+    /// The most CTAs of a kernel, if the caller sets a limit.
+    pub max_ctas: Option<usize>,
 }
 
 impl Gpu {
-    /// Opens the visible GPU with this ordinal or, without one, the GPU that falls to `rank`. `timeout`: how long an
-    /// allocation may take.
+    /// Opens the visible GPU that `options` name or, if they name none, the GPU that falls to `rank`. `timeout`: how long
+    /// an allocation may take.
     ///
     /// # Errors
-    /// As [`Device::open`] and [`Kernels::load`]; [`Error::QueuedTogether`]; [`Error::OutOfMemory`].
-    pub fn open(rank: usize, ordinal: Option<usize>, timeout: Duration) -> Result<Gpu> {
-        let device = Device::open(rank, ordinal, timeout)?;
+    /// As [`Device::open`] and [`Kernels::load`]; [`Error::Limit`]; [`Error::QueuedTogether`]; [`Error::OutOfMemory`].
+    pub fn open(rank: usize, options: &OpenOptions, timeout: Duration) -> Result<Gpu> {
+        let most = options.max_ctas.unwrap_or(MAX_EXTENT);
+        limit("the most CTAs of a kernel", most, 1, MAX_EXTENT)
+            .map_err(Refusal::of(rank, "Builder::max_ctas"))?;
+        let device = Device::open(rank, options.device, timeout)?;
         let kernels = Kernels::load(&device)?;
         let queues = Queues::found(device.priorities()?);
         queues.check(rank)?;
@@ -60,7 +69,15 @@ impl Gpu {
             queues,
             reclaimer,
             device,
+            max_ctas: options.max_ctas,
         })
+    }
+
+    /// The most CTAs of a kernel of a program with this product, or without one.
+    pub fn most_ctas(&self, product: Option<&Product>) -> usize {
+        let of_product = product.and_then(|product| product.config.max_ctas);
+        let limits = self.max_ctas.into_iter().chain(of_product);
+        limits.min().unwrap_or(usize::MAX)
     }
 
     /// Its streams.

@@ -337,6 +337,7 @@ mod tests {
                 tile,
                 route,
                 chunking,
+                ..
             } = chosen(m, n, k, 2);
             assert_eq!((tile.m, route), (128, Route::Push), "{m}x{n}x{k}");
             assert!(chunking.cut_last);

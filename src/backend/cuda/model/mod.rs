@@ -25,7 +25,7 @@ use crate::backend::cuda::program::block_table::TARGETS;
 use crate::backend::cuda::program::k_slices;
 use crate::explanation::Prediction;
 use crate::schedule::plan::partial_sums;
-use crate::schedule::{Chunking, Config, Numerics, Problem, Route, WeightLayout};
+use crate::schedule::{Chunking, Config, Form, Numerics, Problem, Route, WeightLayout};
 use tuned::Measured;
 
 /// Chooses an operation's configuration: the fastest measured for this very problem, or else the model's choice.
@@ -77,6 +77,18 @@ fn tiled(rates: &Rates, problem: &Problem, numerics: Numerics, base: Config) -> 
     })
 }
 
+/// `base` with the shape of each kernel for which there are multiprocessors enough; see [`configs`].
+fn configs_with_room(
+    rates: &Rates,
+    base: Config,
+    sums: bool,
+    form: &Form,
+) -> impl Iterator<Item = Config> + use<> {
+    let most = rates.multiprocessors;
+    configs(base, sums, form)
+        .filter(move |config| config.tile.cluster * config.tile.split_k <= most)
+}
+
 /// `base` with the tile shape and the slices of K that take the shortest time. `time` gets the shortest time so far.
 fn fastest(
     rates: &Rates,
@@ -100,7 +112,7 @@ fn fastest(
     };
     // Higher tiles would be at least half empty. But ranks may have to agree on those of `base`.
     let highest = (2 * problem.layout.m().max(FEW_ROWS)).max(base.entry_rows());
-    let configs = configs(base, problem.operation.is_sum(), &problem.form)
+    let configs = configs_with_room(rates, base, problem.operation.is_sum(), &problem.form)
         .filter(|config| config.entry_rows() <= highest && config.check_numerics(numerics).is_ok());
     // The configuration is changed in place, because copying one takes as long as a part of the prediction.
     configs.for_each(|mut config| {
@@ -206,6 +218,40 @@ mod tests {
             assert_eq!(of(Numerics::Fast, true), exact);
             assert_eq!(of(Numerics::Invariant, true).tile.split_k, 1);
             assert_eq!(of(Numerics::Fast, false).route, Route::Pull);
+        }
+    }
+
+    #[test]
+    fn for_a_part_of_the_device_a_kernel_is_chosen_that_fits_it_and_takes_longer() {
+        let gated = Form {
+            gated: true,
+            ..Form::default()
+        };
+        let time = |rates: &Rates, problem: &Problem| {
+            let config = choose(rates, problem, Numerics::Fast, true, None);
+            let ctas = config.tile.cluster * config.tile.split_k;
+            assert!(ctas <= rates.multiprocessors, "{problem:?}: {config:?}");
+            predict(rates, problem, &config).last().unwrap().micros
+        };
+        for operation in [AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce] {
+            for [m, n, k] in [[6, 1792, 4096], [300, 1792, 4096], [4096, 1792, 8192]] {
+                let plain = problem(operation, m, n, k);
+                let gated = Problem {
+                    form: gated.clone(),
+                    ..plain.clone()
+                };
+                for problem in [Some(plain), (!operation.is_sum()).then_some(gated)] {
+                    let Some(problem) = problem else { continue };
+                    let [one, few, most, all] = [1, 7, 100, 132].map(|multiprocessors| {
+                        let rates = Rates {
+                            multiprocessors,
+                            ..H200
+                        };
+                        time(&rates, &problem)
+                    });
+                    assert!(one > few && few > most && most >= all, "{problem:?}");
+                }
+            }
         }
     }
 

@@ -9,8 +9,9 @@
 use std::ops::Range;
 
 use super::clocks::Clocks;
+use super::configs_with_room;
 use super::tiles::Tiles;
-use crate::backend::cuda::gpu::kernels::{WIDEST, configs};
+use crate::backend::cuda::gpu::kernels::WIDEST;
 use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::program::low_latency::fits;
 use crate::explanation::Prediction;
@@ -74,7 +75,7 @@ const WHOLE: Config = Config::new(WIDEST, Chunking::new(1), Route::Push);
 /// The configuration with the shortest predicted time. Ranks whose K differ get configurations that agree.
 pub fn choose(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
     let alike = for_any_depth(rates, problem, numerics);
-    let candidates = configs(alike, true, &problem.form);
+    let candidates = configs_with_room(rates, alike, true, &problem.form);
     let candidates = candidates
         .filter(|config| agree(problem, config, &alike) && config.check_numerics(numerics).is_ok());
     let kernels: Vec<KernelModel> = candidates
@@ -110,7 +111,7 @@ fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config
     };
     let depth = (problem.n / 2).clamp(4096, 8192);
     // The choice does not depend on the layout of a rank's weight either.
-    let kernels: Vec<KernelModel> = configs(WHOLE, true, &Form::default())
+    let kernels: Vec<KernelModel> = configs_with_room(rates, WHOLE, true, &Form::default())
         .filter(|config| config.check_numerics(numerics).is_ok())
         .map(|config| KernelModel::new(rates, problem, depth, config))
         .collect();
@@ -504,9 +505,10 @@ mod tests {
                 (&[300; 8], 256),
             ] {
                 let problem = problem(operation, rows, n, 4096);
-                let kernels: Vec<KernelModel> = configs(WHOLE, true, &Form::default())
-                    .map(|config| KernelModel::new(&H200, &problem, 4096, config))
-                    .collect();
+                let kernels: Vec<KernelModel> =
+                    configs_with_room(&H200, WHOLE, true, &Form::default())
+                        .map(|config| KernelModel::new(&H200, &problem, 4096, config))
+                        .collect();
                 for (route, count, last) in [Route::Store, Route::Push]
                     .into_iter()
                     .flat_map(|route| [(route, 1, 1), (route, 1, 2), (route, 4, 1)])

@@ -68,11 +68,11 @@ impl SliceSums {
     }
 }
 
-/// How many clusters of `ctas` CTAs run at the same time.
+/// How many clusters of `ctas` CTAs run at the same time on this many multiprocessors.
 ///
 /// Some multiprocessors have too few neighbours for a large cluster.
-fn slots(rates: &Rates, ctas: usize) -> usize {
-    let slots = match (rates.multiprocessors / ctas, ctas) {
+fn slots(multiprocessors: usize, ctas: usize) -> usize {
+    let slots = match (multiprocessors / ctas, ctas) {
         (slots, ..=2) => slots,
         (slots, 3..=4) => slots * 10 / 11,
         (slots, _) => slots * 7 / 8,
@@ -96,7 +96,10 @@ impl<'a> Tiles<'a> {
     pub fn new(rates: &'a Rates, config: &Config, [m, n, k]: [usize; 3], bytes: usize) -> Self {
         let tile = &config.tile;
         let ctas = tile.cluster * tile.split_k;
-        let slots = slots(rates, ctas);
+        let multiprocessors = rates
+            .multiprocessors
+            .min(config.max_ctas.unwrap_or(usize::MAX));
+        let slots = slots(multiprocessors, ctas);
         // A slice of K counts as a tile.
         let (rows, columns) = (config.entry_rows(), n.div_ceil(tile.n) * tile.k_slices);
         let entries = m.div_ceil(rows) * columns;

@@ -65,6 +65,7 @@ impl CollectiveKernel {
         let adders = pieces.div_ceil(GEMMESH_COLLECTIVE_THREADS as usize);
         let moved = schedule.arrivals().len().max(tables.send_count as usize);
         let most = MOST_CTAS.min(2 * gpu.device.multiprocessors());
+        let most = most.min(gpu.most_ctas(None));
         Some(CollectiveKernel {
             function: gpu.kernels.collective(target.dtype),
             grid: adders.max(moved).clamp(1, most) as u32,

@@ -76,6 +76,9 @@ pub fn choose<'a>(
     };
     gpu.kernels.check_product(rank, product, variant)?;
     let instance = gpu.kernels.find(rank, dtype, config, variant)?;
+    let (most, ctas) = (gpu.most_ctas(Some(product)), instance.ctas());
+    let what = format!("max_ctas of a kernel whose clusters have {ctas} CTAs");
+    limit(&what, most, ctas, usize::MAX)?;
     let entries = k_slices::cut(config, schedule.tiles().len(), product.k)?;
     Ok(Chosen {
         product,
@@ -84,13 +87,14 @@ pub fn choose<'a>(
     })
 }
 
-/// Clusters of a kernel that run at the same time.
-fn clusters(instance: &Instance, shared: &Shared) -> usize {
-    match shared.peers.distinct {
+/// Clusters of a kernel that run at the same time. `most`: the most CTAs.
+fn clusters(instance: &Instance, shared: &Shared, most: usize) -> usize {
+    let clusters = match shared.peers.distinct {
         true => instance.resident,
         // A copy between ranks that share a GPU may be a kernel of the driver's, and needs some room.
         false => (instance.resident * 3 / 4).max(1),
-    }
+    };
+    clusters.min(most / instance.ctas())
 }
 
 impl ProductKernel {
@@ -115,7 +119,7 @@ impl ProductKernel {
             Destination::LowLatency(low_latency) => (None, Some(low_latency)),
         };
         let mut kernel = ProductKernel {
-            clusters: clusters(&instance, shared),
+            clusters: clusters(&instance, shared, gpu.most_ctas(Some(product))),
             sums: places.as_ref().map(|_| sums(shared, schedule, tables)),
             instance,
             entries,

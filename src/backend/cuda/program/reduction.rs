@@ -33,10 +33,11 @@ impl ReductionKernel {
             rank: schedule.rank(),
             what: format!("a schedule adds {dtype}, which no kernel does"),
         })?;
+        let most = gpu.device.multiprocessors() * CTAS;
         Ok(ReductionKernel {
             function,
             bytes: dtype.bytes(),
-            most_ctas: gpu.device.multiprocessors() * CTAS,
+            most_ctas: most.min(gpu.most_ctas(schedule.product())),
         })
     }
 
