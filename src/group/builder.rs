@@ -182,14 +182,6 @@ impl<B: Backend> Builder<B> {
     /// routes are chosen for that part of the device, and tables of measured winners are not used. By default a kernel
     /// may take the whole device. [`Config::max_ctas`](crate::Config::max_ctas) sets a lower number for one product. The
     /// host backend has [`Builder::workers`] instead.
-    ///
-    /// ```no_run
-    /// use gemmesh::{Cuda, Group};
-    ///
-    /// // Of an H100's 132 multiprocessors, 32 are left to an attention kernel on another stream.
-    /// let group = Group::<Cuda>::builder().max_ctas(100).from_env()?;
-    /// # Ok::<_, gemmesh::Error>(())
-    /// ```
     pub fn max_ctas(mut self, max_ctas: usize) -> Self {
         self.max_ctas = Some(max_ctas);
         self
