@@ -10,9 +10,15 @@ use gemmesh::schedule::{Chunking, Config, Layout, Operation, Problem, Refusal, R
 const ROUNDS: usize = 101;
 
 fn main() -> Result<(), Refusal> {
+    let few = Config::new(TileShape::new(16, 64, 64), Chunking::new(1), Route::Store);
     let tile = TileShape::new(128, 256, 64).with_group_m(8);
-    let config = Config::new(tile, Chunking::new(4), Route::Pull);
-    for (m, n, k, world) in [(16, 1792, 4096, 2), (16384, 6656, 16384, 8)] {
+    let many = Config::new(tile, Chunking::new(2), Route::Push);
+    for (m, n, k, world, config) in [
+        (16, 1792, 4096, 2, few),
+        (64, 1792, 4096, 2, few),
+        (4096, 1792, 4096, 2, many),
+        (16384, 6656, 16384, 8, many),
+    ] {
         let layout = Layout::balanced(m, k, world)?;
         let problem = Problem::new(Operation::AllGatherMatmul, DType::Bf16, layout, n);
         let mut times = Vec::with_capacity(ROUNDS);
