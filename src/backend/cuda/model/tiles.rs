@@ -147,12 +147,11 @@ impl<'a> Tiles<'a> {
     /// The time of all entries.
     pub fn all(&self) -> f64 {
         let (full, rest) = (self.entries / self.slots, self.entries % self.slots);
-        let last = if rest > 0 { self.wave(rest) } else { 0.0 };
-        let whole = match full {
+        let waves = |number: usize, count: usize| match number * count {
             0 => 0.0,
-            _ => full as f64 * self.wave(self.slots),
+            _ => number as f64 * self.wave(count),
         };
-        whole + last + self.sums.joined
+        waves(full, self.slots) + waves(1, rest) + self.sums.joined
     }
 
     /// The time of all entries if the last wave were as full as the others.
