@@ -98,12 +98,19 @@ pub enum Variant {
     Forms,
     /// Products of weights [N, K] alone, of the element type. Its arguments are those of `Forms`.
     Plain,
+    /// Its rows are few partial sums, which go through low-latency areas. Its arguments are those of `Forms`.
+    LowLatency,
     /// Its rows go to several places, and partials are added to some. It has other arguments.
     Sums,
 }
 
 /// All that there may be.
-const VARIANTS: [Variant; 3] = [Variant::Forms, Variant::Plain, Variant::Sums];
+const VARIANTS: [Variant; 4] = [
+    Variant::Forms,
+    Variant::Plain,
+    Variant::LowLatency,
+    Variant::Sums,
+];
 
 const fn shape(tile_m: u32, tile_n: u32, stages: u32, cluster: u32, split: u32) -> Shape {
     Shape {
@@ -196,15 +203,21 @@ impl Family {
         let variant = match variant {
             Variant::Forms => "",
             Variant::Plain => "_plain",
+            Variant::LowLatency => "_low_latency",
             Variant::Sums => "_sums",
         };
         format!("matmul_{dtype}_{tile_m}x{tile_n}x{tile_k}_s{stages}_c{cluster}_k{split}{variant}")
     }
 
-    /// The kernels of a shape. Partials are not added by those that swap operands.
+    /// The kernels of a shape. Partials are not added by those that swap operands, and few rows fit one low tile.
     pub fn variants(&self, shape: &Shape) -> impl Iterator<Item = Variant> + use<> {
         let swaps_ab = shape.swaps_ab();
-        let made = move |variant: &Variant| !(*variant == Variant::Sums && swaps_ab);
+        let is_low = shape.tile_m * shape.cluster <= CONSUMER_ROWS;
+        let made = move |variant: &Variant| match variant {
+            Variant::Forms | Variant::Plain => true,
+            Variant::LowLatency => is_low,
+            Variant::Sums => !swaps_ab,
+        };
         VARIANTS.into_iter().filter(made)
     }
 

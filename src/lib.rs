@@ -158,7 +158,7 @@ pub mod testing {
     pub use crate::backend::KEPT_PROGRAMS;
     pub use crate::backend::delay_chunks;
     #[cfg(feature = "cuda")]
-    pub use crate::backend::{Sample, Winner};
+    pub use crate::backend::{Sample, Variant, Winner};
     #[cfg(feature = "cuda")]
     pub use crate::interop::stream::{
         align_streams, calibrate, ranks_share_gpus, with_each_kernel,

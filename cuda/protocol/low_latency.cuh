@@ -39,17 +39,28 @@ struct LowLatencyShare {
 
     // One thread: waits for a piece from `from`, and clears it. Returns zeros if the wait has been given up.
     __device__ uint4 take(const GemmeshParams& params, uint32_t epoch, uint32_t from, uint64_t piece) const {
-        ulonglong2* at = units + 2 * piece;
         ulonglong2 come[2];
-        const auto look = [&](uint32_t& seen) {
-            come[0] = ptx::ld_relaxed_sys_v2(at);
-            come[1] = ptx::ld_relaxed_sys_v2(at + 1);
+        const auto has_come = [&](uint32_t& seen) {
+            look(piece, come);
             seen = 0;
-            return is_tagged(come[0]) && is_tagged(come[1]);
+            return is_tagged(come);
         };
-        if (!await_look(params, epoch, GEMMESH_LOW_LATENCY, from, look)) return uint4{};
-        ptx::st_relaxed_sys_v2(at, ulonglong2{});
-        ptx::st_relaxed_sys_v2(at + 1, ulonglong2{});
+        if (!await_look(params, epoch, GEMMESH_LOW_LATENCY, from, has_come)) return uint4{};
+        clear(piece);
+        return piece_of(come);
+    }
+
+    // The steps of it.
+    __device__ void look(uint64_t piece, ulonglong2 (&come)[2]) const {
+        come[0] = ptx::ld_relaxed_sys_v2(units + 2 * piece);
+        come[1] = ptx::ld_relaxed_sys_v2(units + 2 * piece + 1);
+    }
+    __device__ bool is_tagged(const ulonglong2 (&come)[2]) const { return is_tagged(come[0]) && is_tagged(come[1]); }
+    __device__ void clear(uint64_t piece) const {
+        ptx::st_relaxed_sys_v2(units + 2 * piece, ulonglong2{});
+        ptx::st_relaxed_sys_v2(units + 2 * piece + 1, ulonglong2{});
+    }
+    __device__ static uint4 piece_of(const ulonglong2 (&come)[2]) {
         return uint4{static_cast<uint32_t>(come[0].x), static_cast<uint32_t>(come[0].y), static_cast<uint32_t>(come[1].x),
                      static_cast<uint32_t>(come[1].y)};
     }

@@ -39,7 +39,15 @@ static_assert(kConsumerRegisters == 224);
 // "its rows" for both.
 constexpr int kConsumerRows = 64;
 
-template <class Element_, int TileM, int TileN, int Stages, int Cluster, int Split, int Boxes, bool Sums, bool Plain>
+// What a kernel can do beside the product: its code has nothing else.
+enum class Variant {
+    kForms,       // all forms of a product of this rank's output
+    kPlain,       // products of [N, K] weights alone, of the element type
+    kLowLatency,  // few rows of partial sums, which are sent as they are made, and their sums' forms
+    kSums,        // block sums
+};
+
+template <class Element_, int TileM, int TileN, int Stages, int Cluster, int Split, int Boxes, Variant Kind>
 struct Config {
     using Element = Element_;
     static constexpr int kTileM = TileM;
@@ -48,20 +56,19 @@ struct Config {
     static constexpr bool kSwapAb = TileM != kConsumerRows && TileM != kConsumers * kConsumerRows;
     static constexpr int kConsumerN = kSideBySide ? TileN / kConsumers : TileN;
     static constexpr int kColumns = kSwapAb ? TileM : kConsumerN;  // of a consumer's accumulators
-    static_assert(!kSwapAb || (TileN == kConsumers * kConsumerRows && TileM % 16 == 0 && TileM <= 256 && !Sums));
+    static_assert(!kSwapAb || (TileN == kConsumers * kConsumerRows && TileM % 16 == 0 && TileM <= 256 && Kind != Variant::kSums));
     static constexpr int kStages = Stages;
     static constexpr int kCluster = Cluster;        // CTAs that share the loads of b, on rows of their own
     static constexpr int kSplit = Split;            // or: CTAs that share a tile, each with a part of K
     static constexpr int kCtas = Cluster * Split;   // in a cluster, as the hardware sees it
     static constexpr int kBoxes = Boxes;            // that a consumer warp has to store through
-    static constexpr bool kSums = Sums;             // block sums
-    // Its results are products of [N, K] weights, of the element type. The other forms together take registers and so
-    // much code that a kernel with them needs two to three microseconds more to begin and to end.
-    static constexpr bool kPlain = Plain;
-    static_assert(!(Sums && Plain));
-    static constexpr bool kSliced = Split == 1 && !Sums;  // slices of K may be added through memory
+    static constexpr bool kSums = Kind == Variant::kSums;
+    static constexpr bool kLowLatency = Kind == Variant::kLowLatency;
+    // The other forms together take registers and so much code that a kernel with them needs two to three microseconds
+    // more to begin and to end.
+    static constexpr bool kPlain = Kind == Variant::kPlain;
+    static constexpr bool kSliced = Split == 1 && !kSums && !kLowLatency;  // slices of K may be added through memory
     static constexpr bool kFewRows = TileM < kConsumerRows;  // most products have one row of tiles
-    static constexpr bool kLowLatency = kSideBySide && !Sums && !Plain;  // few rows of partial sums may be sent as they are made
     static_assert(Cluster == 1 || Split == 1);
     static constexpr uint32_t kBytesA = TileM * GEMMESH_TILE_K * sizeof(Element);  // of a stage
     static constexpr uint32_t kBytesB = TileN * GEMMESH_TILE_K * sizeof(Element);
@@ -69,12 +76,12 @@ struct Config {
     static constexpr int kPartN = TileN / Cluster;  // what one CTA loads of the tile's b
     static_assert(TileN % 16 == 0 && TileN <= 256);
     static_assert(kPartN % 8 == 0, "a part of b begins on a whole swizzle pattern");
-    static constexpr bool kTakesKn = kPartN % 64 == 0 && !Plain;  // `b` may be given as [K, N]: see WeightLoads
+    static constexpr bool kTakesKn = kPartN % 64 == 0 && !kPlain;  // `b` may be given as [K, N]: see WeightLoads
 
     // In a gated tile, kGateRows rows of gate and as many of up alternate in `b`. So the first half of a consumer's
     // columns belongs to gate, and the second half to up. With swap_ab, two of its warps have gate's columns, and the
     // other two have up's.
-    static constexpr bool kGates = !Sums && !Plain && !(kSwapAb && Split == kConsumerWarps);
+    static constexpr bool kGates = Kind == Variant::kForms && !(kSwapAb && Split == kConsumerWarps);
     static constexpr int kGateRows = kSideBySide || kSwapAb ? TileN / 4 : TileN / 2;
     static constexpr int kGateBox = kGateRows < kPartN ? kGateRows : kPartN;  // what is loaded at a time
     static_assert(kGateRows % 8 == 0 && kPartN % kGateBox == 0);

@@ -15,6 +15,7 @@
 #include "../protocol/push.cuh"
 #include "epilogue.cuh"
 #include "ptx.cuh"
+#include "swap_ab.cuh"
 #include "wgmma.cuh"
 
 namespace gemmesh {
@@ -150,6 +151,148 @@ private:
     uint32_t row_;
     uint32_t column_;
     uint32_t lane_;
+};
+
+// The same for swapped operands: one warp's 16 columns of a tile of N rows. The warp sends, adds and stores pieces of 16
+// bytes, which are eight columns of a row.
+template <class Element, int N>
+class SwapAbLowLatencySums {
+public:
+    using Tile = SwapAbTile<Element, N>;
+
+    __device__ SwapAbLowLatencySums(const GemmeshParams& params, const GemmeshOutput& output, const Entrance& entrance,
+                                    const Tile& tile)
+        : params_(params), output_(output), entrance_(entrance), tile_(tile) {}
+
+    // The whole warp.
+    __device__ void send_add_and_store(typename Tile::Box& box) const {
+        const GemmeshPeers& peers = params_.peers;
+        uint4 product[kTurns];
+        tile_.each_piece(box, [&](uint32_t turn, const uint4& piece) { product[turn] = piece; });
+
+        // send to the next rank first
+        for (uint32_t step = 1; step < peers.world; ++step) {
+            const uint32_t peer = (peers.rank + step) % peers.world;
+            const LowLatencyShare share = share_of(peer, peers.rank);
+#pragma unroll
+            for (uint32_t turn = 0; turn < kTurns; ++turn) {
+                if (is_of(peer, turn)) share.send(number(turn), product[turn]);
+            }
+        }
+        // As above, all lanes send before any lane waits.
+        __syncwarp();
+
+        float sums[kTurns][kPiece];
+#pragma unroll
+        for (uint32_t i = 0; i < kTurns * kPiece; ++i) sums[i / kPiece][i % kPiece] = -0.0f;
+        for (uint32_t from = 0; from < peers.world; ++from) {
+            if (from == peers.rank) {
+                add(sums, product);
+            } else {
+                take(sums, from);
+            }
+        }
+#pragma unroll
+        for (uint32_t turn = 0; turn < kTurns; ++turn) {
+            if (is_of(peers.rank, turn)) finish_and_store(sums[turn], tile_.piece_row(turn), tile_.piece_column());
+        }
+        __syncwarp();
+    }
+
+private:
+    static constexpr uint32_t kTurns = N / Tile::kRows;
+    static constexpr uint32_t kPiece = Tile::Box::kPiece;  // elements
+
+    // Whether `rank` gets the sums of this lane's piece.
+    __device__ bool is_of(uint32_t rank, uint32_t turn) const {
+        const uint32_t row = tile_.piece_row(turn);
+        return params_.low_latency.begin[rank] <= row && row < params_.low_latency.end[rank] && tile_.piece_column() < output_.n;
+    }
+
+    __device__ LowLatencyShare share_of(uint32_t to, uint32_t from) const {
+        return LowLatencyShare(params_.low_latency, entrance_, to, from, params_.peers.world);
+    }
+
+    // The number of this lane's piece in a share.
+    __device__ uint32_t number(uint32_t turn) const {
+        return tile_.piece_row(turn) * ((output_.n + 15) / 16 * 2) + tile_.piece_column() / kPiece;
+    }
+
+    __device__ static void add(float (&sums)[kTurns][kPiece], const uint4 (&pieces)[kTurns]) {
+#pragma unroll
+        for (uint32_t turn = 0; turn < kTurns; ++turn) add_piece(sums[turn], pieces[turn]);
+    }
+
+    __device__ static void add_piece(float (&sums)[kPiece], const uint4& piece) {
+        const uint32_t words[] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+        for (uint32_t i = 0; i < kPiece / 2; ++i) {
+            const float2 addend = ptx::unpack<Element>(words[i]);
+            sums[2 * i] += addend.x;
+            sums[2 * i + 1] += addend.y;
+        }
+    }
+
+    // One lane: waits for `from`'s pieces, clears them, and adds them.
+    __device__ void take(float (&sums)[kTurns][kPiece], uint32_t from) const {
+        const LowLatencyShare share = share_of(params_.peers.rank, from);
+        bool awaited[kTurns];
+        ulonglong2 come[kTurns][2];
+#pragma unroll
+        for (uint32_t turn = 0; turn < kTurns; ++turn) awaited[turn] = is_of(params_.peers.rank, turn);
+        const auto look = [&](uint32_t& seen) {
+#pragma unroll
+            for (uint32_t turn = 0; turn < kTurns; ++turn) {
+                if (awaited[turn]) share.look(number(turn), come[turn]);
+            }
+            bool all = true;
+#pragma unroll
+            for (uint32_t turn = 0; turn < kTurns; ++turn) all = all && (!awaited[turn] || share.is_tagged(come[turn]));
+            seen = 0;
+            return all;
+        };
+        if (!await_look(params_, entrance_.epoch, GEMMESH_LOW_LATENCY, from, look)) return;
+#pragma unroll
+        for (uint32_t turn = 0; turn < kTurns; ++turn) {
+            if (!awaited[turn]) continue;
+            share.clear(number(turn));
+            add_piece(sums[turn], LowLatencyShare::piece_of(come[turn]));
+        }
+    }
+
+    // One lane: adds bias and residual to the sums of a piece, applies the activation, and stores it.
+    __device__ void finish_and_store(float (&sums)[kPiece], uint32_t row, uint32_t column) const {
+        if (output_.bias != nullptr) {
+            const Element* bias = static_cast<const Element*>(output_.bias) + column;
+#pragma unroll
+            for (uint32_t i = 0; i < kPiece; ++i) {
+                if (column + i < output_.n) sums[i] += static_cast<float>(bias[i]);
+            }
+        }
+        activate<kPiece>(sums, params_.activation, params_.is_f32 != 0);
+        if (output_.residual != nullptr) {
+            const uint8_t* residual = static_cast<const uint8_t*>(output_.residual) + row * output_.residual_pitch;
+            add_piece(sums, *reinterpret_cast<const uint4*>(residual + column * sizeof(Element)));
+        }
+
+        uint8_t* out = static_cast<uint8_t*>(output_.out) + row * output_.out_pitch;
+        if (params_.is_f32 == 0) {
+            ptx::st_global(out + column * sizeof(Element),
+                           uint4{ptx::cvt_rn_x2<Element>(sums[0], sums[1]), ptx::cvt_rn_x2<Element>(sums[2], sums[3]),
+                                 ptx::cvt_rn_x2<Element>(sums[4], sums[5]), ptx::cvt_rn_x2<Element>(sums[6], sums[7])});
+            return;
+        }
+        float* f32 = reinterpret_cast<float*>(out) + column;
+#pragma unroll
+        for (uint32_t i = 0; i < kPiece; ++i) {
+            if (column + i < output_.n) f32[i] = sums[i];
+        }
+    }
+
+    const GemmeshParams& params_;
+    const GemmeshOutput& output_;
+    Entrance entrance_;
+    const Tile& tile_;
 };
 
 }  // namespace gemmesh

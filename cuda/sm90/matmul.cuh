@@ -30,11 +30,12 @@
 // In a gated product a tile has rows of two weights, gate and up. They are laid out so that each thread has both
 // factors of its results, or gets one of them from one other thread (Config::kGateRows).
 //
-// A plain kernel (kPlain) has no code for bias, activation, gate, residual, f32, [K, N] and low-latency areas. Most
+// A plain kernel (kPlain) has no code for bias, activation, gate, residual, f32 and [K, N]. Most
 // products need none of them, and pay for code that they do not use (Config::kPlain).
 //
-// If there are few rows of partial sums, they go through low-latency areas, whose words hold data and flag. The warp
-// that has made rows of a tile sends them, adds the peers' parts, and stores the sums (low_latency_sums.cuh).
+// In a low-latency kernel (kLowLatency) there are few rows of partial sums. They go through low-latency areas, whose
+// words hold data and flag. The warp that has made rows of a tile sends them, adds the peers' parts, and stores the
+// sums (low_latency_sums.cuh).
 #pragma once
 
 #include "../abi.h"
@@ -60,9 +61,9 @@ __device__ __forceinline__ void serve_peers(const GemmeshParams& params, Shared<
     const auto epoch = [&] { return shared.entrance.get().epoch; };
     if (pusher < 32 && shared.entrance.get().first) {
         announce(params, epoch(), pusher);
-        if (C::kSums || is_low_latency<C>(params)) await_peers(params, epoch(), pusher);
+        if (C::kSums || C::kLowLatency) await_peers(params, epoch(), pusher);
     }
-    push(params, shared.pushers, epoch, pusher);
+    if constexpr (!C::kLowLatency) push(params, shared.pushers, epoch, pusher);
 }
 
 // One warpgroup: the products of `count` steps through K. `a` and `b` are its operands in the first stage. There is one
@@ -130,7 +131,7 @@ __device__ __forceinline__ void load_epilogue(Bias& bias, const GemmeshParams& p
                                               uint32_t left, uint32_t warp, uint32_t lane) {
     using Element = typename C::Element;
     if constexpr (!C::kSums) bias.load(params, params.outputs[weight], is_gated<C>(params), left, lane);
-    if (!C::kSums && C::kSplit == 1 && !is_low_latency<C>(params)) {
+    if constexpr (!C::kSums && !C::kLowLatency && C::kSplit == 1) {
         const uint32_t row = first_row<C>(walk.tile(), cta) + own_row + warp * GEMMESH_STORE_ROWS;
         prefetch_residual<Element, C::kConsumerN>(params.outputs[weight], params.m, row, left, lane);
     }
@@ -209,9 +210,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
     }
 
     if constexpr (C::kSums) placed.report(lane);
-    if constexpr (C::kLowLatency) {
-        if (is_low_latency<C>(params)) ptx::barrier_arrive<kLeaveBarrier, GEMMESH_THREADS>();
-    }
+    if constexpr (C::kLowLatency) ptx::barrier_arrive<kLeaveBarrier, GEMMESH_THREADS>();
     // shared memory must outlive the stores that read it
     ptx::cp_async_bulk_wait_group_read<0>();
 }
@@ -264,11 +263,7 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
         if (params.peers.push_epoch != nullptr) {
             // wait until the other warps of this warpgroup have pushed their tasks and, with low-latency areas, the
             // consumers have got the peers' parts
-            if (is_low_latency<C>(params)) {
-                ptx::barrier_sync<kLeaveBarrier, GEMMESH_THREADS>();
-            } else {
-                ptx::barrier_sync<kLeaveBarrier, kWarpgroupThreads>();
-            }
+            ptx::barrier_sync<kLeaveBarrier, C::kLowLatency ? GEMMESH_THREADS : kWarpgroupThreads>();
             if (threadIdx.x == 0) leave_push(params, shared.entrance.get().epoch);
         }
     } else {
@@ -284,40 +279,39 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
 
 // The configuration of a kernel. It is the variadic argument of GEMMESH_HEAD, because the preprocessor splits it at its
 // commas.
-#define GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, Sums, Plain) \
-    gemmesh::Config<gemmesh::Element, TileM, TileN, Stages, Cluster, Split, Boxes, Sums, Plain>
+#define GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, kind) \
+    gemmesh::Config<gemmesh::Element, TileM, TileN, Stages, Cluster, Split, Boxes, gemmesh::Variant::kind>
 
 #define GEMMESH_HEAD(name, Cluster, Split, shared_bytes, ...)                                              \
     static_assert(sizeof(gemmesh::Shared<__VA_ARGS__>) == shared_bytes,                                    \
                   #name ": cuda/kernels.rs gives it less shared memory than it uses, or more");            \
     extern "C" __global__ void __cluster_dims__(Cluster * Split, 1, 1) __launch_bounds__(GEMMESH_THREADS, 1) name
 
-#define GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes, Plain)   \
+#define GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes, kind)    \
     GEMMESH_HEAD(name, Cluster, Split, shared_bytes,                                                       \
-                 GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, false, Plain))       \
+                 GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, kind))               \
     (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                         \
      const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params,                \
      const __grid_constant__ gemmesh::MoreWeights more) {                                                  \
-        gemmesh::matmul<GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, false, Plain)>( \
+        gemmesh::matmul<GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, kind)>(       \
             gemmesh::Maps{&a, &b, &out, &more}, params, gemmesh::SumArguments{});                          \
     }
 
-// Defines one kernel of the list in cuda/kernels.rs. build.rs writes a source that includes this one and has such a
-// line for each kernel. The list says how much shared memory a kernel is launched with, and how many boxes fit into it.
+// Each of these defines one kernel of the list in cuda/kernels.rs. build.rs writes a source that includes this one and
+// has such a line for each kernel. The list says how much shared memory a kernel is launched with, and how many boxes
+// fit into it.
 #define GEMMESH_MATMUL(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes)           \
-    GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes, false)
-
-// The same for a plain kernel.
+    GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes, kForms)
 #define GEMMESH_MATMUL_PLAIN(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes)     \
-    GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes, true)
-
-// The same for a kernel with block sums.
+    GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes, kPlain)
+#define GEMMESH_MATMUL_LOW_LATENCY(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes) \
+    GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes, kLowLatency)
 #define GEMMESH_MATMUL_SUMS(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes)      \
     GEMMESH_HEAD(name, Cluster, Split, shared_bytes,                                                       \
-                 GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, true, false))        \
+                 GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, kSums))              \
     (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                         \
      const __grid_constant__ CUtensorMap added, const __grid_constant__ GemmeshParams params,              \
      const __grid_constant__ gemmesh::Targets targets, const __grid_constant__ GemmeshSums sums) {         \
-        gemmesh::matmul<GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, true, false)>( \
+        gemmesh::matmul<GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, kSums)>(      \
             gemmesh::Maps{&a, &b, nullptr, nullptr}, params, gemmesh::SumArguments{&added, &targets, &sums}); \
     }

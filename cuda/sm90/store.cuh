@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_tile(Accumulators<typename C::Element, C::
     const GemmeshOutput& output = params.outputs[weight];
     auto& boxes = shared.boxes[warp];
     float* d = accumulators.d;
-    if (is_low_latency<C>(params)) {
+    if constexpr (C::kLowLatency) {
         const LowLatencySums<Element, kN> low_latency(params, output, shared.entrance.get(), row, column, lane);
         low_latency.send_and_add(accumulators);
         const WarpPlace rows = low_latency.place();
@@ -113,15 +113,15 @@ __device__ __forceinline__ void store_tile(Accumulators<typename C::Element, C::
         } else {
             store_directly<Element, kN>(d, output, place);
         }
-        return;
-    }
-    const WarpPlace place{row, column, 0, params.m};
-    const CUtensorMap* map = maps.out_of(weight);
-    if constexpr (!C::kPlain) finish<Element, C::kGates, kN>(d, params, output, bias, boxes, place, lane);
-    if (is_gated<C>(params)) {
-        store_own<C, kN / 2>(d, map, boxes, output, is_f32<C>(params), place, lane);
     } else {
-        store_own<C, kN>(d, map, boxes, output, is_f32<C>(params), place, lane);
+        const WarpPlace place{row, column, 0, params.m};
+        const CUtensorMap* map = maps.out_of(weight);
+        if constexpr (!C::kPlain) finish<Element, C::kGates, kN>(d, params, output, bias, boxes, place, lane);
+        if (is_gated<C>(params)) {
+            store_own<C, kN / 2>(d, map, boxes, output, is_f32<C>(params), place, lane);
+        } else {
+            store_own<C, kN>(d, map, boxes, output, is_f32<C>(params), place, lane);
+        }
     }
 }
 
@@ -165,6 +165,18 @@ __device__ __forceinline__ void store_swap_ab(Accumulators<typename C::Element, 
     }
 }
 
+// One warp: sends its rows of a tile of swapped operands, and stores their sums. `row` and `column` are the tile's first
+// ones.
+template <class C>
+__device__ __forceinline__ void send_swap_ab(Accumulators<typename C::Element, C::kColumns>& accumulators,
+                                             const GemmeshParams& params, Shared<C>& shared, uint32_t row, uint32_t column,
+                                             uint32_t warp, uint32_t lane) {
+    using Sums = SwapAbLowLatencySums<typename C::Element, C::kColumns>;
+    const GemmeshOutput& output = params.outputs[0];
+    const typename Sums::Tile tile(accumulators, params, output, row, column + warp * 16, lane);
+    Sums(params, output, shared.entrance.get(), tile).send_add_and_store(shared.boxes[warp][0]);
+}
+
 // One warp: finishes and stores its rows of a tile, with or without swap_ab. `column` is the tile's first column, and
 // `left` the warp's.
 template <class C, class Bias>
@@ -172,7 +184,9 @@ __device__ __forceinline__ void store_product(Accumulators<typename C::Element, 
                                               const Maps& maps, const GemmeshParams& params, Shared<C>& shared,
                                               const Bias& bias, uint32_t weight, uint32_t row, uint32_t column,
                                               uint32_t left, uint32_t consumer, uint32_t warp, uint32_t lane) {
-    if constexpr (C::kSwapAb) {
+    if constexpr (C::kSwapAb && C::kLowLatency) {
+        send_swap_ab<C>(accumulators, params, shared, row, column, consumer * 4 + warp, lane);
+    } else if constexpr (C::kSwapAb) {
         store_swap_ab<C>(accumulators, params, shared, weight, row, column, consumer * 4 + warp, lane);
     } else if (row < params.m) {
         store_tile<C>(accumulators, maps, params, shared, bias, weight, row, left, consumer * 4 + warp, lane);

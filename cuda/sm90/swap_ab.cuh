@@ -100,22 +100,12 @@ public:
     // Stores 16 rows at a time, a sector of 32 bytes of each.
     __device__ void store(Box& box) const {
         uint8_t* out = static_cast<uint8_t*>(output_.out) + piece_column() * sizeof(Element);
-#pragma unroll
-        for (int i = 0; i < int(N / kRows); ++i) {
-            const float* d = &d_[i * 8];
-            if (i >= int(kTurns)) __syncwarp();
-            ptx::stmatrix_x4_trans(matrix_row(box, i % kTurns), ptx::cvt_rn_x2<Element>(d[0], d[1]),
-                                   ptx::cvt_rn_x2<Element>(d[2], d[3]), ptx::cvt_rn_x2<Element>(d[4], d[5]),
-                                   ptx::cvt_rn_x2<Element>(d[6], d[7]));
-            __syncwarp();
-            const uint4 values = *piece(box, i % kTurns);
+        each_piece(box, [&](uint32_t turn, const uint4& values) {
             // A piece that begins within the row is written whole, as by TMA: rows are padded to 16 bytes.
-            if (piece_row(i) < params_.m && piece_column() < output_.n) {
-                ptx::st_global(out + piece_row(i) * output_.out_pitch, values);
+            if (piece_row(turn) < params_.m && piece_column() < output_.n) {
+                ptx::st_global(out + piece_row(turn) * output_.out_pitch, values);
             }
-        }
-        // the box is filled for the next tile only after all lanes have read it
-        __syncwarp();
+        });
     }
 
     // `store` for f32, without the box. Eight lanes store a sector.
@@ -134,16 +124,35 @@ public:
         }
     }
 
+    static constexpr uint32_t kRows = 16;  // at a time
+
+    // Rounds 16 rows at a time, and calls `use` with their number and this lane's piece of one of them.
+    template <class Use>
+    __device__ void each_piece(Box& box, const Use& use) const {
+#pragma unroll
+        for (uint32_t i = 0; i < N / kRows; ++i) {
+            const float* d = &d_[i * 8];
+            if (i >= kTurns) __syncwarp();
+            ptx::stmatrix_x4_trans(matrix_row(box, i % kTurns), ptx::cvt_rn_x2<Element>(d[0], d[1]),
+                                   ptx::cvt_rn_x2<Element>(d[2], d[3]), ptx::cvt_rn_x2<Element>(d[4], d[5]),
+                                   ptx::cvt_rn_x2<Element>(d[6], d[7]));
+            __syncwarp();
+            use(i, *piece(box, i % kTurns));
+        }
+        // the box is filled for the next tile only after all lanes have read it
+        __syncwarp();
+    }
+
+    // The place of this lane's piece, in `out`.
+    __device__ uint32_t piece_column() const { return column_ + lane_ % kPieces * Box::kPiece; }
+    __device__ uint32_t piece_row(uint32_t turn) const { return row_ + turn * kRows + lane_ / kPieces; }
+
 private:
     static constexpr uint32_t kColumns = 16;
-    static constexpr uint32_t kRows = 16;
     static constexpr uint32_t kPieces = kColumns / Box::kPiece;                          // of a row
     static constexpr uint32_t kTurns = Box::kRows * Box::kColumns / (kRows * kColumns);  // by 16 rows, through a box
     static constexpr uint32_t kMetAtATime = sizeof(Box::elements) / (32 * sizeof(float4));  // fours of accumulators
 
-    // What this lane stores and loads of rows: a piece.
-    __device__ uint32_t piece_column() const { return column_ + lane_ % kPieces * Box::kPiece; }
-    __device__ uint32_t piece_row(uint32_t turn) const { return row_ + turn * kRows + lane_ / kPieces; }
     __device__ uint4* piece(Box& box, uint32_t turn) const {
         Element* rows = box.elements + turn * (kRows * kColumns);
         return reinterpret_cast<uint4*>(rows + lane_ / kPieces * kColumns + lane_ % kPieces * Box::kPiece);

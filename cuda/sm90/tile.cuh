@@ -51,12 +51,6 @@ __device__ __forceinline__ bool is_f32(const GemmeshParams& params) {
     return !C::kPlain && params.is_f32 != 0;
 }
 
-// True if partial sums go through low-latency areas.
-template <class C>
-__device__ __forceinline__ bool is_low_latency(const GemmeshParams& params) {
-    return C::kLowLatency && params.low_latency.share != 0;
-}
-
 // The columns that a tile has of its output.
 template <class C>
 __device__ __forceinline__ uint32_t columns_of(const GemmeshParams& params) {

@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
-use crate::backend::{Cuda, Sample};
+use crate::backend::{Cuda, Sample, Variant};
 use crate::element::Value;
 #[cfg(doc)]
 use crate::error::Error;
@@ -209,10 +209,10 @@ impl Cuda {
     }
 }
 
-/// `config` with the tile shape of each kernel, or of each kernel that adds partial sums; for benchmarks and tests.
+/// `config` with the tile shape of each kernel of this variant; for benchmarks and tests.
 #[doc(hidden)]
-pub fn with_each_kernel(config: &Config, sums: bool) -> Vec<Config> {
-    Cuda::configs(config, sums).collect()
+pub fn with_each_kernel(config: &Config, variant: Variant) -> Vec<Config> {
+    Cuda::configs(config, variant).collect()
 }
 
 /// Rates of this device, as text for a file that `GEMMESH_RATES` names, and the median error of the model on the

@@ -1,6 +1,7 @@
 //! Products of other forms, on GPUs.
 
-use gemmesh::{Config, Cuda, Numerics};
+use gemmesh::testing::Variant;
+use gemmesh::{Config, Cuda, Numerics, Route};
 
 use crate::support::gpu::*;
 use crate::support::shared::forms;
@@ -38,6 +39,20 @@ fn functions_and_gates_are_theirs_in_float64() {
 fn functions_and_gates_are_theirs_by_every_kernel() {
     let Some(_leave) = gpu() else { return };
     forms::functions_and_gates_are_theirs_in_float64::<Cuda>(test_name!(), 200, each_kernel);
+}
+
+#[test]
+fn sums_are_finished_by_their_owners() {
+    let Some(_leave) = gpu() else { return };
+    let routes = ROUTES.into_iter();
+    let by_routes = routes.flat_map(|route| {
+        let low_and_high = configs_of_sums(Variant::Sums, route, 1).into_iter();
+        low_and_high.filter(|config| (config.tile.n, config.tile.cluster) == (128, 1))
+    });
+    let splits = [1, 2, 4, 8].into_iter();
+    let low = splits.flat_map(|parts| configs_of_sums(Variant::LowLatency, Route::Store, parts));
+    let configs: Vec<Config> = by_routes.chain(low).collect();
+    forms::sums_are_finished_by_their_owners::<Cuda>(test_name!(), &configs);
 }
 
 crate::support::shared::forms_tests!(Cuda, gpu());

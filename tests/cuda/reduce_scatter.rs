@@ -1,9 +1,9 @@
 //! Sums over ranks that each have a part of K.
 
-use gemmesh::{Chunking, Config, Cuda, Group, Route, TileShape, bf16, f16};
+use gemmesh::{Chunking, Config, Cuda, Group, Route, bf16, f16};
 use rand::RngExt;
 
-use gemmesh::testing::with_each_kernel;
+use gemmesh::testing::Variant;
 
 use crate::support::gpu::*;
 use crate::support::numbers::{bits, rng};
@@ -28,9 +28,7 @@ const ROUTES: [Route; 3] = [Route::Pull, Route::Push, Route::Store];
 /// The kernels whose CTAs share K in so many parts: what they add up is of the same bits. Blocks are sent in one part
 /// and in several.
 fn configs_of_split(parts: usize) -> Vec<Option<Config>> {
-    let base = Config::new(TileShape::new(128, 128, 64), Chunking::new(1), Route::Pull);
-    let kernels = with_each_kernel(&base, true).into_iter();
-    let kernels = kernels.filter(|config| config.tile.split_k == parts);
+    let kernels = configs_of_sums(Variant::Sums, Route::Pull, parts).into_iter();
     let chunks = [(1, 2), (1, 1), (2, 4), (3, 2), (1, 3), (3, 1)];
     let chunked = kernels.zip(chunks.into_iter().cycle());
     let chunked = chunked.map(|(config, (count, last))| {
@@ -53,15 +51,18 @@ fn sent_by(route: Route) -> Option<Config> {
 const SENT: [Route; 2] = [Route::Push, Route::Store];
 
 /// Few rows, which are exchanged by the warps that make them.
-fn one_shot() -> Option<Config> {
-    let mut low = configs().into_iter().flatten();
-    let low = low.find(|config| (config.tile.m, config.tile.n) == (64, 128));
-    low.map(|config| Config::new(config.tile, Chunking::new(1), Route::Store))
+fn exchanged(parts: usize) -> Vec<Option<Config>> {
+    let kernels = configs_of_sums(Variant::LowLatency, Route::Store, parts);
+    kernels.into_iter().map(Some).collect()
 }
 
-/// All ways to send them.
-fn ways() -> [Option<Config>; 3] {
-    [sent_by(Route::Push), sent_by(Route::Store), one_shot()]
+/// All ways to send them. The first and the last kernel for few rows swap operands, or do not.
+fn ways() -> [Option<Config>; 4] {
+    let exchanged = exchanged(1);
+    let [first, .., last] = exchanged[..] else {
+        panic!("{exchanged:?}");
+    };
+    [sent_by(Route::Push), sent_by(Route::Store), first, last]
 }
 
 /// Rows that end within tiles and within what a warp stores, ranks without rows, columns of no whole tile.
@@ -185,7 +186,7 @@ fn sums_that_are_sent_are_right_across_the_refresh_of_the_flags() {
         let mut placed = Placed::<Cuda, bf16>::new(&group, &case)?;
         let expected = placed.run(&case, configs()[0])?;
         for turn in 0..12 {
-            let found = placed.run(&case, ways()[turn / 2 % 3])?;
+            let found = placed.run(&case, ways()[turn / 2 % 4])?;
             assert_eq!(bits(&found), bits(&expected), "{turn}");
         }
         Ok("the same bits".into())
@@ -286,7 +287,33 @@ fn so_is_one_whose_partials_would_be_stored() {
 #[test]
 fn so_is_one_whose_partials_would_be_exchanged() {
     let Some(_leave) = gpu_alone() else { return };
-    reduce_scatter::kill_while_the_others_wait::<Cuda>(test_name!(), 1, one_shot());
+    reduce_scatter::kill_while_the_others_wait::<Cuda>(test_name!(), 1, ways()[3]);
+}
+
+#[test]
+fn few_rows_are_exchanged_by_each_kernel() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 3, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        // Rows of one tile and of several, ranks without rows, columns of no whole tile.
+        let cases = [
+            case(&[1, 1, 1], 40, 1, 0, true),
+            case(&[5, 0, 2], 520, 300, 64, true),
+            case(&[30, 33, 1], 1000, 4100, 0, false),
+            case(&[150, 0, 51], 264, 700, 8, true),
+        ];
+        let kernels = [1, 2, 4, 8].into_iter().flat_map(exchanged);
+        for (index, config) in kernels.enumerate() {
+            for (number, case) in cases.iter().enumerate() {
+                let address = format!("{}-{index}-{number}", rank.address);
+                match (index + number) % 2 {
+                    0 => reduce_scatter::verify::<Cuda, bf16>(&group, &address, case, config)?,
+                    _ => reduce_scatter::verify::<Cuda, f16>(&group, &address, case, config)?,
+                }
+            }
+        }
+        Ok("the same bits".into())
+    }));
 }
 
 #[test]

@@ -30,4 +30,14 @@ fn so_are_those_of_an_odd_number_of_columns() {
     forms::functions_and_gates_are_theirs_in_float64::<Host>(test_name!(), 203, configs);
 }
 
+#[test]
+fn sums_are_finished_by_their_owners() {
+    let low_and_high = [[64, 128], [128, 64]].into_iter().flat_map(|[m, n]| {
+        let routes = [Route::Pull, Route::Push, Route::Store].into_iter();
+        routes.map(move |route| Config::new(TileShape::new(m, n, 64), Chunking::new(1), route))
+    });
+    let configs: Vec<Config> = low_and_high.collect();
+    forms::sums_are_finished_by_their_owners::<Host>(test_name!(), &configs);
+}
+
 crate::support::shared::forms_tests!(Host, Some(()));

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use gemmesh::schedule::{self, Layout, Problem, Refusal};
-use gemmesh::testing::{Sample, with_each_kernel};
+use gemmesh::testing::{Sample, Variant, with_each_kernel};
 use gemmesh::{Chunking, Config, Cuda, Element, Error, Group, Result, Route};
 
 use super::clock::{self, Timer};
@@ -60,7 +60,7 @@ pub fn calibrate<T: Element>(group: &Group<Cuda>, path: &Path) -> Result<(), Fai
             let tile = config.tile.with_k_slices(slices);
             Config::new(tile, config.chunking, config.route)
         };
-        let whole = with_each_kernel(&with(&default, 1), false);
+        let whole = with_each_kernel(&with(&default, 1), Variant::Forms);
         let unsplit = whole.iter().filter(|config| config.tile.split_k == 1);
         let sliced: Vec<Config> = unsplit
             .flat_map(|config| SLICES.map(|slices| with(config, slices)))

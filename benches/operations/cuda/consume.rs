@@ -4,6 +4,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::CUstream;
+use gemmesh::testing::Variant;
 use gemmesh::trace::Trace;
 use gemmesh::{
     AllGatherAndConsume, Chunk, Chunking, Config, Cuda, Element, Explanation, Group, Prepared,
@@ -148,7 +149,7 @@ impl<T: Element> Operation<Cuda, T> for Consume<T> {
 }
 
 impl<T: Element> OnGpus<T> for Consume<T> {
-    const ADDS: bool = false;
+    const VARIANTS: &[Variant] = &[Variant::Forms];
 
     fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers> {
         let peers = self.gather.peers(instruments, prepared)?;

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use clock::{Graph, Side, Timer};
 pub use consume::Consume;
-use gemmesh::testing::{Winner, ranks_share_gpus, with_each_kernel};
+use gemmesh::testing::{Variant, Winner, ranks_share_gpus, with_each_kernel};
 use gemmesh::{Chunking, Config, Cuda, Element, Error, Group, Matrix, Result, Route};
 use memory::{Place, Scratch};
 use peers::{Collective, Communication, CublasLt, Nccl, Product};
@@ -47,8 +47,8 @@ pub trait OnGpus<T: Element>: Operation<Cuda, T> {
     fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers>;
     /// Makes a run's copies, without any order.
     fn copy(&mut self, prepared: &Self::Prepared) -> Result<()>;
-    /// True if its kernels add partials.
-    const ADDS: bool;
+    /// The variants of kernels that can make it.
+    const VARIANTS: &[Variant];
     /// Ways to move its rows.
     fn ways() -> Vec<(Route, Chunking)>;
     /// True if a run can be captured in a CUDA graph.
@@ -152,7 +152,7 @@ impl Peers {
 }
 
 impl<T: Element> OnGpus<T> for AllGather<Cuda, T> {
-    const ADDS: bool = false;
+    const VARIANTS: &[Variant] = &[Variant::Forms];
 
     fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers> {
         let group = &instruments.timer.group;
@@ -259,7 +259,7 @@ fn ways_of_sums(counts: &[(usize, usize)]) -> Vec<(Route, Chunking)> {
 }
 
 impl<T: Element> OnGpus<T> for ReduceScatter<Cuda, T> {
-    const ADDS: bool = true;
+    const VARIANTS: &[Variant] = &[Variant::Sums, Variant::LowLatency];
 
     fn peers(&mut self, instruments: &Instruments, _: &Self::Prepared) -> Result<Peers> {
         self.operands.peers(instruments, Collective::ReduceScatter)
@@ -277,7 +277,7 @@ impl<T: Element> OnGpus<T> for ReduceScatter<Cuda, T> {
 }
 
 impl<T: Element> OnGpus<T> for AllReduce<Cuda, T> {
-    const ADDS: bool = true;
+    const VARIANTS: &[Variant] = &[Variant::Sums, Variant::LowLatency];
 
     fn peers(&mut self, instruments: &Instruments, _: &Self::Prepared) -> Result<Peers> {
         self.operands.peers(instruments, Collective::AllReduce)
@@ -295,7 +295,7 @@ impl<T: Element> OnGpus<T> for AllReduce<Cuda, T> {
 
 /// The variants that are timed on the device.
 #[derive(Clone, Copy)]
-enum Variant {
+enum Measured {
     Cublaslt,
     Matmul,
     Nccl,
@@ -309,34 +309,34 @@ enum Variant {
     Ideal,
 }
 
-impl Variant {
-    const ALL: [Variant; 9] = [
-        Variant::Cublaslt,
-        Variant::Matmul,
-        Variant::Nccl,
-        Variant::Collective,
-        Variant::Peers,
-        Variant::Sequential,
-        Variant::Fused,
-        Variant::Graph,
-        Variant::Ideal,
+impl Measured {
+    const ALL: [Measured; 9] = [
+        Measured::Cublaslt,
+        Measured::Matmul,
+        Measured::Nccl,
+        Measured::Collective,
+        Measured::Peers,
+        Measured::Sequential,
+        Measured::Fused,
+        Measured::Graph,
+        Measured::Ideal,
     ];
 
     fn row<T: Element, O: OnGpus<T>>(self, peers: &Peers, time: Option<f64>) -> Row {
         let collective = O::COLLECTIVE;
         let (name, key) = match self {
-            Variant::Cublaslt => ("cuBLASLt alone".into(), "cublaslt_us".into()),
-            Variant::Matmul => ("gemmesh matmul alone".into(), "matmul_us".into()),
-            Variant::Nccl => (format!("NCCL {collective} alone"), "nccl_us".into()),
-            Variant::Collective => (
+            Measured::Cublaslt => ("cuBLASLt alone".into(), "cublaslt_us".into()),
+            Measured::Matmul => ("gemmesh matmul alone".into(), "matmul_us".into()),
+            Measured::Nccl => (format!("NCCL {collective} alone"), "nccl_us".into()),
+            Measured::Collective => (
                 format!("gemmesh {collective} alone"),
                 common::key_of(collective),
             ),
-            Variant::Peers => (peers.name().into(), "nccl_cublaslt_us".into()),
-            Variant::Sequential => (format!("gemmesh {}", O::SEQUENTIAL), "sequential_us".into()),
-            Variant::Fused => ("gemmesh fused".into(), "fused_us".into()),
-            Variant::Graph => ("gemmesh fused, in a graph".into(), "graph_us".into()),
-            Variant::Ideal => ("ideal".into(), "ideal_us".into()),
+            Measured::Peers => (peers.name().into(), "nccl_cublaslt_us".into()),
+            Measured::Sequential => (format!("gemmesh {}", O::SEQUENTIAL), "sequential_us".into()),
+            Measured::Fused => ("gemmesh fused".into(), "fused_us".into()),
+            Measured::Graph => ("gemmesh fused, in a graph".into(), "graph_us".into()),
+            Measured::Ideal => ("ideal".into(), "ideal_us".into()),
         };
         Row { name, key, time }
     }
@@ -362,13 +362,13 @@ fn captured<T: Element, O: OnGpus<T>>(
 fn samples(
     timer: &Timer,
     args: &Args,
-    variants: &[Variant],
-    mut run: impl FnMut(Variant) -> Result<()>,
+    variants: &[Measured],
+    mut run: impl FnMut(Measured) -> Result<()>,
     mut progress: impl FnMut(),
-) -> Result<Vec<[f64; Variant::ALL.len()]>> {
+) -> Result<Vec<[f64; Measured::ALL.len()]>> {
     let mut samples = Vec::new();
     for round in 0..args.warmup + args.iters {
-        let mut times = [0.0; Variant::ALL.len()];
+        let mut times = [0.0; Measured::ALL.len()];
         for &variant in variants {
             times[variant as usize] = timer.time(|| run(variant))?;
         }
@@ -436,42 +436,42 @@ impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
         peers.product.tune(timer)?;
         let graph = captured(self, prepared, timer)?;
         let can = |variant| match variant {
-            Variant::Nccl | Variant::Peers => nccl.is_some(),
-            Variant::Graph => graph.is_some(),
+            Measured::Nccl | Measured::Peers => nccl.is_some(),
+            Measured::Graph => graph.is_some(),
             _ => true,
         };
         let run = |variant| match variant {
-            Variant::Cublaslt => peers.product.run(timer.stream),
-            Variant::Matmul => self.multiply(prepared),
-            Variant::Nccl => nccl
+            Measured::Cublaslt => peers.product.run(timer.stream),
+            Measured::Matmul => self.multiply(prepared),
+            Measured::Nccl => nccl
                 .iter()
                 .try_for_each(|nccl| nccl.run(&peers.communication, timer.stream)),
-            Variant::Collective => self.communicate(prepared),
-            Variant::Peers => nccl.iter().try_for_each(|nccl| peers.run(nccl, timer)),
-            Variant::Sequential => self.run_in_sequence(prepared),
-            Variant::Fused => self.run(prepared),
-            Variant::Graph => graph
+            Measured::Collective => self.communicate(prepared),
+            Measured::Peers => nccl.iter().try_for_each(|nccl| peers.run(nccl, timer)),
+            Measured::Sequential => self.run_in_sequence(prepared),
+            Measured::Fused => self.run(prepared),
+            Measured::Graph => graph
                 .iter()
                 .try_for_each(|graph| graph.launch(timer.stream)),
-            Variant::Ideal => side.run(
+            Measured::Ideal => side.run(
                 timer,
                 |stream| peers.product.run(stream),
                 || self.copy(prepared),
             ),
         };
-        let there: Vec<Variant> = Variant::ALL.into_iter().filter(|&one| can(one)).collect();
+        let there: Vec<Measured> = Measured::ALL.into_iter().filter(|&one| can(one)).collect();
         let samples = samples(timer, args, &there, run, progress)?;
         let times = common::medians(&common::slowest(group, &samples)?);
         let host = rows_of_host(self, prepared, timer, args.iters.min(5))?;
-        let time = |variant: Variant| can(variant).then_some(times[variant as usize]);
-        let rows = Variant::ALL.map(|variant| variant.row::<T, O>(&peers, time(variant)));
+        let time = |variant: Measured| can(variant).then_some(times[variant as usize]);
+        let rows = Measured::ALL.map(|variant| variant.row::<T, O>(&peers, time(variant)));
         let shared = "NCCL's rows are left out: it needs a GPU for each rank, and ranks share one.";
         Ok(Timing {
             rows: rows.into_iter().chain(host).collect(),
             more: json!({ "gpu": group.device_name(), "cuda_driver": group.driver_version()? }),
-            baseline: time(Variant::Peers).map(|time| (peers.name(), time)),
-            fused: times[Variant::Fused as usize],
-            ideal: times[Variant::Ideal as usize],
+            baseline: time(Measured::Peers).map(|time| (peers.name(), time)),
+            fused: times[Measured::Fused as usize],
+            ideal: times[Measured::Ideal as usize],
             note: nccl.is_none().then_some(shared),
         })
     }
@@ -525,10 +525,14 @@ fn fastest<T: Element, O: OnGpus<T>>(
     let mut best_time = f64::INFINITY;
     let tile = O::config(&best).tile.with_k_slices(1);
     for (route, chunking) in O::ways() {
-        for config in with_each_kernel(&Config::new(tile, chunking, route), O::ADDS) {
+        let base = Config::new(tile, chunking, route);
+        let each = |&variant| with_each_kernel(&base, variant);
+        for config in O::VARIANTS.iter().flat_map(each) {
             let other = match operation.prepare(Some(config)) {
                 // A different kernel cannot use this route either.
                 Err(Error::NoRoute { .. }) => break,
+                // Its low-latency kernel is for fewer rows.
+                Err(Error::NoKernel { .. }) => continue,
                 other => other?,
             };
             let mut run = |prepared: &O::Prepared| timer.time(|| operation.run(prepared));

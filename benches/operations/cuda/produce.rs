@@ -4,6 +4,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::CUstream;
+use gemmesh::testing::Variant;
 use gemmesh::trace::Trace;
 use gemmesh::{
     Block, Chunking, Config, Cuda, Element, Explanation, Group, PreparedReduceScatter,
@@ -152,7 +153,7 @@ impl<T: Element> Operation<Cuda, T> for Produce<T> {
 }
 
 impl<T: Element> OnGpus<T> for Produce<T> {
-    const ADDS: bool = false;
+    const VARIANTS: &[Variant] = &[Variant::Forms];
 
     fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers> {
         let peers = self.sums.peers(instruments, prepared)?;

@@ -13,6 +13,8 @@ mod program;
 mod shared;
 
 #[doc(hidden)]
+pub use gpu::kernels::Variant;
+#[doc(hidden)]
 pub use model::calibrate::Sample;
 #[doc(hidden)]
 pub use model::tuned::Winner;
@@ -365,9 +367,9 @@ impl Cuda {
         self.shared.peers.distinct
     }
 
-    /// `config` with the tile shape of each kernel. `sums`: only of the kernels that add partials.
-    pub(crate) fn configs(config: &Config, sums: bool) -> impl Iterator<Item = Config> {
-        kernels::configs(*config, sums, &Default::default())
+    /// `config` with the tile shape of each kernel of this variant.
+    pub(crate) fn configs(config: &Config, variant: Variant) -> impl Iterator<Item = Config> {
+        kernels::configs(*config, variant, &Default::default())
     }
 
     /// Fits the model's rates to the samples.

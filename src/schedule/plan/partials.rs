@@ -12,8 +12,13 @@ const ALIGNMENT: usize = 16;
 /// of the rank that makes the partials, or after the slot that a kernel stores to.
 pub const STORED_ROWS: usize = 16;
 
-/// Rows of the lowest tiles. No fewer rows are multiplied at a time.
+/// The most rows of a low tile. Low tiles of all rows take less time than tiles of each rank's few rows.
 pub const LOW_ROWS: usize = 64;
+
+/// True if the configuration's tiles are low.
+pub fn has_low_tiles(config: &Config) -> bool {
+    config.entry_rows() <= LOW_ROWS
+}
 
 /// True if the sum is made in one step: each rank makes the partials of all rows, then the ranks that get the sums
 /// receive these partials and add them up.
@@ -41,10 +46,9 @@ pub(super) fn are_few(problem: &Problem) -> bool {
     elements.saturating_mul(problem.dtypes.partials.bytes()) <= most
 }
 
-/// True if a reduce-scatter is made in one step. Low tiles of all rows take less time than tiles of each rank's few
-/// rows.
+/// True if a reduce-scatter is made in one step.
 pub(super) fn by_owners(problem: &Problem, config: &Config) -> bool {
-    config.route == Route::Store && config.entry_rows() == LOW_ROWS && are_few(problem)
+    config.route == Route::Store && has_low_tiles(config) && are_few(problem)
 }
 
 /// Kernels send a multiple of this many columns of a row.

@@ -12,7 +12,7 @@ use crate::schedule::layout::{MAX_EXTENT, chunk_rows};
 use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::{self, A, B, BIAS, OUT, PARTIALS, RESIDUAL};
 use crate::schedule::plan::partials::{
-    Incoming, LOW_ROWS, Partials, Piece, by_owners, is_one_shot,
+    Incoming, Partials, Piece, by_owners, has_low_tiles, is_one_shot,
 };
 use crate::schedule::plan::tile_order::{TileRow, ring};
 use crate::schedule::{
@@ -438,7 +438,7 @@ pub fn agree(problem: &Problem, one: &Config, other: &Config) -> bool {
 
 /// True if partials may be sent tile by tile, because all ranks have the same tiles.
 fn is_by_tiles(config: &Config) -> bool {
-    config.route == Route::Store && config.entry_rows() == LOW_ROWS
+    config.route == Route::Store && has_low_tiles(config)
 }
 
 /// As [`chunk_rows`], at boundaries of tiles that are counted from the block's first row.

@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-use gemmesh::testing::with_each_kernel;
+use gemmesh::testing::{Variant, with_each_kernel};
 use gemmesh::{Chunking, Config, Route, TileShape};
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -19,7 +19,7 @@ pub static SHAPES: LazyLock<Vec<Config>> = LazyLock::new(|| {
         Chunking::new(1),
         Route::Pull,
     );
-    let mut shapes = with_each_kernel(&base, false);
+    let mut shapes = with_each_kernel(&base, Variant::Forms);
     let mut counts = [2, 4, 3, 7].into_iter().cycle();
     let whole = shapes.iter().filter(|config| config.tile.split_k == 1);
     let sliced: Vec<Config> = whole
@@ -32,6 +32,14 @@ pub static SHAPES: LazyLock<Vec<Config>> = LazyLock::new(|| {
     shapes.extend(sliced);
     shapes
 });
+
+/// Configurations of sums: each kernel of this variant, with K in so many parts.
+pub fn configs_of_sums(variant: Variant, route: Route, parts: usize) -> Vec<Config> {
+    let base = Config::new(TileShape::new(128, 128, 64), Chunking::new(1), route);
+    let mut configs = with_each_kernel(&base, variant);
+    configs.retain(|config| config.tile.split_k == parts);
+    configs
+}
 
 pub fn config(shape: usize, group_m: usize, chunks: usize) -> Config {
     Config::new(

@@ -687,14 +687,10 @@ impl<'a, B: Tested> GivenPartials<'a, B> {
         sums.collect()
     }
 
-    /// By all functions and layouts of weights. Collective.
-    fn check_by(&self, route: Route) -> Result<(), Error> {
+    /// With all functions and layouts of weights. Collective.
+    fn check_by(&self, config: Config) -> Result<(), Error> {
         let (n, rows) = (self.n, self.rows);
         let mut sharded = self.group.sharded_rows::<bf16>(&rows, n)?;
-        let scatter = MatmulReduceScatter::new().rows(&rows);
-        let config = scatter.prepare(&self.a, n)?.config().with_route(route);
-        let config_of_all = MatmulAllReduce::new().prepare(&self.a, &sharded)?.config();
-        let config_of_all = config_of_all.with_route(route);
         for activation in ACTIVATIONS {
             let expected = self.exact(activation);
             let own = own_rows(self.group, rows);
@@ -705,9 +701,9 @@ impl<'a, B: Tested> GivenPartials<'a, B> {
                     .bias(&self.bias)
                     .activation(activation);
                 let all = all.residual(&self.residual_of_all).weight_layout(layout);
-                let all = all.config(config_of_all);
+                let all = all.config(config);
                 all.run(&self.a, self.weight(layout), &mut sharded)?;
-                let what = self.description(route, activation);
+                let what = self.description(config, activation);
                 check(
                     &format!("all-reduce, {what}"),
                     &expected,
@@ -725,7 +721,7 @@ impl<'a, B: Tested> GivenPartials<'a, B> {
         layout: WeightLayout,
         expected: &[Number],
     ) -> Result<(), Error> {
-        let what = self.description(config.route, activation);
+        let what = self.description(config, activation);
         let scatter = MatmulReduceScatter::new().rows(&self.rows);
         let scatter = scatter.bias(&self.bias).activation(activation);
         let scatter = scatter.residual(&self.residual);
@@ -749,9 +745,9 @@ impl<'a, B: Tested> GivenPartials<'a, B> {
         }
     }
 
-    fn description(&self, route: Route, activation: Activation) -> String {
+    fn description(&self, config: Config, activation: Activation) -> String {
         let m = self.rows[0] + self.rows[1];
-        format!("{m} rows, {route:?}, {activation:?}")
+        format!("{m} rows, {config:?}, {activation:?}")
     }
 }
 
@@ -763,14 +759,14 @@ fn own_rows<B: Tested>(group: &Group<B>, rows: [usize; 2]) -> Range<usize> {
 
 /// What becomes of sums over ranks becomes of the sums, not of their parts.
 #[track_caller]
-pub fn sums_are_finished_by_their_owners<B: Tested>(test: &str, routes: &[Route]) {
+pub fn sums_are_finished_by_their_owners<B: Tested>(test: &str, configs: &[Config]) {
     all_done(ranks::<B>(test, 2, |rank| {
         let group = connect::<B>(rank, Numerics::Fast)?;
         // few rows, which are exchanged, and more
         for (rows, n) in [([3, 2], 72), (ROWS, 200)] {
             let given = GivenPartials::new(&group, rows, n)?;
-            for &route in routes {
-                given.check_by(route)?;
+            for &config in configs {
+                given.check_by(config)?;
             }
         }
         Ok("sums".into())

@@ -106,11 +106,6 @@ macro_rules! forms_tests {
                 forms_that_do_not_fit_are_refused
             }
             ;
-            sums_are_finished_by_their_owners = forms::sums_are_finished_by_their_owners(&[
-                gemmesh::Route::Pull,
-                gemmesh::Route::Push,
-                gemmesh::Route::Store
-            ]);
         }
     };
 }

@@ -61,7 +61,7 @@ impl Instance {
         };
         let plain = match variant {
             Variant::Forms => Some(function(Variant::Plain)?),
-            Variant::Plain | Variant::Sums => None,
+            Variant::Plain | Variant::LowLatency | Variant::Sums => None,
         };
         let function = function(variant)?;
         let ctas = shape.cluster * shape.split;
@@ -255,11 +255,14 @@ fn shapes() -> impl Iterator<Item = (&'static Family, &'static Shape)> {
     FAMILIES.iter().flat_map(of)
 }
 
-/// `base` with each shape that supports `form`. `sums`: only shapes whose kernels add partials.
-pub fn configs(base: Config, sums: bool, form: &Form) -> impl Iterator<Item = Config> + use<> {
+/// `base` with each shape that supports `form` and has such a kernel.
+pub fn configs(
+    base: Config,
+    variant: Variant,
+    form: &Form,
+) -> impl Iterator<Item = Config> + use<> {
     let (gated, layout) = (form.gated, form.weights);
     let has = move |(family, shape): &(&Family, &Shape)| {
-        let variant = if sums { Variant::Sums } else { Variant::Forms };
         let mut variants = family.variants(shape);
         variants.any(|of| of == variant) && multiplies(shape, gated, layout)
     };
@@ -353,8 +356,10 @@ mod tests {
                 variants.map(move |variant| family.kernel(dtype, shape, variant))
             };
             let loaded: Vec<String> = family.shapes.iter().flat_map(all).collect();
-            let exchanged = family.shapes.iter().filter(|s| s.swaps_ab()).count();
-            assert_eq!(loaded.len(), 3 * family.shapes.len() - exchanged);
+            let count = |is: fn(&&Shape) -> bool| family.shapes.iter().filter(is).count();
+            let adding = count(|s| !s.swaps_ab());
+            let low = count(|s| s.tile_m <= 64 && s.cluster == 1);
+            assert_eq!(loaded.len(), 2 * family.shapes.len() + adding + low);
             let expected = loaded.iter().map(|name| (name.clone(), dtype.to_string()));
             assert_eq!(compiled(cubin), expected.collect::<Vec<_>>());
             for name in loaded {

@@ -103,7 +103,7 @@ pub fn median_error(rates: &Rates, samples: &[Sample]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::cuda::gpu::kernels::{WIDEST, configs};
+    use crate::backend::cuda::gpu::kernels::{Variant, WIDEST, configs};
     use crate::backend::cuda::gpu::rates::{H100, H200, Link};
     use crate::element::DType;
     use crate::schedule::{Chunking, Layout, Operation, Route};
@@ -117,7 +117,7 @@ mod tests {
             let configs = routes.into_iter().flat_map(|route| {
                 configs(
                     Config::new(WIDEST, Chunking::new(1), route),
-                    false,
+                    Variant::Forms,
                     &Default::default(),
                 )
             });

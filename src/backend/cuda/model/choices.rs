@@ -72,7 +72,7 @@ fn representative(problem: &Problem) -> Problem {
 #[cfg(test)]
 mod tests {
     use super::super::tiles::Tiles;
-    use super::super::{WIDEST, choose, configs};
+    use super::super::{Variant, WIDEST, choose, configs};
     use super::*;
     use crate::backend::cuda::gpu::rates::H200;
     use crate::element::DType;
@@ -114,7 +114,7 @@ mod tests {
             if m > 2048 {
                 continue;
             }
-            for config in configs(base, false, &Default::default()) {
+            for config in configs(base, Variant::Forms, &Default::default()) {
                 let [real, rounded] =
                     [&real, &rounded].map(|problem| Tiles::of(&H200, problem, &config).entries);
                 assert_eq!(real, rounded, "{m} {config:?}");

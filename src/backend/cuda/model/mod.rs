@@ -19,7 +19,7 @@ pub mod tuned;
 
 use tiles::Tiles;
 
-use crate::backend::cuda::gpu::kernels::{WIDEST, configs, swaps_ab};
+use crate::backend::cuda::gpu::kernels::{Variant, WIDEST, configs, swaps_ab};
 use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::program::block_table::TARGETS;
 use crate::backend::cuda::program::k_slices;
@@ -81,11 +81,11 @@ fn tiled(rates: &Rates, problem: &Problem, numerics: Numerics, base: Config) -> 
 fn configs_with_room(
     rates: &Rates,
     base: Config,
-    sums: bool,
+    variant: Variant,
     form: &Form,
 ) -> impl Iterator<Item = Config> + use<> {
     let most = rates.multiprocessors;
-    configs(base, sums, form)
+    configs(base, variant, form)
         .filter(move |config| config.tile.cluster * config.tile.split_k <= most)
 }
 
@@ -112,7 +112,11 @@ fn fastest(
     };
     // Higher tiles would be at least half empty. But ranks may have to agree on those of `base`.
     let highest = (2 * problem.layout.m().max(FEW_ROWS)).max(base.entry_rows());
-    let configs = configs_with_room(rates, base, problem.operation.is_sum(), &problem.form)
+    let variant = match problem.operation.is_sum() {
+        true => Variant::Sums,
+        false => Variant::Forms,
+    };
+    let configs = configs_with_room(rates, base, variant, &problem.form)
         .filter(|config| config.entry_rows() <= highest && config.check_numerics(numerics).is_ok());
     // The configuration is changed in place, because copying one takes as long as a part of the prediction.
     configs.for_each(|mut config| {
@@ -155,7 +159,7 @@ mod testing {
         let has_shape = |c: &Config| [c.tile.m, c.tile.n, c.tile.cluster, c.tile.split_k] == shape;
         let mut all = configs(
             Config::new(WIDEST, chunking, route),
-            false,
+            Variant::Forms,
             &Default::default(),
         );
         all.find(has_shape).unwrap()
@@ -280,7 +284,7 @@ mod tests {
         };
         let mut unused: Vec<Config> = configs(
             Config::new(WIDEST, Chunking::new(1), Route::Pull),
-            false,
+            Variant::Forms,
             &Default::default(),
         )
         .collect();

@@ -11,7 +11,7 @@ use std::ops::Range;
 use super::clocks::Clocks;
 use super::configs_with_room;
 use super::tiles::Tiles;
-use crate::backend::cuda::gpu::kernels::WIDEST;
+use crate::backend::cuda::gpu::kernels::{Variant, WIDEST, swaps_ab};
 use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::program::low_latency::fits;
 use crate::explanation::Prediction;
@@ -75,7 +75,7 @@ const WHOLE: Config = Config::new(WIDEST, Chunking::new(1), Route::Push);
 /// The configuration with the shortest predicted time. Ranks whose K differ get configurations that agree.
 pub fn choose(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
     let alike = for_any_depth(rates, problem, numerics);
-    let candidates = configs_with_room(rates, alike, true, &problem.form);
+    let candidates = configs(rates, alike, &problem.form);
     let candidates = candidates
         .filter(|config| agree(problem, config, &alike) && config.check_numerics(numerics).is_ok());
     let kernels: Vec<KernelModel> = candidates
@@ -84,7 +84,13 @@ pub fn choose(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
     let models = kernels
         .iter()
         .map(|kernel| Model::new(problem, kernel, alike.route, alike.chunking));
-    fastest(models).unwrap_or(alike)
+    fastest(models.filter(Model::can_run)).unwrap_or(alike)
+}
+
+/// `base` with the shape of each kernel that can make sums. Those that swap operands make few rows.
+fn configs(rates: &Rates, base: Config, form: &Form) -> impl Iterator<Item = Config> + use<> {
+    let of = |variant| configs_with_room(rates, base, variant, form);
+    of(Variant::Sums).chain(of(Variant::LowLatency).filter(swaps_ab))
 }
 
 /// What the ranks agree on, independent of K: the route, the pieces and, for one-shot partials, the tiles.
@@ -111,7 +117,7 @@ fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config
     };
     let depth = (problem.n / 2).clamp(4096, 8192);
     // The choice does not depend on the layout of a rank's weight either.
-    let kernels: Vec<KernelModel> = configs_with_room(rates, WHOLE, true, &Form::default())
+    let kernels: Vec<KernelModel> = configs(rates, WHOLE, &Form::default())
         .filter(|config| config.check_numerics(numerics).is_ok())
         .map(|config| KernelModel::new(rates, problem, depth, config))
         .collect();
@@ -119,7 +125,7 @@ fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config
         cuts.iter().flat_map(|&(route, count, last)| {
             let chunking = Chunking::new(count).with_last(last);
             let with = move |kernel| Model::new(problem, kernel, route, chunking);
-            kernels.iter().map(with)
+            kernels.iter().map(with).filter(Model::can_run)
         })
     };
     // So few rows fit one tile, and low latency sends them the fastest. If some kernels can do so, one of these is
@@ -229,6 +235,11 @@ impl<'a> Model<'a> {
             config,
             one_shot: is_one_shot(problem, &config),
         }
+    }
+
+    /// Whether there is such a kernel.
+    fn can_run(&self) -> bool {
+        !swaps_ab(&self.config) || self.is_low_latency()
     }
 
     /// Whether partials go both ways in one step in low-latency areas.
@@ -505,10 +516,9 @@ mod tests {
                 (&[300; 8], 256),
             ] {
                 let problem = problem(operation, rows, n, 4096);
-                let kernels: Vec<KernelModel> =
-                    configs_with_room(&H200, WHOLE, true, &Form::default())
-                        .map(|config| KernelModel::new(&H200, &problem, 4096, config))
-                        .collect();
+                let kernels: Vec<KernelModel> = configs(&H200, WHOLE, &Form::default())
+                    .map(|config| KernelModel::new(&H200, &problem, 4096, config))
+                    .collect();
                 for (route, count, last) in [Route::Store, Route::Push]
                     .into_iter()
                     .flat_map(|route| [(route, 1, 1), (route, 1, 2), (route, 4, 1)])
@@ -516,6 +526,9 @@ mod tests {
                     for kernel in &kernels {
                         let chunking = Chunking::new(count).with_last(last);
                         let model = Model::new(&problem, kernel, route, chunking);
+                        if !model.can_run() {
+                            continue;
+                        }
                         let (least, time) = (model.least(), model.time());
                         assert!(least <= time * (1.0 + 1e-9), "{rows:?} {n}: {least} {time}");
                         // The bound is close enough to be of use. With more ranks, flags take most of the time, and the

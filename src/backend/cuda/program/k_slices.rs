@@ -67,14 +67,14 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::backend::cuda::gpu::kernels::{CONSUMER_WARPS, WIDEST, configs};
+    use crate::backend::cuda::gpu::kernels::{CONSUMER_WARPS, Variant, WIDEST, configs};
     use crate::backend::cuda::gpu::workspace::COUNTS;
     use crate::refusal::Refusal;
     use crate::schedule::{Chunking, Route};
 
     fn with_slices(count: usize) -> impl Iterator<Item = Config> {
         let base = Config::new(WIDEST.with_k_slices(count), Chunking::new(1), Route::Pull);
-        configs(base, false, &Default::default())
+        configs(base, Variant::Forms, &Default::default())
             .filter(move |config| config.tile.k_slices == count)
     }
 

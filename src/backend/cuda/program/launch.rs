@@ -85,7 +85,6 @@ impl<'p> ProductLaunch<'p> {
             |output: &GemmeshOutput| output.bias.is_null() && output.residual.is_null();
         params.activation == GEMMESH_IDENTITY
             && [params.is_gated, params.is_f32, params.b_is_kn] == [0; 3]
-            && params.low_latency.share == 0
             && params.outputs.iter().all(adds_nothing)
     }
 

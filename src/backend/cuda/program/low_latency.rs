@@ -9,7 +9,7 @@ use crate::backend::cuda::abi::{
     GEMMESH_LOW_LATENCY_BYTES, GEMMESH_MAX_TARGETS, GemmeshLowLatency,
 };
 use crate::backend::cuda::shared::words::Control;
-use crate::schedule::plan::partials::{LOW_ROWS, PADDED_COLUMNS};
+use crate::schedule::plan::partials::{PADDED_COLUMNS, has_low_tiles};
 use crate::schedule::{Addend, Config, Reduction, Schedule};
 
 /// Bytes of a rank's area.
@@ -87,7 +87,7 @@ pub fn areas(control: &Control, world: usize) -> GemmeshLowLatency {
 /// Whether areas have room for partials of M rows and N columns, and the configuration's kernel can send them.
 pub fn fits(config: &Config, [m, n]: [usize; 2], world: usize) -> bool {
     let tile = &config.tile;
-    let has_kernel = (tile.m, tile.cluster, tile.k_slices) == (LOW_ROWS, 1, 1);
+    let has_kernel = has_low_tiles(config) && (tile.cluster, tile.k_slices) == (1, 1);
     let units = m.saturating_mul(n.next_multiple_of(PADDED_COLUMNS)) / ELEMENTS;
     has_kernel && world <= GEMMESH_MAX_TARGETS as usize && units <= share(world)
 }
@@ -121,6 +121,7 @@ mod tests {
     use super::*;
     use crate::element::DType;
     use crate::schedule::Operation::{self, MatmulAllReduce, MatmulReduceScatter};
+    use crate::schedule::plan::partials::LOW_ROWS;
     use crate::schedule::plan::plan;
     use crate::schedule::{Chunking, Layout, Problem, Route, TileShape};
 

@@ -62,18 +62,18 @@ pub fn choose<'a>(
     product: &'a Product,
     destination: &Destination,
 ) -> Result<Chosen<'a>> {
-    let adds_partials = matches!(destination, Destination::Places(_));
     // A product of this rank alone has a schedule for a world of one, in which its rank is 0.
     let (config, rank) = (&product.config, gpu.device.rank);
-    if adds_partials {
+    let variant = match destination {
+        Destination::One => Variant::Forms,
+        Destination::LowLatency(_) => Variant::LowLatency,
+        Destination::Places(_) => Variant::Sums,
+    };
+    if variant != Variant::Forms {
         let what = "Config::tile.k_slices of partial sums that are sent,";
         limit(what, config.tile.k_slices, 1, 1)?;
     }
     let dtype = schedule.matrices()[product.a].dtype;
-    let variant = match adds_partials {
-        true => Variant::Sums,
-        false => Variant::Forms,
-    };
     gpu.kernels.check_product(rank, product, variant)?;
     let instance = gpu.kernels.find(rank, dtype, config, variant)?;
     let (most, ctas) = (gpu.most_ctas(Some(product)), instance.ctas());
