@@ -130,6 +130,9 @@ struct Args {
     /// The route by which rows move.
     #[arg(long, value_enum)]
     route: Option<RouteName>,
+    /// True if partial sums that are stored are stored behind the product.
+    #[arg(long)]
+    product_first: Option<bool>,
     /// Multiplies with several weights that share N in these parts, such as 4,1,1 for Q, K and V.
     #[arg(long, value_delimiter = ',')]
     weights: Vec<usize>,
@@ -287,7 +290,7 @@ impl Args {
             self.tile_k.unwrap_or(default.tile.k),
         );
         let last = self.last_chunks.or(self.chunks);
-        Config::new(
+        let config = Config::new(
             tile.with_stages(self.stages.unwrap_or(default.tile.stages))
                 .with_cluster(self.cluster.unwrap_or(default.tile.cluster))
                 .with_split_k(self.split_k.unwrap_or(default.tile.split_k))
@@ -297,7 +300,8 @@ impl Args {
                 .with_last(last.unwrap_or(default.chunking.last))
                 .with_cut_last(self.cut_last.unwrap_or(default.chunking.cut_last)),
             self.route.map_or(default.route, Route::from),
-        )
+        );
+        config.with_product_first(self.product_first.unwrap_or(default.product_first))
     }
 }
 

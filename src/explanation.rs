@@ -151,6 +151,12 @@ impl Explanation {
             (Moved::Sums, Route::Push) => {
                 "Each rank copies partial sums to the ranks that add them"
             }
+            (Moved::Sums, Route::Store) if self.config.stores_behind() => {
+                return f.write_str(
+                    "\nWhen a rank's product is complete, a second kernel stores its partial sums at the ranks that add \
+                     them (Route::Store).",
+                );
+            }
             (Moved::Sums, Route::Store) => {
                 "Each rank's kernel stores partial sums at the ranks that add them"
             }

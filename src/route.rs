@@ -16,8 +16,9 @@ pub enum Route {
     Push,
     /// The kernel of the rank that sends the rows.
     ///
-    /// Idle warps store gathered rows. Partial sums are stored by the warps that computed them. This route is for
-    /// shards so small that the start of a copy engine counts. The rules for other kernels are those of
+    /// Idle warps store gathered rows. Partial sums are stored by the warps that computed them, or by a second kernel
+    /// ([`Config::product_first`](crate::Config::product_first)). This route is for shards so small that the start of a
+    /// copy engine counts. The rules for other kernels are those of
     /// [`Route::Push`]. The host backend treats this route as [`Route::Push`].
     Store,
 }

@@ -144,6 +144,7 @@ pub fn in_short(config: &Config) -> String {
     let route = match config.route {
         Route::Pull => "pull",
         Route::Push => "push",
+        Route::Store if config.product_first => "behind",
         Route::Store => "store",
     };
     let (tile, chunking) = (&config.tile, &config.chunking);

@@ -14,6 +14,9 @@ pub struct ConfigJson {
     chunking: Chunking,
     #[serde(with = "RouteJson")]
     route: Route,
+    // Older tables have none.
+    #[serde(default)]
+    product_first: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     max_ctas: Option<usize>,
 }

@@ -20,8 +20,9 @@ use crate::matrix::ShardedMatrix;
 use crate::matrix::{Matrix, MatrixView};
 use crate::profile::span::Span;
 use crate::refusal::{self, Refusal};
+use crate::schedule::plan::collectives::stored;
 use crate::schedule::plan::matrices::{self, MATRICES};
-use crate::schedule::{Activation, Config, Operation, Problem, Schedule, WeightLayout};
+use crate::schedule::{Activation, Config, Operation, Problem, Route, Schedule, WeightLayout};
 use crate::trace::Trace;
 
 /// Sums `a_p · b_pᵀ` over all ranks p; every rank gets the whole sum, with the same bits. Collective.
@@ -133,6 +134,8 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// - [`Route::Push`](crate::Route::Push) and [`Route::Store`](crate::Route::Store): the chunks are panels. One
     ///   panel is summed while the next is multiplied. With `Store`, the kernel stores partials itself, on GPUs to at
     ///   most seven peers.
+    /// - `Store` with [`Config::product_first`]: product and sum follow one another, and with more than two ranks and
+    ///   many rows a gather follows them. Kernels store what is moved.
     ///
     /// By default, up to eight ranks with GPUs of their own store few rows and push many. Other groups pull.
     pub fn config(mut self, config: Config) -> Self {
@@ -211,6 +214,12 @@ fn gather_of<B: Backend>(
 ) -> refusal::Result<Arc<B::Program>> {
     let operation = Operation::GatherOfMatmulAllReduce;
     let problem = Problem::new(operation, out.dtype, out.layout.clone(), 0);
+    // Kernels store whole pieces of rows.
+    let row = out.layout.k() * out.dtype.bytes();
+    let config = match config.stores_behind() && row.is_multiple_of(16) {
+        true => stored(),
+        false => config.with_route(Route::Pull),
+    };
     group.program(problem, Some(config))
 }
 
@@ -243,7 +252,8 @@ impl<B: Backend, T: Element> Default for MatmulAllReduce<'_, B, T> {
 /// ```
 pub struct PreparedAllReduce<'a, B: Backend, T: Element> {
     // Freed before the group that it belongs to can end.
-    /// Gathers the sums, if the owners of rows pull partials. Each rank then has the sums of only its own rows.
+    /// Gathers the sums, if the product is a program of its own and owners add up. Each rank then has the sums of only
+    /// its own rows.
     gather: Option<Arc<B::Program>>,
     sums: PlannedSums<'a, B>,
     element: PhantomData<T>,

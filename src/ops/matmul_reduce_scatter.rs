@@ -174,7 +174,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// - [`Route::Push`](crate::Route::Push): each block is sent when it has been computed, and the kernel adds the
     ///   blocks that have arrived.
     /// - [`Route::Store`](crate::Route::Store): the kernel stores each tile to its owner at once. On GPUs it stores to
-    ///   at most seven peers.
+    ///   at most seven peers. With [`Config::product_first`], a second kernel stores all rows behind the product.
     ///
     /// By default, up to eight ranks with GPUs of their own store few rows and push many. Other groups pull.
     pub fn config(mut self, config: Config) -> Self {

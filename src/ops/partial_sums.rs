@@ -95,13 +95,13 @@ impl<'a, B: Backend> PlannedSums<'a, B> {
 /// Sums that have been planned.
 pub struct PlannedSums<'a, B: Backend> {
     // Freed before the group that they belong to can end.
-    /// The sum. If partials are not pulled, it includes the product.
+    /// The sum. If partials are moved while the product is made, it includes the product.
     sum: Arc<B::Program>,
-    /// The product, if partials are pulled. It runs before the sum.
+    /// The product, if no partial is moved before it is complete. It runs before the sum.
     multiply: Option<Arc<B::Program>>,
     group: Group<B>,
     which: Which,
-    /// True for an all-reduce of two steps. If partials are pulled, the sums must still be gathered.
+    /// True for an all-reduce of two steps.
     pub reduces_own_rows: bool,
     /// The problem of the sum: who owns which rows, and this rank's slice of K.
     problem: Problem,

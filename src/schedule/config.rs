@@ -28,6 +28,10 @@ pub struct Config {
     pub chunking: Chunking,
     /// Who moves the chunks.
     pub route: Route,
+    /// True if partial sums that are stored ([`Route::Store`]) are stored behind the product, by a second kernel, which
+    /// also adds up what comes. So the product's kernel may be any, and each rank chooses its own. It affects nothing but
+    /// sums that are stored. (Those that are pulled always follow the product, and those that are pushed never do.)
+    pub product_first: bool,
     /// The most CTAs of a kernel on GPUs, so that kernels of other libraries have room beside it. Without it a kernel may
     /// take the whole device. It does not affect the result.
     pub max_ctas: Option<usize>,
@@ -39,9 +43,13 @@ impl fmt::Debug for Config {
             tile,
             chunking,
             route,
+            product_first,
             max_ctas,
         } = self;
         write!(f, "Config({tile:?}, {chunking:?}, {route:?}")?;
+        if *product_first {
+            f.write_str(" behind the product")?;
+        }
         if let Some(most) = max_ctas {
             write!(f, ", max_ctas {most}")?;
         }
@@ -149,7 +157,17 @@ impl Config {
             tile,
             chunking,
             route,
+            product_first: false,
             max_ctas: None,
+        }
+    }
+
+    /// Sets whether a product is complete before its partial sums are stored.
+    #[must_use]
+    pub const fn with_product_first(self, product_first: bool) -> Config {
+        Config {
+            product_first,
+            ..self
         }
     }
 
@@ -169,6 +187,11 @@ impl Config {
     #[must_use]
     pub const fn with_route(self, route: Route) -> Config {
         Config { route, ..self }
+    }
+
+    /// Whether partial sums are stored after the product.
+    pub(crate) fn stores_behind(&self) -> bool {
+        self.product_first && self.route == Route::Store
     }
 
     /// Rows of one entry of the table.

@@ -45,8 +45,8 @@ pub enum Operation {
     CopyPartials,
     /// The copies of [`Operation::MatmulAllReduce`] alone, without synchronisation.
     CopyPartialsAndSums,
-    /// The gather that follows [`Operation::MatmulAllReduce`] if partials are pulled: each rank pulls the rows of the
-    /// sum.
+    /// The gather that follows [`Operation::MatmulAllReduce`] if each rank has its own rows of the sum, which are pulled
+    /// or stored.
     GatherOfMatmulAllReduce,
     /// The gather that follows [`Operation::AllReduce`] if each rank has its own rows of the sum, which are pulled or
     /// stored.

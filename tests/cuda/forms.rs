@@ -51,7 +51,9 @@ fn sums_are_finished_by_their_owners() {
     });
     let splits = [1, 2, 4, 8].into_iter();
     let low = splits.flat_map(|parts| configs_of_sums(Variant::LowLatency, Route::Store, parts));
-    let configs: Vec<Config> = by_routes.chain(low).collect();
+    let behind = configs_of_sums(Variant::Forms, Route::Store, 2).into_iter();
+    let behind = behind.map(|config| config.with_product_first(true));
+    let configs: Vec<Config> = by_routes.chain(low).chain(behind).collect();
     forms::sums_are_finished_by_their_owners::<Cuda>(test_name!(), &configs);
 }
 

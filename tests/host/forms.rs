@@ -36,7 +36,9 @@ fn sums_are_finished_by_their_owners() {
         let routes = [Route::Pull, Route::Push, Route::Store].into_iter();
         routes.map(move |route| Config::new(TileShape::new(m, n, 64), Chunking::new(1), route))
     });
-    let configs: Vec<Config> = low_and_high.collect();
+    let behind = Config::new(TileShape::new(96, 64, 64), Chunking::new(1), Route::Store);
+    let behind = [behind.with_product_first(true)];
+    let configs: Vec<Config> = low_and_high.chain(behind).collect();
     forms::sums_are_finished_by_their_owners::<Host>(test_name!(), &configs);
 }
 

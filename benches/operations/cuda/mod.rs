@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use clock::{Graph, Side, Timer};
 pub use consume::Consume;
 use gemmesh::testing::{Variant, Winner, ranks_share_gpus, with_each_kernel};
-use gemmesh::{Chunking, Config, Cuda, Element, Error, Group, Matrix, Result, Route};
+use gemmesh::{Chunking, Config, Cuda, Element, Error, Group, Matrix, Result, Route, TileShape};
 use memory::{Place, Scratch};
 use peers::{Collective, Communication, CublasLt, Nccl, Product};
 pub use produce::Produce;
@@ -41,16 +41,22 @@ fn refused<E: Debug>(action: &str) -> impl FnOnce(E) -> Error {
     }
 }
 
+/// The base of configurations whose kernel is still to be chosen.
+const ANY_TILE: TileShape = TileShape::new(128, 128, 64);
+
+/// A way to move rows.
+pub const fn way(route: Route, chunking: Chunking) -> Config {
+    Config::new(ANY_TILE, chunking, route)
+}
+
 /// An operation, and the baselines that it is timed beside.
 pub trait OnGpus<T: Element>: Operation<Cuda, T> {
     /// The same work by cuBLASLt and NCCL, with the same operands. Collective.
     fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers>;
     /// Makes a run's copies, without any order.
     fn copy(&mut self, prepared: &Self::Prepared) -> Result<()>;
-    /// The variants of kernels that can make it.
-    const VARIANTS: &[Variant];
-    /// Ways to move its rows.
-    fn ways() -> Vec<(Route, Chunking)>;
+    /// Ways to move its rows, each with the variant of the kernels that multiply.
+    fn ways() -> Vec<(Variant, Config)>;
     /// True if a run can be captured in a CUDA graph.
     fn can_be_captured(prepared: &Self::Prepared) -> bool {
         Self::config(prepared).route != Route::Pull
@@ -152,8 +158,6 @@ impl Peers {
 }
 
 impl<T: Element> OnGpus<T> for AllGather<Cuda, T> {
-    const VARIANTS: &[Variant] = &[Variant::Forms];
-
     fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers> {
         let group = &instruments.timer.group;
         let ([m, k], [n, _]) = (self.a.shape(), self.b.shape());
@@ -202,16 +206,17 @@ impl<T: Element> OnGpus<T> for AllGather<Cuda, T> {
         unsafe { prepared.copy(&self.a) }
     }
 
-    fn ways() -> Vec<(Route, Chunking)> {
+    fn ways() -> Vec<(Variant, Config)> {
         let counts = [(1, 1), (1, 2), (1, 4), (2, 2), (4, 4)].into_iter();
         let cut = |(count, last)| {
             let chunking = Chunking::new(count).with_last(last);
             [false, true].map(|cut| chunking.with_cut_last(cut))
         };
         let copied = counts.flat_map(cut);
-        let copied = copied.flat_map(|cut| [Route::Pull, Route::Push].map(|route| (route, cut)));
-        let stored = (Route::Store, Chunking::new(64));
-        [stored].into_iter().chain(copied).collect()
+        let copied = copied.flat_map(|cut| [Route::Pull, Route::Push].map(|route| way(route, cut)));
+        let stored = way(Route::Store, Chunking::new(64));
+        let ways = [stored].into_iter().chain(copied);
+        ways.map(|way| (Variant::Forms, way)).collect()
     }
 }
 
@@ -249,18 +254,22 @@ impl<T: Element> Operands<Cuda, T> {
 
 /// Ways to make sums, by all routes. The last chunks are cut more finely, because when they are made, only moving them
 /// is left to do.
-fn ways_of_sums(counts: &[(usize, usize)]) -> Vec<(Route, Chunking)> {
+fn ways_of_sums(counts: &[(usize, usize)]) -> Vec<(Variant, Config)> {
     let cuts = counts
         .iter()
         .map(|&(count, last)| Chunking::new(count).with_last(last));
-    let sent = cuts.flat_map(|cut| [Route::Push, Route::Store].map(|route| (route, cut)));
-    let pulled = (Route::Pull, Chunking::new(1));
-    [pulled].into_iter().chain(sent).collect()
+    let sent = cuts.flat_map(|cut| [Route::Push, Route::Store].map(|route| way(route, cut)));
+    let whole = |route| way(route, Chunking::new(1));
+    let others = [
+        (Variant::Forms, whole(Route::Pull)),
+        (Variant::Forms, whole(Route::Store).with_product_first(true)),
+        (Variant::LowLatency, whole(Route::Store)),
+    ];
+    let sent = sent.map(|way| (Variant::Sums, way));
+    others.into_iter().chain(sent).collect()
 }
 
 impl<T: Element> OnGpus<T> for ReduceScatter<Cuda, T> {
-    const VARIANTS: &[Variant] = &[Variant::Sums, Variant::LowLatency];
-
     fn peers(&mut self, instruments: &Instruments, _: &Self::Prepared) -> Result<Peers> {
         self.operands.peers(instruments, Collective::ReduceScatter)
     }
@@ -271,14 +280,12 @@ impl<T: Element> OnGpus<T> for ReduceScatter<Cuda, T> {
         unsafe { prepared.copy() }
     }
 
-    fn ways() -> Vec<(Route, Chunking)> {
+    fn ways() -> Vec<(Variant, Config)> {
         ways_of_sums(&[(1, 1), (1, 2), (1, 3), (1, 4), (1, 8)])
     }
 }
 
 impl<T: Element> OnGpus<T> for AllReduce<Cuda, T> {
-    const VARIANTS: &[Variant] = &[Variant::Sums, Variant::LowLatency];
-
     fn peers(&mut self, instruments: &Instruments, _: &Self::Prepared) -> Result<Peers> {
         self.operands.peers(instruments, Collective::AllReduce)
     }
@@ -288,7 +295,7 @@ impl<T: Element> OnGpus<T> for AllReduce<Cuda, T> {
         unsafe { prepared.copy(&mut self.out) }
     }
 
-    fn ways() -> Vec<(Route, Chunking)> {
+    fn ways() -> Vec<(Variant, Config)> {
         ways_of_sums(&[(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)])
     }
 }
@@ -524,10 +531,9 @@ fn fastest<T: Element, O: OnGpus<T>>(
     let mut best = operation.prepare(None)?;
     let mut best_time = f64::INFINITY;
     let tile = O::config(&best).tile.with_k_slices(1);
-    for (route, chunking) in O::ways() {
-        let base = Config::new(tile, chunking, route);
-        let each = |&variant| with_each_kernel(&base, variant);
-        for config in O::VARIANTS.iter().flat_map(each) {
+    for (variant, mut way) in O::ways() {
+        way.tile = tile;
+        for config in with_each_kernel(&way, variant) {
             let other = match operation.prepare(Some(config)) {
                 // A different kernel cannot use this route either.
                 Err(Error::NoRoute { .. }) => break,

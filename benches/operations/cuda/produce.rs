@@ -14,7 +14,7 @@ use gemmesh::{
 use super::clock::Timer;
 use super::memory::Place;
 use super::peers::{CublasLt, Product};
-use super::{Instruments, OnGpus, Peers};
+use super::{Instruments, OnGpus, Peers, way};
 use crate::common::{Check, Operation};
 use crate::sums::{Operands, ReduceScatter};
 
@@ -153,8 +153,6 @@ impl<T: Element> Operation<Cuda, T> for Produce<T> {
 }
 
 impl<T: Element> OnGpus<T> for Produce<T> {
-    const VARIANTS: &[Variant] = &[Variant::Forms];
-
     fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers> {
         let peers = self.sums.peers(instruments, prepared)?;
         self.tune(&instruments.timer)?;
@@ -165,9 +163,9 @@ impl<T: Element> OnGpus<T> for Produce<T> {
         self.sums.copy(prepared)
     }
 
-    fn ways() -> Vec<(Route, Chunking)> {
+    fn ways() -> Vec<(Variant, Config)> {
         [1, 2, 4]
-            .map(|count| (Route::Pull, Chunking::new(count)))
+            .map(|count| (Variant::Forms, way(Route::Pull, Chunking::new(count))))
             .into()
     }
 

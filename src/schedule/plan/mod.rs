@@ -25,10 +25,10 @@ pub fn plan(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> 
         Operation::Matmul => all_gather::multiply_alone,
         Operation::Multiply => all_gather::multiply,
         Operation::Copy => all_gather::copy,
-        Operation::AllGather | Operation::GatherOfAllReduce => all_gather::gather,
-        Operation::AllGatherAndConsume | Operation::Gather | Operation::GatherOfMatmulAllReduce => {
-            all_gather::gather_pulled
-        }
+        Operation::AllGather
+        | Operation::GatherOfAllReduce
+        | Operation::GatherOfMatmulAllReduce => all_gather::gather,
+        Operation::AllGatherAndConsume | Operation::Gather => all_gather::gather_pulled,
         Operation::MatmulReduceScatter => partial_sums::reduce_scatter,
         Operation::MatmulAllReduce => partial_sums::all_reduce,
         Operation::MultiplyPartials => partial_sums::multiply,

@@ -1,7 +1,8 @@
 //! The planner of sums in one step: each rank makes the partials of all rows, then sends them to the ranks that add
 //! them.
 //!
-//! If all ranks have the same tiles, each tile may be sent as soon as it is made.
+//! If all ranks have the same tiles, each tile may be sent as soon as it is made. Or the product has a schedule of its
+//! own, and this one follows.
 
 use std::ops::Range;
 
@@ -11,41 +12,43 @@ use super::pieces::{SumOwners, SumPlan};
 use crate::refusal::Result;
 use crate::route::Route;
 use crate::schedule::layout::chunk_rows;
+use crate::schedule::plan::all_gather::{Part, stored_parts};
 use crate::schedule::plan::matrices::{A, PARTIALS};
 use crate::schedule::plan::partials::among_others;
 use crate::schedule::plan::tile_order::{self, ring};
 use crate::schedule::{
-    Addend, Move, OutputBlock, Product, Reduction, Schedule, Sum, Tile, Transfer,
+    Addend, Config, Move, OutputBlock, Product, Reduction, Region, Schedule, Sum, Tile, Transfer,
 };
 
 /// Multiplies all rows, and sends their partials to the ranks that get the sums. These add them up at the end.
+///
+/// If the product comes first, it has a schedule of its own, and is not part of this one.
 pub(super) fn one_shot(planner: &SumPlan) -> Result<Schedule> {
     let rank = planner.rank;
-    let parts = parts(planner);
-    let all = || parts.iter().enumerate();
     let peers = || ring(rank, planner.problem.layout.world());
-    let transfer = |from, to, (index, part): (usize, &Range<usize>)| {
-        let flag = among_others(from, to) * parts.len() + index;
-        transfer(planner, [from, to], index, part, flag)
-    };
-    let arrivals = peers().flat_map(|from| all().map(move |part| (from, part)));
-    let arrivals = arrivals.filter_map(|(from, part)| transfer(from, rank, part));
-    let departures = all().flat_map(|part| peers().map(move |to| (to, part)));
-    let departures = departures.filter_map(|(to, part)| transfer(rank, to, part));
-    let (arrivals, departures) = (arrivals.collect(), departures.collect());
-    let product = match planner.config.route {
-        Route::Pull => None,
-        Route::Push | Route::Store => Some(product(planner, &parts)?),
+    let arrivals = peers().flat_map(|from| transfers(planner, [from, rank]));
+    let departures = peers().flat_map(|to| transfers(planner, [rank, to]));
+    let (arrivals, mut departures): (Vec<_>, Vec<_>) = (arrivals.collect(), departures.collect());
+    // What is made first is sent first.
+    departures.sort_by_key(|transfer| transfer.produced);
+    let product = match has_product(&planner.config) {
+        true => Some(product(planner)?),
+        false => None,
     };
     planner.schedule(true, arrivals, departures, product, reduction(planner))
 }
 
-/// The parts of the rows that are each made and sent as one.
-fn parts(planner: &SumPlan) -> Vec<Range<usize>> {
+/// Whether the schedule has the product.
+fn has_product(config: &Config) -> bool {
+    config.route != Route::Pull && !config.stores_behind()
+}
+
+/// The blocks of rows that are each made as one.
+fn blocks(planner: &SumPlan) -> Vec<Range<usize>> {
     let config = &planner.config;
     let count = match planner.sums {
         SumOwners::Everywhere => config.chunking.count,
-        // A part with rows of several owners has no single target.
+        // A block with rows of several owners has no single target.
         SumOwners::Own | SumOwners::All => 1,
     };
     let all = 0..planner.problem.layout.m();
@@ -61,46 +64,69 @@ fn rows_for(planner: &SumPlan, rank: usize) -> Range<usize> {
     }
 }
 
-/// The transfer of part `number` from one rank to another. None if that rank gets none of its rows.
-fn transfer(
-    planner: &SumPlan,
-    [from, to]: [usize; 2],
-    number: usize,
-    part: &Range<usize>,
-    flag: usize,
-) -> Option<Transfer> {
-    let (partials, route) = (&planner.partials, planner.config.route);
+/// The parts that each other rank sends to `to`, and the block in which each is made.
+fn parts(planner: &SumPlan, to: usize) -> Vec<(Option<usize>, Part)> {
+    let config = &planner.config;
     let wanted = rows_for(planner, to);
-    let rows = part.start.max(wanted.start)..part.end.min(wanted.end);
-    let region = |first: usize| planner.partial(first..first + rows.len());
-    (!rows.is_empty()).then(|| Transfer {
-        from,
-        to,
-        source: from,
-        regions: smallvec![Move {
-            from: region(partials.own(0, rows.start)),
-            to: region(partials.slot(from, to) + rows.start - wanted.start),
-        }],
-        after: 0..0,
-        produced: (route != Route::Pull).then_some(number),
-        flag,
-        route,
+    let columns = planner.partials.columns();
+    if config.stores_behind() {
+        let parts = stored_parts(wanted, columns, planner.problem.layout.world());
+        return parts.into_iter().map(|part| (None, part)).collect();
+    }
+    let blocks = blocks(planner).into_iter().enumerate();
+    let parts = blocks.map(|(block, rows)| {
+        let part = Part {
+            rows: rows.start.max(wanted.start)..rows.end.min(wanted.end),
+            columns: 0..columns,
+        };
+        (has_product(config).then_some(block), part)
+    });
+    parts.filter(|(_, part)| !part.rows.is_empty()).collect()
+}
+
+/// The transfers from one rank to another.
+fn transfers(planner: &SumPlan, [from, to]: [usize; 2]) -> impl Iterator<Item = Transfer> {
+    let (partials, route) = (planner.partials, planner.config.route);
+    let first = rows_for(planner, to).start;
+    let parts = parts(planner, to);
+    let before = among_others(from, to) * parts.len();
+    let parts = parts.into_iter().enumerate();
+    parts.map(move |(index, (produced, Part { rows, columns }))| {
+        let region = |first: usize| Region {
+            matrix: PARTIALS,
+            rows: first..first + rows.len(),
+            columns: columns.clone(),
+        };
+        Transfer {
+            from,
+            to,
+            source: from,
+            regions: smallvec![Move {
+                from: region(partials.own(0, rows.start)),
+                to: region(partials.slot(from, to) + rows.start - first),
+            }],
+            after: 0..0,
+            produced,
+            flag: before + index,
+            route,
+        }
     })
 }
 
-/// The product, with a block for each part.
-fn product(planner: &SumPlan, parts: &[Range<usize>]) -> Result<(Product, Vec<Tile>)> {
-    let mut rows = Vec::new();
-    let blocks = parts.iter().enumerate().map(|(block, part)| {
-        planner.tile_rows(block, part, |_| 0..0, &mut rows);
+/// The product, block by block.
+fn product(planner: &SumPlan) -> Result<(Product, Vec<Tile>)> {
+    let mut tile_rows = Vec::new();
+    let blocks = blocks(planner).into_iter().enumerate();
+    let blocks = blocks.map(|(block, rows)| {
+        planner.tile_rows(block, &rows, |_| 0..0, &mut tile_rows);
         OutputBlock {
-            rows: part.clone(),
+            sum: planner.own_partials(planner.partials.own(0, rows.start)),
+            rows,
             weight: 0,
-            sum: planner.own_partials(planner.partials.own(0, part.start)),
         }
     });
     let product = planner.product(A, blocks.collect());
-    let tiles = tile_order::walk(planner.rank, &product, &rows)?;
+    let tiles = tile_order::walk(planner.rank, &product, &tile_rows)?;
     Ok((product, tiles))
 }
 
@@ -120,12 +146,16 @@ fn reduction(planner: &SumPlan) -> Option<Reduction> {
             false => partials.slot(from, rank),
         },
     };
+    let first = match planner.sums {
+        SumOwners::All => own.start,
+        SumOwners::Own | SumOwners::Everywhere => 0,
+    };
     (!own.is_empty()).then(|| Reduction {
         rows: own.len(),
         n: problem.n,
         sum: Sum {
             addends: (0..problem.layout.world()).map(addend).collect(),
-            ..planner.finished()
+            ..planner.finished(first)
         },
     })
 }

@@ -13,7 +13,7 @@ use crate::refusal::Result;
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config};
 use crate::schedule::plan::matrices::{A, PARTIALS};
-use crate::schedule::plan::partials::{Incoming, Piece, are_few};
+use crate::schedule::plan::partials::{Incoming, Piece, is_one_shot};
 use crate::schedule::plan::tile_order::{self, ring};
 use crate::schedule::{Addend, Operation, OutputBlock, Problem, Reduction, Schedule, Transfer};
 
@@ -23,7 +23,8 @@ use crate::schedule::{Addend, Operation, OutputBlock, Problem, Reduction, Schedu
 /// is made. It multiplies its own rows last, and adds the partials that have come.
 ///
 /// If partials are pulled, this schedule follows that of [`multiply`]. It pulls the peers' partials of this rank's rows
-/// and adds them up. No kernel of a peer has to run at that time.
+/// and adds them up. No kernel of a peer has to run at that time. If they are stored behind the product,
+/// the schedule follows that of [`multiply`] too. Its kernel stores the partials of the peers' rows, and adds up what comes.
 ///
 /// If [`is_one_shot`](super::partials::is_one_shot) is true, all rows are made first, and then each rank gets the
 /// partials of its own rows.
@@ -36,29 +37,32 @@ pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> 
     if planner.one_shot {
         return one_shot(&planner);
     }
-    match config.route {
-        Route::Pull => reduce(&planner),
-        Route::Push | Route::Store => multiply_and_reduce(&planner),
-    }
+    in_steps(&planner)
 }
 
 /// Gives each rank all rows of the sum, in a shared matrix.
 ///
 /// If partials are pushed or stored, rows are cut into panels. Each panel of this rank's rows is sent on to all peers
-/// when it is made, while the next panels are multiplied. If partials are pulled, a gather has to follow.
+/// when it is made, while the next panels are multiplied. If partials are pulled, or stored after the product, a gather
+/// has to follow.
 ///
 /// If [`is_one_shot`](super::partials::is_one_shot) is true, every rank gets all partials and adds up all rows.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
 pub(super) fn all_reduce(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    if are_few(problem) {
+    if is_one_shot(problem, &config) {
         return one_shot(&SumPlan::new(problem, rank, config, SumOwners::Everywhere)?);
     }
-    let planner = SumPlan::new(problem, rank, config, SumOwners::All)?;
-    match config.route {
-        Route::Pull => reduce(&planner),
-        Route::Push | Route::Store => multiply_and_reduce(&planner),
+    in_steps(&SumPlan::new(problem, rank, config, SumOwners::All)?)
+}
+
+/// Gives each rank the sums of its own rows, after the product or while it is made.
+fn in_steps(planner: &SumPlan) -> Result<Schedule> {
+    match planner.config.route {
+        Route::Pull => reduce(planner),
+        Route::Store if planner.config.stores_behind() => one_shot(planner),
+        Route::Push | Route::Store => multiply_and_reduce(planner),
     }
 }
 

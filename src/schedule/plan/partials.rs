@@ -15,9 +15,15 @@ pub const STORED_ROWS: usize = 16;
 /// The most rows of a low tile. Low tiles of all rows take less time than tiles of each rank's few rows.
 pub const LOW_ROWS: usize = 64;
 
-/// True if the configuration's tiles are low.
+/// True if the configuration's tiles are low. They have whole [`STORED_ROWS`].
 pub fn has_low_tiles(config: &Config) -> bool {
-    config.entry_rows() <= LOW_ROWS
+    let rows = config.entry_rows();
+    rows <= LOW_ROWS && rows.is_multiple_of(STORED_ROWS)
+}
+
+/// True if partials may be sent tile by tile: low tiles, which are the same on all ranks.
+pub(super) fn is_stored_by_tiles(config: &Config) -> bool {
+    config.route == Route::Store && !config.stores_behind() && has_low_tiles(config)
 }
 
 /// True if the sum is made in one step: each rank makes the partials of all rows, then the ranks that get the sums
@@ -25,7 +31,8 @@ pub fn has_low_tiles(config: &Config) -> bool {
 pub fn is_one_shot(problem: &Problem, config: &Config) -> bool {
     match problem.operation {
         Operation::MatmulReduceScatter => by_owners(problem, config),
-        _ => are_few(problem),
+        // Between two ranks, one step moves as many bytes as two.
+        _ => are_few(problem) || config.stores_behind() && problem.layout.world() <= 2,
     }
 }
 
@@ -48,7 +55,7 @@ pub(super) fn are_few(problem: &Problem) -> bool {
 
 /// True if a reduce-scatter is made in one step.
 pub(super) fn by_owners(problem: &Problem, config: &Config) -> bool {
-    config.route == Route::Store && has_low_tiles(config) && are_few(problem)
+    is_stored_by_tiles(config) && are_few(problem)
 }
 
 /// Kernels send a multiple of this many columns of a row.
@@ -70,15 +77,15 @@ pub struct Partials {
 impl Partials {
     /// The buffer of an operation in which each rank gets the partials of its own rows. It is the same on every rank.
     ///
-    /// If partials are pulled, those of all rows are made first, and there is no padding between them.
-    pub fn of(problem: &Problem, route: Route) -> Partials {
+    /// If those of all rows are made first, there is no padding between them.
+    pub fn of(problem: &Problem, config: &Config) -> Partials {
         let rows = problem.layout.rows().into_iter();
-        Partials::new(problem, route, rows.max().unwrap_or(0))
+        Partials::new(problem, Padding::of(config), rows.max().unwrap_or(0))
     }
 
     /// The buffer of an operation in which all ranks get all partials.
-    pub fn one_shot(problem: &Problem, route: Route) -> Partials {
-        Partials::new(problem, route, problem.layout.m())
+    pub fn one_shot(problem: &Problem, config: &Config) -> Partials {
+        Partials::new(problem, Padding::of(config), problem.layout.m())
     }
 
     /// The buffer of rows that no kernel of this library makes, with `own` rows of the rank's own and slots of `slot`
@@ -86,21 +93,16 @@ impl Partials {
     pub fn of_callers(problem: &Problem, own: usize, slot: usize) -> Partials {
         Partials {
             m: own,
-            ..Partials::new(problem, Route::Pull, slot)
+            ..Partials::new(problem, Padding::NONE, slot)
         }
     }
 
-    fn new(problem: &Problem, route: Route, slot: usize) -> Partials {
-        let [gap, behind_slot] = match route {
-            Route::Pull => [0, 0],
-            Route::Push => [STORED_ROWS - 1, 0],
-            Route::Store => [STORED_ROWS - 1; 2],
-        };
+    fn new(problem: &Problem, padding: Padding, slot: usize) -> Partials {
         Partials {
-            slot: slot + behind_slot,
+            slot: slot + padding.slot,
             world: problem.layout.world(),
             m: problem.layout.m(),
-            gap,
+            gap: padding.own,
             columns: problem
                 .n
                 .next_multiple_of(ALIGNMENT / problem.dtypes.partials.bytes()),
@@ -130,6 +132,28 @@ impl Partials {
     /// The row, in a rank's own memory, of its partial of row `row`, which `owner` owns.
     pub fn own(&self, owner: usize, row: usize) -> usize {
         owner * self.gap + row
+    }
+}
+
+/// Rows after others, which may be overwritten.
+struct Padding {
+    /// After the partials of each owner's rows.
+    own: usize,
+    /// After a slot.
+    slot: usize,
+}
+
+impl Padding {
+    const NONE: Padding = Padding { own: 0, slot: 0 };
+
+    fn of(config: &Config) -> Padding {
+        let own = STORED_ROWS - 1;
+        match config.route {
+            Route::Pull => Padding::NONE,
+            Route::Store if config.stores_behind() => Padding::NONE,
+            Route::Push => Padding { own, slot: 0 },
+            Route::Store => Padding { own, slot: own },
+        }
     }
 }
 

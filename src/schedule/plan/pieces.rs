@@ -12,7 +12,7 @@ use crate::schedule::layout::{MAX_EXTENT, chunk_rows};
 use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::{self, A, B, BIAS, OUT, PARTIALS, RESIDUAL};
 use crate::schedule::plan::partials::{
-    Incoming, Partials, Piece, by_owners, has_low_tiles, is_one_shot,
+    Incoming, Partials, Piece, by_owners, is_one_shot, is_stored_by_tiles,
 };
 use crate::schedule::plan::tile_order::{TileRow, ring};
 use crate::schedule::{
@@ -63,8 +63,8 @@ impl SumPlan<'_> {
         let tiles = entries.saturating_mul(problem.n.div_ceil(config.tile.n));
         limit("the number of tiles of the output", tiles, 1, 1 << 28)?;
         let partials = match sums {
-            SumOwners::Own | SumOwners::All => Partials::of(problem, config.route),
-            SumOwners::Everywhere => Partials::one_shot(problem, config.route),
+            SumOwners::Own | SumOwners::All => Partials::of(problem, &config),
+            SumOwners::Everywhere => Partials::one_shot(problem, &config),
         };
         limit(
             "the number of rows of all partials",
@@ -262,23 +262,17 @@ impl SumPlan<'_> {
             SumOwners::Own => 0,
             SumOwners::All | SumOwners::Everywhere => self.problem.layout.rows_of(self.rank).start,
         };
-        let rows = place + first;
         Sum {
-            first: rows,
             addends: (0..self.problem.layout.world()).map(addend).collect(),
-            residual: Some(Residual {
-                matrix: RESIDUAL,
-                first: rows,
-            }),
-            ..self.finished()
+            ..self.finished(place + first)
         }
     }
 
-    /// A sum that is stored from the first row of OUT on, with its bias, activation and residual.
-    pub(super) fn finished(&self) -> Sum {
+    /// A sum that is stored from row `first` of OUT on, with its bias, activation and residual.
+    pub(super) fn finished(&self, first: usize) -> Sum {
         Sum {
             out: OUT,
-            first: 0,
+            first,
             addends: Vec::new(),
             bias: Some(Bias {
                 matrix: BIAS,
@@ -287,7 +281,7 @@ impl SumPlan<'_> {
             activation: self.problem.form.activation,
             residual: Some(Residual {
                 matrix: RESIDUAL,
-                first: 0,
+                first,
             }),
         }
     }
@@ -329,7 +323,7 @@ impl SumPlan<'_> {
             tiles: tiles.unwrap_or_default(),
             requests: Vec::new(),
             reduction,
-            one_shot: collective && self.one_shot && is_by_tiles(&self.config),
+            one_shot: collective && self.one_shot && is_stored_by_tiles(&self.config),
         })
     }
 
@@ -380,10 +374,9 @@ impl SumPlan<'_> {
 /// The parts of a configuration that ranks must agree on.
 #[derive(PartialEq)]
 struct Cuts {
-    chunks: usize,
-    last: usize,
-    /// Pieces are multiples of this many rows.
-    rows: usize,
+    /// Chunks, chunks of the last rows, and the rows of which pieces are multiples. None if partials are stored after
+    /// the product, in parts that depend on the problem alone.
+    pieces: Option<[usize; 3]>,
     route: Route,
     /// Columns of a tile, and tiles that are walked one above the other.
     ///
@@ -396,12 +389,15 @@ impl Cuts {
     /// before any partial is moved.
     fn of(config: &Config, one_shot: bool) -> Option<Cuts> {
         let TileShape { n, group_m, .. } = config.tile;
-        (config.route != Route::Pull).then(|| Cuts {
-            chunks: config.chunking.count,
-            last: config.chunking.last,
-            rows: config.entry_rows(),
-            route: config.route,
-            tiles: (one_shot && is_by_tiles(config)).then_some([n, group_m]),
+        let &Config {
+            chunking: Chunking { count, last, .. },
+            route,
+            ..
+        } = config;
+        (route != Route::Pull).then(|| Cuts {
+            pieces: (!config.stores_behind()).then(|| [count, last, config.entry_rows()]),
+            route,
+            tiles: (one_shot && is_stored_by_tiles(config)).then_some([n, group_m]),
         })
     }
 }
@@ -410,18 +406,19 @@ impl Cuts {
     /// In words that ranks compare.
     fn agreed(&self) -> Vec<String> {
         let &Cuts {
-            chunks,
-            last,
-            rows,
+            pieces,
             route,
             tiles,
         } = self;
-        let mut words = vec![
-            format!("chunks = {chunks}"),
-            format!("chunks of the last rows = {last}"),
-            format!("multiples of {rows} rows"),
-            format!("Route::{route:?}"),
-        ];
+        let mut words = match pieces {
+            Some([chunks, last, rows]) => vec![
+                format!("chunks = {chunks}"),
+                format!("chunks of the last rows = {last}"),
+                format!("multiples of {rows} rows"),
+            ],
+            None => vec!["the product first".into()],
+        };
+        words.push(format!("Route::{route:?}"));
         if let Some([n, group_m]) = tiles {
             words.push(format!("tiles of {n} columns"));
             words.push(format!("{group_m} of them one above the other"));
@@ -434,11 +431,6 @@ impl Cuts {
 pub fn agree(problem: &Problem, one: &Config, other: &Config) -> bool {
     let of = |config| Cuts::of(config, is_one_shot(problem, config));
     of(one) == of(other)
-}
-
-/// True if partials may be sent tile by tile, because all ranks have the same tiles.
-fn is_by_tiles(config: &Config) -> bool {
-    config.route == Route::Store && has_low_tiles(config)
 }
 
 /// As [`chunk_rows`], at boundaries of tiles that are counted from the block's first row.

@@ -193,8 +193,9 @@ fn partials<B: Tested, T: Element>(
     let (placed_a, placed_b) = (alone.upload(&a, m, k)?, alone.upload(&b, n, k)?);
     let mut out = alone.zeros::<T>(m, n)?;
     let mut operation = MatmulReduceScatter::new();
+    // The kernels of sums have tiles of their own, but the bits are those of each route.
     if let Some(config) = config {
-        operation = operation.config(config);
+        operation = operation.config(config.with_route(Route::Pull));
     }
     operation.run(&placed_a, &placed_b, &mut out)?;
     let partial = out.to_vec()?;

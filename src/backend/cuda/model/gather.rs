@@ -2,7 +2,7 @@
 
 use super::fastest;
 use super::tiles::Tiles;
-use crate::backend::cuda::gpu::kernels::WIDEST;
+use crate::backend::cuda::gpu::kernels::{Variant, WIDEST};
 use crate::backend::cuda::gpu::rates::{Link, Rates};
 use crate::explanation::Prediction;
 use crate::schedule::plan::tile_order;
@@ -242,13 +242,15 @@ pub fn choose(
     };
     let base = Config::new(WIDEST, chunking, route);
     let groups = groups(rates, problem, &base);
-    fastest(rates, problem, numerics, base, |tiles, config, best| {
+    let of = (base, Variant::Forms);
+    let chosen = fastest(rates, problem, numerics, of, |tiles, config, best| {
         // Most configurations are slower even with all rows there.
         match tiles.alone() < best {
             true => gathered_by(tiles, problem, config, &groups),
             false => f64::INFINITY,
         }
-    })
+    });
+    chosen.0
 }
 
 #[cfg(test)]

@@ -55,7 +55,7 @@ pub fn choose(
         return sums::choose(rates, problem, numerics);
     }
     let base = near.unwrap_or(Config::new(WIDEST, Chunking::new(1), Route::Pull));
-    tiled(rates, problem, numerics, base)
+    tiled(rates, problem, numerics, base).0
 }
 
 /// Predicts the times of an operation's parts, and last of the whole. Empty if they are not known.
@@ -66,15 +66,26 @@ pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Predict
     }
 }
 
-/// Chooses the tiles of a product whose rows are moved as in `base`, if moving them takes as long with any tiles.
-fn tiled(rates: &Rates, problem: &Problem, numerics: Numerics, base: Config) -> Config {
-    fastest(rates, problem, numerics, base, |tiles, config, _| {
-        // Pieces that are sent are cut by tiles. Ranks must agree on them, although their K may differ.
-        match partial_sums::agree(problem, config, &base) {
-            true => tiles.alone(),
-            false => f64::INFINITY,
-        }
-    })
+/// Chooses the tiles of partial sums that are moved as in `base`, if moving them takes as long with any tiles. Returns
+/// the time of the product too.
+fn tiled(rates: &Rates, problem: &Problem, numerics: Numerics, base: Config) -> (Config, f64) {
+    let variant = match base.route == Route::Pull || base.stores_behind() {
+        true => Variant::Forms,
+        false => Variant::Sums,
+    };
+    fastest(
+        rates,
+        problem,
+        numerics,
+        (base, variant),
+        |tiles, config, _| {
+            // Pieces that are sent are cut by tiles. Ranks must agree on them, although their K may differ.
+            match partial_sums::agree(problem, config, &base) {
+                true => tiles.alone(),
+                false => f64::INFINITY,
+            }
+        },
+    )
 }
 
 /// `base` with the shape of each kernel for which there are multiprocessors enough; see [`configs`].
@@ -89,20 +100,21 @@ fn configs_with_room(
         .filter(move |config| config.tile.cluster * config.tile.split_k <= most)
 }
 
-/// `base` with the tile shape and the slices of K that take the shortest time. `time` gets the shortest time so far.
+/// `base` with the tile shape and the slices of K that take the shortest time, of the kernels of this variant, and that
+/// time. `time` gets the shortest time so far.
 fn fastest(
     rates: &Rates,
     problem: &Problem,
     numerics: Numerics,
-    base: Config,
+    (base, variant): (Config, Variant),
     time: impl Fn(&Tiles, &Config, f64) -> f64,
-) -> Config {
+) -> (Config, f64) {
     let base = Config {
         tile: base.tile.with_k_slices(1),
         ..base
     };
     // Kernels that add partials have no slices.
-    let sliced = numerics != Numerics::Invariant && !problem.operation.is_sum();
+    let sliced = numerics != Numerics::Invariant && variant == Variant::Forms;
     let mut best = (f64::INFINITY, base);
     let consider = |best: &mut (f64, Config), tiles: &Tiles, config: &Config| {
         let time = time(tiles, config, best.0);
@@ -112,10 +124,6 @@ fn fastest(
     };
     // Higher tiles would be at least half empty. But ranks may have to agree on those of `base`.
     let highest = (2 * problem.layout.m().max(FEW_ROWS)).max(base.entry_rows());
-    let variant = match problem.operation.is_sum() {
-        true => Variant::Sums,
-        false => Variant::Forms,
-    };
     let configs = configs_with_room(rates, base, variant, &problem.form)
         .filter(|config| config.entry_rows() <= highest && config.check_numerics(numerics).is_ok());
     // The configuration is changed in place, because copying one takes as long as a part of the prediction.
@@ -140,7 +148,7 @@ fn fastest(
             }
         }
     });
-    best.1
+    (best.1, best.0)
 }
 
 /// The most slices. Adding more takes longer than they save.
