@@ -34,6 +34,7 @@ use gemmesh::{
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
 use sums::{AllReduce, ReduceScatter};
+use sweep::Split;
 
 /// The number of products that are compared with float64. They take seconds.
 const PRODUCTS: usize = 1 << 33;
@@ -59,15 +60,16 @@ struct Args {
     /// Columns of a rank's operands [default: 2048 on the host; on GPUs 16384, or 6656 for sums].
     #[arg(long)]
     k: Option<usize>,
-    /// Times several shapes: large or small ones of a tensor-parallel Llama 3, or random ones with a summary. Large:
-    /// 4096, 8192 and 16384 rows of 8B, 70B and 405B. Small: powers of two up to 1024 rows of 8B and 70B
-    /// (all-gather-matmul from 128 rows on).
+    /// Times several shapes: large or small ones of a tensor-parallel Llama 3, or random ones or ones of models' layers,
+    /// with a summary. Large: 4096, 8192 and 16384 rows of 8B, 70B and 405B. Small: powers of two up to 1024 rows of 8B
+    /// and 70B (all-gather-matmul from 128 rows on). Models: Llama 3, Qwen3 32B and gpt-oss 120B, whole and split over
+    /// the ranks (matmul: over up to 8), drawn at random.
     #[arg(long, value_enum, num_args = 0..=1, default_missing_value = "large", conflicts_with_all = ["m", "n", "k"])]
     sweep: Option<Sweep>,
-    /// The seed of random shapes [default: 1].
+    /// The seed of shapes that are drawn [default: 1].
     #[arg(long)]
     seed: Option<u64>,
-    /// The number of random shapes [default: 20].
+    /// The number of shapes that are drawn [default: 20].
     #[arg(long, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     count: Option<usize>,
     /// Uses no table of measured winners, neither the library's nor the one that GEMMESH_TUNED names.
@@ -193,6 +195,14 @@ enum Sweep {
     Large,
     Small,
     Random,
+    Models,
+}
+
+impl Sweep {
+    /// Whether its shapes are drawn, and each has a line of a table.
+    fn is_drawn(self) -> bool {
+        matches!(self, Sweep::Random | Sweep::Models)
+    }
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -221,13 +231,18 @@ impl Args {
             ));
         }
         let draws = self.seed.is_some() || self.count.is_some();
-        match self.sweep {
-            Some(Sweep::Random) => Ok(()),
-            _ if draws => Err(Failure::Usage(
-                "--seed and --count: only with --sweep random",
-            )),
-            _ => Ok(()),
+        if draws && !self.sweep.is_some_and(Sweep::is_drawn) {
+            return Err(Failure::Usage(
+                "--seed and --count: only with --sweep random or models",
+            ));
         }
+        let is_large = matches!(self.sweep, Some(Sweep::Models));
+        if is_large && matches!(self.backend, BackendName::Host) {
+            return Err(Failure::Usage(
+                "--sweep models: its products take hours on the host",
+            ));
+        }
+        Ok(())
     }
 
     /// True if the arguments ask for a product that is not of the plain form, or for one of each rank alone, which is
@@ -256,6 +271,7 @@ impl Args {
             _ => 0,
         };
         let small: Vec<usize> = (smallest..=10).map(|exponent| 1 << exponent).collect();
+        let (seed, count) = (self.seed.unwrap_or(1), self.count.unwrap_or(20));
         match self.sweep {
             Some(Sweep::Large) => each(&LAYERS, &[4096, 8192, 16384]),
             Some(Sweep::Small) => each(&LAYERS[..2], &small),
@@ -265,7 +281,15 @@ impl Args {
                     #[cfg(feature = "cuda")]
                     BackendName::Cuda => sweep::LARGEST,
                 };
-                sweep::draw(self.seed.unwrap_or(1), self.count.unwrap_or(20), largest)
+                sweep::draw(seed, count, largest)
+            }
+            Some(Sweep::Models) => {
+                let (splits, parts): (&[Split], &[usize]) = match self.op {
+                    Op::Matmul => (&[Split::Columns, Split::Depth], &[1, 2, 4, 8]),
+                    Op::AllGatherMatmul | Op::Consume => (&[Split::Columns], &[self.ranks]),
+                    _ => (&[Split::Depth], &[self.ranks]),
+                };
+                sweep::draw_of_models(seed, count, splits, parts)
             }
             None => {
                 let [m, n, k] = match self.backend {
@@ -497,7 +521,7 @@ fn run<B: Backend, T: Element, O: Timed<B, T>>(args: &Args) -> Result<(), Failur
     }
     let instruments = O::instruments(&group)?;
     match args.sweep {
-        Some(Sweep::Random) => run_random::<B, T, O>(args, &group, &instruments),
+        Some(sweep) if sweep.is_drawn() => run_drawn::<B, T, O>(args, &group, &instruments),
         _ => run_each::<B, T, O>(args, &group, &instruments),
     }
 }
@@ -524,7 +548,7 @@ fn run_each<B: Backend, T: Element, O: Timed<B, T>>(
 }
 
 /// Reports each shape on a line, and then a summary.
-fn run_random<B: Backend, T: Element, O: Timed<B, T>>(
+fn run_drawn<B: Backend, T: Element, O: Timed<B, T>>(
     args: &Args,
     group: &Group<B>,
     instruments: &O::Instruments,
@@ -566,7 +590,7 @@ fn run_random<B: Backend, T: Element, O: Timed<B, T>>(
     Ok(())
 }
 
-/// Prints the head of the table of random shapes.
+/// Prints the head of the table of shapes that were drawn.
 fn introduce<B: Backend, T: Element, O: Operation<B, T>>(group: &Group<B>, run: &Run) {
     let timing = &run.timing;
     let (world, dtype) = (group.world_size(), T::DTYPE);

@@ -3,8 +3,13 @@
 #[path = "../benches/operations/sweep.rs"]
 mod sweep;
 
+use std::collections::HashSet;
+
 use gemmesh::{Chunking, Config, Route, TileShape};
-use sweep::{LARGEST, LARGEST_ON_HOST, Line, Times, draw, geometric_mean, percentile, summary};
+use sweep::{
+    LARGEST, LARGEST_ON_HOST, Line, Split, Times, draw, draw_of_models, geometric_mean, percentile,
+    summary,
+};
 
 #[test]
 fn shapes_are_within_bounds_and_multiples() {
@@ -40,6 +45,29 @@ fn a_seed_always_draws_the_same_shapes() {
     assert_eq!(shapes[..2], [[2633, 384, 1024], [307, 3072, 896]]);
     assert_eq!(draw(1, 5, LARGEST), shapes[..5]);
     assert_ne!(draw(2, 20, LARGEST), shapes);
+}
+
+#[test]
+fn shapes_of_models_are_drawn_once_each_and_split_as_tensor_parallel_layers_are() {
+    let all = draw_of_models(1, 10_000, &[Split::Columns, Split::Depth], &[1, 2, 4, 8]);
+    let distinct: HashSet<_> = all.iter().collect();
+    assert_eq!(distinct.len(), all.len());
+    assert!(
+        all.iter()
+            .all(|[m, n, k]| m.is_power_of_two() && n.is_multiple_of(8) && k.is_multiple_of(8))
+    );
+    assert_eq!(
+        draw_of_models(1, 7, &[Split::Columns, Split::Depth], &[1, 2, 4, 8]),
+        all[..7]
+    );
+    // Llama 3 8B by 2: QKV has half the columns, and down half the depth.
+    for (split, shape, other) in [
+        (Split::Columns, [64, 3072, 4096], [64, 4096, 7168]),
+        (Split::Depth, [64, 4096, 7168], [64, 3072, 4096]),
+    ] {
+        let drawn = draw_of_models(2, 10_000, &[split], &[2]);
+        assert!(drawn.contains(&shape) && !drawn.contains(&other));
+    }
 }
 
 #[test]

@@ -581,15 +581,15 @@ pub fn run<B: Backend, T: Element, C: Clock<B, T>>(args: &Args) -> Result<(), Fa
     check(args)?;
     let group = Group::<B>::builder().from_env()?;
     let clock = C::new(&group)?;
-    let is_sweep = matches!(args.sweep, Some(Sweep::Random));
+    let is_sweep = args.sweep.is_some_and(Sweep::is_drawn);
     let products = if is_sweep { 1 << 30 } else { PRODUCTS };
-    let mut ratios: Vec<Vec<f64>> = vec![Vec::new(); RATIOS.len()];
+    let mut ratios: Vec<Vec<(usize, f64)>> = vec![Vec::new(); RATIOS.len()];
     for (index, [m, n, k]) in args.shapes().into_iter().enumerate() {
         let form = Form::of(args, n);
         let (check, config, times) = time(args, &group, &clock, [m, k], &form, products)
             .map_err(|failure| failure.of(format!("M = {m}, N = {n}, K = {k}")))?;
         for (ratios, &(_, variant)) in ratios.iter_mut().zip(&RATIOS) {
-            ratios.extend(times[variant].map(|time| times[0].unwrap_or(f64::NAN) / time));
+            ratios.extend(times[variant].map(|time| (m, times[0].unwrap_or(f64::NAN) / time)));
         }
         if group.rank() > 0 {
             continue;
@@ -634,7 +634,7 @@ fn line(
     form: &Form,
     config: &Config,
     times: &[Option<f64>],
-    ratios: &[Vec<f64>],
+    ratios: &[Vec<(usize, f64)>],
 ) -> String {
     let mut line = format!(
         "{:>4} {m:>6} {:>16} {k:>6}  {:<29}",
@@ -645,30 +645,32 @@ fn line(
     for time in times.iter().flatten() {
         let _ = write!(line, " {time:>9.1}");
     }
-    let last = |(&(name, _), all): (&(_, usize), &Vec<f64>)| Some((name, *all.last()?));
-    for (name, ratio) in RATIOS.iter().zip(ratios).filter_map(last) {
+    let last = |(&(name, _), all): (&(_, usize), &Vec<(usize, f64)>)| Some((name, *all.last()?));
+    for (name, (_, ratio)) in RATIOS.iter().zip(ratios).filter_map(last) {
         let _ = write!(line, "  {name} {ratio:.3}");
     }
     line
 }
 
 /// Prints the summary of all shapes.
-fn summarize(ratios: &[Vec<f64>]) {
-    for (&(name, _), ratios) in RATIOS.iter().zip(ratios) {
-        if let (Some(mean), Some(worst)) = (
-            sweep::geometric_mean(ratios),
-            sweep::percentile(ratios, 1.0),
-        ) {
-            println!(
-                "as problem {name}: geometric mean {mean:.3}, worst {worst:.3}, of {}",
-                ratios.len()
-            );
-        }
-    }
+fn summarize(ratios: &[Vec<(usize, f64)>]) {
+    let there = RATIOS.iter().zip(ratios);
+    let there = there.filter(|(_, ratios)| !ratios.is_empty());
+    let rows = there.flat_map(|(&(name, _), ratios)| {
+        let name = format!("as problem {name} ({} shapes)", ratios.len());
+        sweep::spread(&name, ratios)
+    });
+    println!("\n{}", sweep::table(&rows.collect::<Vec<_>>()));
 }
 
 /// Refuses arguments that don't fit together.
 fn check(args: &Args) -> Result<(), Failure> {
+    #[cfg(feature = "cuda")]
+    if args.tune.is_some() || args.calibrate.is_some() {
+        return Err(Failure::Usage(
+            "--tune and --calibrate: not of matmul, nor of forms",
+        ));
+    }
     let has = |what| args.epilogue.contains(&what);
     let is_sum = matches!(args.op, Op::MatmulReduceScatter | Op::MatmulAllReduce);
     if args.weights.contains(&0) || args.weights.len() > 4 {

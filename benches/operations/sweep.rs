@@ -4,6 +4,7 @@ use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 use gemmesh::{Config, Route};
 use rand::rngs::SmallRng;
+use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 
 /// The largest M, N and K that are drawn for GPUs.
@@ -27,6 +28,64 @@ pub fn draw(seed: u64, count: usize, largest: [usize; 3]) -> Vec<[usize; 3]> {
         ]
     });
     shapes.collect()
+}
+
+/// Which dimension of its weight a layer splits over the ranks.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Split {
+    /// N: each rank has columns of the output.
+    Columns,
+    /// K: each rank has partial sums of the output.
+    Depth,
+}
+
+/// N and K of a model's layers: QKV, attention's output, gate and up together, down, head.
+type Layers = [[usize; 2]; 5];
+
+const SPLITS: [Split; 5] = [
+    Split::Columns,
+    Split::Depth,
+    Split::Columns,
+    Split::Depth,
+    Split::Columns,
+];
+
+/// Llama 3 8B, 70B and 405B, Qwen3 32B, and gpt-oss 120B.
+#[rustfmt::skip]
+const MODELS: [Layers; 5] = [
+    [[6144, 4096], [4096, 4096], [28672, 4096], [4096, 14336], [128256, 4096]],
+    [[10240, 8192], [8192, 8192], [57344, 8192], [8192, 28672], [128256, 8192]],
+    [[18432, 16384], [16384, 16384], [106496, 16384], [16384, 53248], [128256, 16384]],
+    [[10240, 5120], [5120, 8192], [51200, 5120], [5120, 25600], [151936, 5120]],
+    [[5120, 2880], [2880, 4096], [5760, 2880], [2880, 2880], [201088, 2880]],
+];
+
+/// Draws `count` shapes M, N and K of models' layers, of those in `splits`, each split over one of `parts` ranks. M is a
+/// power of two up to 16384.
+///
+/// The same seed gives the same shapes, and fewer of them are the first of more. None comes twice, so there may be fewer
+/// than `count`.
+pub fn draw_of_models(
+    seed: u64,
+    count: usize,
+    splits: &[Split],
+    parts: &[usize],
+) -> Vec<[usize; 3]> {
+    let mut all = Vec::new();
+    for ([n, k], split) in MODELS.iter().flat_map(|layers| layers.iter().zip(SPLITS)) {
+        for &part in parts.iter().filter(|_| splits.contains(&split)) {
+            let [n, k] = match split {
+                Split::Columns => [n / part, *k],
+                Split::Depth => [*n, k / part],
+            };
+            all.extend((0..=14).map(|exponent| [1 << exponent, n, k]));
+        }
+    }
+    all.sort_unstable();
+    all.dedup();
+    all.shuffle(&mut SmallRng::seed_from_u64(seed));
+    all.truncate(count);
+    all
 }
 
 /// A multiple of one of `factors`, all of which divide `least` and `most`.
@@ -172,6 +231,25 @@ const CLASSES: [Class; 4] = [
 /// A row of the summary: a name, and its value for each class.
 type Statistic = (String, [String; CLASSES.len()]);
 
+/// How the ratios of each class are spread. `of` says the shapes' M too.
+pub fn spread(name: &str, of: &[(usize, f64)]) -> Vec<Statistic> {
+    let classes = CLASSES.map(|(_, holds)| -> Vec<f64> {
+        let of = of.iter().filter(|(m, _)| holds(*m));
+        of.map(|(_, ratio)| *ratio).collect()
+    });
+    type Value = fn(&[f64]) -> Option<f64>;
+    let statistics: [(&str, Value); 3] = [
+        ("geometric mean", geometric_mean),
+        ("95th percentile", |ratios| percentile(ratios, 0.95)),
+        ("worst", |ratios| percentile(ratios, 1.0)),
+    ];
+    let row = |(statistic, value): (&str, Value)| {
+        let values = classes.each_ref().map(|ratios| cell(value(ratios), 3));
+        (format!("{name}, {statistic}"), values)
+    };
+    statistics.into_iter().map(row).collect()
+}
+
 /// How many shapes there are in each class, and how ratios and differences are spread over them.
 pub fn summary(lines: &[Line]) -> Vec<Statistic> {
     let classes = CLASSES.map(|(_, holds)| -> Vec<Times> {
@@ -179,33 +257,32 @@ pub fn summary(lines: &[Line]) -> Vec<Statistic> {
         lines.map(|line| line.times).collect()
     });
     let mut rows: Vec<Statistic> = Vec::new();
-    let mut add = |name: String, value: &dyn Fn(&[Times]) -> String| {
-        rows.push((name, classes.each_ref().map(|times| value(times))));
-    };
-    add("shapes".into(), &|times| times.len().to_string());
+    let counts = classes.each_ref().map(|times| times.len().to_string());
+    rows.push(("shapes".into(), counts));
     let ratios: [(&str, Value); 3] = [
         ("alone / cuBLASLt", Times::alone_to_cublaslt),
         ("fused / baseline", Times::fused_to_baseline),
         ("fused / ideal", Times::fused_to_ideal),
     ];
-    let is_there = |ratio: Value| lines.iter().any(|l| ratio(&l.times).is_some());
-    for (name, ratio) in ratios.into_iter().filter(|&(_, ratio)| is_there(ratio)) {
-        let of = |times: &[Times]| -> Vec<f64> { times.iter().filter_map(ratio).collect() };
-        add(format!("{name}, geometric mean"), &|times| {
-            cell(geometric_mean(&of(times)), 3)
-        });
-        for (statistic, share) in [("95th percentile", 0.95), ("worst", 1.0)] {
-            add(format!("{name}, {statistic}"), &|times| {
-                cell(percentile(&of(times), share), 3)
-            });
+    for (name, ratio) in ratios {
+        let of = |line: &Line| Some((line.shape[0], ratio(&line.times)?));
+        let of: Vec<(usize, f64)> = lines.iter().filter_map(of).collect();
+        if of.is_empty() {
+            continue;
         }
+        rows.extend(spread(name, &of));
         if name == "fused / baseline" {
-            add(format!("{name} > 1.00"), &|times| {
-                let losses = of(times).into_iter().filter(|&ratio| ratio > 1.0);
-                losses.count().to_string()
+            let losses = classes.each_ref().map(|times| {
+                let ratios = times.iter().filter_map(ratio);
+                ratios.filter(|&ratio| ratio > 1.0).count().to_string()
             });
+            rows.push((format!("{name} > 1.00"), losses));
         }
     }
+    let mut add = |name: String, value: &dyn Fn(&[Times]) -> String| {
+        rows.push((name, classes.each_ref().map(|times| value(times))));
+    };
+    let is_there = |ratio: Value| lines.iter().any(|l| ratio(&l.times).is_some());
     if is_there(Times::misprediction) {
         add("|predicted / fused - 1|, median".into(), &|times| {
             let off: Vec<f64> = times.iter().filter_map(Times::misprediction).collect();
