@@ -22,8 +22,9 @@
  *                                     struct {CUtensorMap maps[2 * GEMMESH_MAX_TARGETS];} targets, GemmeshSums sums)
  *
  *              Every argument is __grid_constant__. kernels.rs lists the kernels, with the tile_m, tile_n, cluster and
- *              split of each. <name>_plain has the arguments of <name>, for products whose params.activation, is_gated,
- *              is_f32, b_is_kn and low_latency.share are zero, without bias and residual.
+ *              split of each. <name>_plain and <name>_low_latency have the arguments of <name>. The first is for products
+ *              whose params.activation, is_gated, is_f32 and b_is_kn are zero, without bias and residual. The second is
+ *              for those whose low_latency.share is not zero, which the others take for zero.
  *
  * Launch:      grid    whole clusters of cluster * split CTAs, at most one on a multiprocessor: as many as the device
  *                      holds at a time, and no more than tile_count unless they have rows to push

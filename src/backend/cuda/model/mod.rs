@@ -73,19 +73,14 @@ fn tiled(rates: &Rates, problem: &Problem, numerics: Numerics, base: Config) -> 
         true => Variant::Forms,
         false => Variant::Sums,
     };
-    fastest(
-        rates,
-        problem,
-        numerics,
-        (base, variant),
-        |tiles, config, _| {
-            // Pieces that are sent are cut by tiles. Ranks must agree on them, although their K may differ.
-            match partial_sums::agree(problem, config, &base) {
-                true => tiles.alone(),
-                false => f64::INFINITY,
-            }
-        },
-    )
+    let of = (base, variant);
+    fastest(rates, problem, numerics, of, |tiles, config, _| {
+        // Pieces that are sent are cut by tiles. Ranks must agree on them, although their K may differ.
+        match partial_sums::agree(problem, config, &base) {
+            true => tiles.alone(),
+            false => f64::INFINITY,
+        }
+    })
 }
 
 /// `base` with the shape of each kernel for which there are multiprocessors enough; see [`configs`].

@@ -124,6 +124,10 @@ fn configs(rates: &Rates, base: Config, form: &Form) -> impl Iterator<Item = Con
     of(Variant::Sums).chain(of(Variant::LowLatency).filter(swaps_ab))
 }
 
+/// Sums follow the product only if they take less than this share of the time. A rank's K may be shorter than is assumed,
+/// and what is hidden behind a short product counts more.
+const WORTH: f64 = 0.95;
+
 /// What the ranks agree on, independent of K: the route, the pieces and, for one-shot partials, the tiles.
 fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
     let is_for_all = problem.operation == Operation::MatmulAllReduce;
@@ -167,7 +171,7 @@ fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config
         return config;
     }
     let (best, least) = fastest(models()).unwrap_or((WHOLE, f64::INFINITY));
-    match time_behind(rates, problem, numerics, depth) < least {
+    match time_behind(rates, problem, numerics, depth) < WORTH * least {
         true => BEHIND,
         false => best,
     }
