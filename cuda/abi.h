@@ -234,8 +234,8 @@ typedef struct GemmeshTraceEvent {
 /* Bytes of a rank's low-latency area. */
 #define GEMMESH_LOW_LATENCY_BYTES (8u << 20)
 
-/* How a few rows of partials go through low-latency areas. The warps that make them store them, in tiles of 64 rows.
- * A unit of 16 bytes has four elements and two tags. */
+/* How a few rows of partials go through low-latency areas. The warps that make them, in low tiles, store them. A unit of
+ * 16 bytes has four elements and two tags. */
 typedef struct GemmeshLowLatency {
     void *areas[GEMMESH_MAX_TARGETS];    /* by rank, as this GPU maps them: two halves, each with a share for every
                                           * rank that writes */

@@ -30,8 +30,8 @@
 // In a gated product a tile has rows of two weights, gate and up. They are laid out so that each thread has both
 // factors of its results, or gets one of them from one other thread (Config::kGateRows).
 //
-// A plain kernel (kPlain) has no code for bias, activation, gate, residual, f32 and [K, N]. Most
-// products need none of them, and pay for code that they do not use (Config::kPlain).
+// A plain kernel (kPlain) has no code for bias, activation, gate, residual, f32 and [K, N]. Most products need none of
+// them, and pay for code that they do not use (Config::kPlain).
 //
 // In a low-latency kernel (kLowLatency) there are few rows of partial sums. They go through low-latency areas, whose
 // words hold data and flag. The warp that has made rows of a tile sends them, adds the peers' parts, and stores the

@@ -570,17 +570,18 @@ proptest! {
             for (rank, schedule) in schedules.iter().enumerate() {
                 prop_assert!(schedule.product().is_none());
                 let mine = if is_for_all && one_shot { 0..layout.m() } else { layout.rows_of(rank) };
-                // By row and column of the slots: who writes it, and of which row it is.
-                let mut slots = vec![vec![None; partials.columns()]; partials.rows()];
-                for (flag, transfer) in schedule.arrivals().iter().enumerate() {
+                // By row of the slots: who writes it, of which row it is, and how many columns have come so far.
+                let mut slots = vec![(None, 0); partials.rows()];
+                for transfer in schedule.arrivals() {
                     let departs = |other: &&Transfer| (other.to, other.flag) == (rank, transfer.flag);
                     prop_assert_eq!(schedules[transfer.from].moves().find(departs), Some(transfer));
-                    prop_assert!(transfer.flag < schedule.arrivals().len(), "{flag}");
+                    prop_assert!(transfer.flag < schedule.arrivals().len());
                     let [moved] = &transfer.regions[..] else { panic!("{transfer:?}") };
                     for (to, from) in moved.to.rows.clone().zip(moved.from.rows.clone()) {
-                        for column in moved.to.columns.clone() {
-                            prop_assert_eq!(slots[to][column].replace((transfer.from, from)), None);
-                        }
+                        let (made, columns) = &mut slots[to];
+                        let this = (transfer.from, from);
+                        prop_assert_eq!((*made.get_or_insert(this), *columns), (this, moved.to.columns.start));
+                        *columns = moved.to.columns.end;
                     }
                 }
                 let Some(reduction) = schedule.reduction() else {
@@ -592,10 +593,10 @@ proptest! {
                 for (from, addend) in reduction.sum.addends.iter().enumerate() {
                     let &Addend::Rows { matrix: PARTIALS, first } = addend else { panic!("{addend:?}") };
                     for row in 0..mine.len() {
-                        let made = Some((from, mine.start + row));
+                        let whole = (Some((from, mine.start + row)), partials.columns());
                         match from == rank {
                             true => prop_assert_eq!(first, mine.start),
-                            false => prop_assert!(slots[first + row].iter().all(|slot| *slot == made)),
+                            false => prop_assert_eq!(slots[first + row], whole),
                         }
                     }
                 }
