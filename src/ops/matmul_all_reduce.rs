@@ -31,7 +31,8 @@ use crate::trace::Trace;
 ///
 /// The owner of a row of `out` adds its partials and sends the sum to all ranks. For few rows, all ranks send their
 /// partials to all ranks instead, and each rank adds all rows. Rows are few if M · N elements fit in 1 MiB on two
-/// ranks, in 512 KiB on up to four, or in 256 KiB on up to eight.
+/// ranks, in 512 KiB on up to four, or in 256 KiB on up to eight. Two ranks also do so if partials are stored behind the
+/// product ([`Config::product_first`]), however many rows there are.
 ///
 /// The numbers and the memory are those of [`matmul_reduce_scatter`](crate::matmul_reduce_scatter), with one exception.
 /// If each rank adds all rows, the memory for incoming partials has (W - 1) · M rows.
@@ -266,8 +267,9 @@ impl<B: Backend, T: Element> fmt::Debug for PreparedAllReduce<'_, B, T> {
 }
 
 impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
-    /// The schedule: what is moved and added, and in which order. If partials are not pulled, also what is multiplied.
-    /// If each rank pulls only the partials of its own rows, a gather follows that is not in this schedule.
+    /// The schedule: what is moved and added, and in which order. If partials are moved while the product is made, also
+    /// what is multiplied. Otherwise, if each rank adds up only its own rows, a gather follows that is not in this
+    /// schedule.
     #[doc(hidden)]
     pub fn schedule(&self) -> &Schedule {
         self.sums.schedule()

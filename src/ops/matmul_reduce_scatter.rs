@@ -327,7 +327,8 @@ impl<B: Backend, T: Element> fmt::Debug for PreparedReduceScatter<'_, B, T> {
 }
 
 impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
-    /// The schedule: what is moved and added, and in which order. If partials are not pulled, also what is multiplied.
+    /// The schedule: what is moved and added, and in which order. If partials are moved while the product is made, also
+    /// what is multiplied.
     #[doc(hidden)]
     pub fn schedule(&self) -> &Schedule {
         self.0.schedule()
