@@ -143,13 +143,14 @@ fn source_of(family: &Family, dtype: &str) -> String {
             };
             let _ = writeln!(
                 source,
-                "{head}({}, {dtype}, {}, {}, {}, {}, {}, {}, {})",
+                "{head}({}, {dtype}, {}, {}, {}, {}, {}, {}, {}, {})",
                 family.kernel(dtype, shape, variant),
                 shape.tile_m,
                 shape.tile_n,
                 shape.stages,
                 shape.cluster,
                 shape.split,
+                shape.is_pingpong(variant),
                 family.boxes(shape),
                 family.shared_bytes(shape),
             );

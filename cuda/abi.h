@@ -16,7 +16,8 @@
  *              (GemmeshLowLatency). Bias, activation and residual follow the sum.
  *
  * Kernel:      extern "C" void <name>(CUtensorMap a, CUtensorMap b, CUtensorMap out, GemmeshParams params,
- *                              struct {CUtensorMap b[GEMMESH_MAX_WEIGHTS - 1], out[GEMMESH_MAX_WEIGHTS - 1];} more)
+ *                              struct {CUtensorMap b[GEMMESH_MAX_WEIGHTS - 1], out[GEMMESH_MAX_WEIGHTS - 1];} more,
+ *                              struct {CUtensorMap a, b[GEMMESH_MAX_WEIGHTS];} tails)
  *              or, if it adds partials,
  *                              <name>(CUtensorMap a, CUtensorMap b, CUtensorMap added, GemmeshParams params,
  *                                     struct {CUtensorMap maps[2 * GEMMESH_MAX_TARGETS];} targets, GemmeshSums sums)
@@ -35,7 +36,7 @@
  *
  * Tensor maps: rank 2, dimension 0 the contiguous one, element strides 1, interleave none, swizzle 128B, out-of-bounds
  *              fill zeros. Base addresses and row pitches are multiples of 16 bytes. Sizes are the logical ones, so
- *              a tile reads zeros past an edge, and its writes there are dropped.
+ *              a box reads zeros past an edge, and writes there are dropped.
  *
  *              map   sizes    box                                             L2 promotion
  *              a     {K, M}   {GEMMESH_TILE_K, tile_m}                        256B
@@ -48,9 +49,15 @@
  *
  *              b     {N, K}   {64, GEMMESH_TILE_K}                            256B
  *
- *              A map that no load or store uses may hold anything. This is so for `out` of kernels that swap operands,
- *              of f32 sums, and of gated products of the element type if Shape::gate_rows is less than
- *              GEMMESH_STORE_COLUMNS.
+ *              `tails` has maps of `a` and, by weight, of `b`, for tiles that have fewer rows than their boxes. TMA
+ *              takes several times as long to write a row of zeros past an edge as to load a row. So the box of
+ *              tails.a has M % tile_m rows, and that of tails.b the next multiple of 8 from N % (tile_n / cluster) on.
+ *              A kernel that adds partials loads whole boxes, and so does every kernel from `b` that is gated or
+ *              [K, N].
+ *
+ *              A map that no load or store uses may hold anything. This is so for `out` of plain kernels, of kernels
+ *              that swap operands, of f32 sums, and of gated products of the element type if Shape::gate_rows is less
+ *              than GEMMESH_STORE_COLUMNS; and for tails of matrices that end with a whole box.
  *
  *              `added` is this rank's matrix of partials, with the boxes of `a`. The targets have the boxes of `out`.
  *              They are the matrices of partials of this rank and of the ranks after it in the ring. From
@@ -288,8 +295,9 @@ typedef struct GemmeshParams {
     uint32_t b_is_kn;               /* nonzero: `b` is [K, N] in memory; a CTA loads a multiple of 64 columns of it */
     uint32_t recording;             /* nonzero: the operation is in a graph, `epoch` has no meaning, and this is the
                                      * host's number of the recording */
-    uint32_t is_one_row;            /* nonzero: the table is one row of tiles, those of each weight after those of the
-                                     * weight before, and each tile waits for `row_flags`. K is not cut */
+    uint32_t tile_rows;             /* nonzero: the table has so many rows of tiles, walked column by column, those of
+                                     * each weight after those of the weight before, and each tile waits for
+                                     * `row_flags`. K is not cut */
     uint32_t row_flags;             /* flag_begin and, in the upper half, flag_end */
     uint32_t reserved;
     GemmeshOutput outputs[GEMMESH_MAX_WEIGHTS]; /* by weight */

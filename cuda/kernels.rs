@@ -19,7 +19,7 @@ pub static FAMILIES: [Family; 1] = [Family {
 /// which tiles of 128 rows do not fit. The low ones are for products of one row of tiles: their rings are deep, and a
 /// CTA that shares K has little to send.
 #[rustfmt::skip]
-const SM90: [Shape; 37] = [
+const SM90: [Shape; 42] = [
     //  tile_m  tile_n  stages  cluster  split
     shape( 128,   256,      4,       2,     1),
     shape( 128,   224,      4,       2,     1),
@@ -33,6 +33,7 @@ const SM90: [Shape; 37] = [
     shape( 128,   128,      5,       1,     2),
     shape( 128,    64,      8,       1,     2),
     shape( 128,    64,      7,       1,     4),
+    shape(  64,    64,     12,       1,     1),
     shape(  64,   128,      8,       1,     1),
     shape(  64,   128,      8,       1,     2),
     shape(  64,   128,      7,       1,     4),
@@ -49,12 +50,16 @@ const SM90: [Shape; 37] = [
     shape(  48,   128,      9,       1,     1),
     shape(  48,   128,      8,       1,     4),
     shape(  48,   128,      8,       1,     8),
+    shape(  80,    64,     10,       2,     1),
     shape(  80,   128,      8,       2,     1),
+    shape(  96,    64,     10,       1,     1),
+    shape(  96,   128,      7,       1,     1),
     shape(  96,   128,      6,       1,     2),
     shape(  96,   128,      7,       2,     1),
     shape( 112,   128,      7,       2,     1),
     shape( 144,   128,      6,       1,     1),
     shape( 144,   128,      6,       2,     1),
+    shape( 160,   128,      5,       1,     1),
     shape( 176,   128,      5,       1,     1),
     shape( 176,   128,      5,       2,     1),
     shape( 208,   128,      5,       2,     1),
@@ -133,19 +138,47 @@ const BOX_BYTES: u32 = 16 * BOX_COLUMNS * ELEMENT_BYTES;
 pub const KN_COLUMNS: u32 = 64;
 /// Those that multiply and store, of a CTA.
 pub const CONSUMER_WARPS: u32 = 8;
-/// Two warpgroups of them have 64 rows each; side by side, if the tile has no more.
+/// Two warpgroups of them.
 const CONSUMERS: u32 = 2;
-const CONSUMER_ROWS: u32 = 64;
+/// The height of the instructions.
+const BAND_ROWS: u32 = 64;
 const ELEMENT_BYTES: u32 = 2;
 
 /// Whether rows of `b` are the instructions' rows, so that tiles may be of such a height.
 pub fn swaps_ab(tile_m: u32) -> bool {
-    ![CONSUMER_ROWS, CONSUMERS * CONSUMER_ROWS].contains(&tile_m)
+    ![BAND_ROWS, 2 * BAND_ROWS].contains(&tile_m)
+}
+
+/// Whether the consumers take tiles by turns, each alone (pingpong). Then one stores while the other multiplies. Else they
+/// share each tile. It needs registers for a whole tile's accumulators. CTAs that share K meet after each tile, and
+/// partial sums are moved between the products of two tiles, so these gain nothing by it.
+pub fn is_pingpong((tile_m, tile_n, split): (u32, u32, u32), variant: Variant) -> bool {
+    let most = match variant {
+        Variant::Forms => 128 * 128,
+        Variant::Plain => 128 * 176,
+        Variant::LowLatency | Variant::Sums => 0,
+    };
+    split == 1 && tile_m * tile_n <= most
 }
 
 impl Shape {
     pub fn swaps_ab(&self) -> bool {
         swaps_ab(self.tile_m)
+    }
+
+    /// Whether the consumers take tiles by turns.
+    pub fn is_pingpong(&self, variant: Variant) -> bool {
+        is_pingpong((self.tile_m, self.tile_n, self.split), variant)
+    }
+
+    /// Whether the consumers of a product have half of a tile's columns each, because it has only one band.
+    fn is_side_by_side(&self) -> bool {
+        self.tile_m == BAND_ROWS && !self.is_pingpong(Variant::Forms)
+    }
+
+    /// Whether one consumer alone has a tile of 64 columns, because they take turns.
+    fn is_narrow(&self) -> bool {
+        self.tile_n == BOX_COLUMNS && self.is_pingpong(Variant::Forms)
     }
 
     /// Whether a gated product can use it; if it swaps operands, without slices of K. Not the narrowest of tiles with
@@ -154,15 +187,16 @@ impl Shape {
     pub fn is_gated(&self) -> bool {
         match self.swaps_ab() {
             true => self.split <= CONSUMER_WARPS / 2,
-            false => self.tile_m == CONSUMER_ROWS || self.tile_n >= 2 * BOX_COLUMNS,
+            false => self.tile_m == BAND_ROWS || self.tile_n >= 2 * BOX_COLUMNS,
         }
     }
 
     /// Rows of gate, and then of up, that a gated tile has of `b` by turns.
     pub fn gate_rows(&self) -> u32 {
-        match self.tile_m == CONSUMERS * CONSUMER_ROWS {
-            true => self.tile_n / 2,
-            false => self.tile_n / 4,
+        match (self.swaps_ab(), self.is_side_by_side()) {
+            (true, _) => BAND_ROWS / 2,
+            (_, true) => self.tile_n / 4,
+            (_, false) => self.tile_n / 2,
         }
     }
 
@@ -179,11 +213,11 @@ impl Shape {
 
     /// Boxes that each consumer warp can use.
     fn most_boxes(&self) -> u32 {
-        match self.tile_m {
+        match (self.swaps_ab(), self.is_side_by_side()) {
             // It lays out rows in one box, and stores them itself.
-            _ if self.swaps_ab() => 1,
-            CONSUMER_ROWS => (self.tile_n / CONSUMERS).div_ceil(BOX_COLUMNS),
-            _ => self.tile_n.div_ceil(BOX_COLUMNS),
+            (true, _) => 1,
+            (_, true) => (self.tile_n / CONSUMERS).div_ceil(BOX_COLUMNS),
+            (_, false) => self.tile_n.div_ceil(BOX_COLUMNS),
         }
     }
 }
@@ -209,14 +243,16 @@ impl Family {
         format!("matmul_{dtype}_{tile_m}x{tile_n}x{tile_k}_s{stages}_c{cluster}_k{split}{variant}")
     }
 
-    /// The kernels of a shape. Partials are not added by those that swap operands, and few rows fit one low tile.
+    /// The kernels of a shape. Partials are not added by those that swap operands, and few rows fit one low tile. Both
+    /// consumers have columns of each tile of 64 rows whose partials are moved.
     pub fn variants(&self, shape: &Shape) -> impl Iterator<Item = Variant> + use<> {
+        let is_shared = shape.tile_m == 2 * BAND_ROWS || shape.tile_n >= 2 * BOX_COLUMNS;
         let swaps_ab = shape.swaps_ab();
-        let is_low = shape.tile_m * shape.cluster <= CONSUMER_ROWS;
+        let is_low = shape.tile_m * shape.cluster <= BAND_ROWS;
         let made = move |variant: &Variant| match variant {
             Variant::Forms | Variant::Plain => true,
-            Variant::LowLatency => is_low,
-            Variant::Sums => !swaps_ab,
+            Variant::LowLatency => is_low && is_shared,
+            Variant::Sums => !swaps_ab && is_shared,
         };
         VARIANTS.into_iter().filter(made)
     }
@@ -258,14 +294,15 @@ impl Family {
             {
                 "tile_n is a multiple of 16 from 64 to 256"
             } else if shape.swaps_ab()
-                && !(shape.tile_n == CONSUMERS * CONSUMER_ROWS
+                && !((shape.tile_n == CONSUMERS * BAND_ROWS || shape.is_narrow())
                     && (16..=256).contains(&shape.tile_m)
                     && shape.tile_m.is_multiple_of(16))
             {
-                "tile_m is 64 or 128, or a multiple of 16 up to 256 and tile_n 128"
-            } else if shape.tile_m == CONSUMER_ROWS && !shape.tile_n.is_multiple_of(2 * BOX_COLUMNS)
+                "tile_m is 64 or 128, or a multiple of 16 up to 256 and tile_n 128, or 64 where consumers take turns"
+            } else if shape.tile_m == BAND_ROWS
+                && !(shape.tile_n.is_multiple_of(2 * BOX_COLUMNS) || shape.is_narrow())
             {
-                "tile_n of 64 rows is a multiple of 128"
+                "tile_n of 64 rows is a multiple of 128, or 64 where consumers take turns"
             } else if !(2..=64).contains(&shape.stages) {
                 "a product runs while the next stage is loaded: there are 2 stages or more, 64 at the most"
             } else if ![1, 2, 4].contains(&shape.cluster) || ![1, 2, 4, 8].contains(&shape.split) {

@@ -40,6 +40,12 @@ __device__ __forceinline__ void barrier_arrive() {
     asm volatile("barrier.arrive %0, %1;" ::"n"(Barrier), "n"(Threads) : "memory");
 }
 
+// The same at a barrier whose number is known only at run time.
+template <int Threads>
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+    asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "n"(Threads) : "memory");
+}
+
 // Meets them. Returns true if all of them say so.
 template <int Barrier, int Threads>
 __device__ __forceinline__ bool barrier_red_and(bool says) {

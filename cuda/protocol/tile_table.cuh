@@ -1,7 +1,7 @@
 // Walks the host's table of tiles, for one cluster.
 //
-// Few rows make one row of tiles, whose entries follow from their numbers. A kernel for few rows computes them, because
-// its first loads would wait for the table for half a microsecond.
+// Often the entries follow from their numbers. Then they are computed, because the first loads would wait for the table
+// for a third of a microsecond.
 #pragma once
 
 #include "../abi.h"
@@ -11,10 +11,11 @@ namespace gemmesh {
 // The entries of one cluster, in order. The next entry is already being loaded, so moving on costs no trip to memory.
 class TableWalk {
 public:
-    // `is_one_row`: whether to compute the entries. Then tiles have `columns` columns of their outputs.
-    __device__ TableWalk(const GemmeshParams& params, uint32_t cluster_size, bool is_one_row, uint32_t columns)
+    // `rows`: how many rows of tiles there are if the entries are to be computed, or 0. Then tiles have `columns` columns
+    // of their outputs.
+    __device__ TableWalk(const GemmeshParams& params, uint32_t cluster_size, uint32_t rows, uint32_t columns)
         : params_(params),
-          is_one_row_(is_one_row),
+          rows_(rows),
           columns_(columns),
           tiles_(params.tiles),
           count_(params.tile_count),
@@ -38,17 +39,19 @@ public:
 private:
     __device__ uint4 load(uint32_t index) const {
         if (index >= count_) return uint4{};
-        if (is_one_row_) return of_one_row(index);
+        if (rows_ != 0) return computed(index);
         return __ldg(reinterpret_cast<const uint4*>(tiles_) + index);
     }
 
-    // The tiles of each weight follow those of the weight before.
-    __device__ uint4 of_one_row(uint32_t index) const {
+    // The tiles of each weight follow those of the weight before, column by column.
+    __device__ uint4 computed(uint32_t index) const {
+        uint32_t column = rows_ == 1 ? index : index / rows_;
+        const uint32_t m = index - column * rows_;
         uint32_t weight = 0;
         while (true) {
             const uint32_t count = (params_.outputs[weight].n + columns_ - 1) / columns_;
-            if (index < count) return uint4{0, index, weight, params_.row_flags};
-            index -= count;
+            if (column < count) return uint4{m, column, weight, params_.row_flags};
+            column -= count;
             ++weight;
         }
     }
@@ -60,7 +63,7 @@ private:
     }
 
     const GemmeshParams& params_;
-    bool is_one_row_;
+    uint32_t rows_;
     uint32_t columns_;
     const GemmeshTile* tiles_;
     uint32_t count_;

@@ -207,6 +207,8 @@ public:
         return boxes_[step % Boxes];
     }
 
+    static constexpr bool kByTma = true;
+
     __device__ void commit(int step) {
         if (!is_used_) return;
         const CUtensorMap* map = &partials_.targets->maps[place_.map];

@@ -16,6 +16,7 @@ using f16 = __half;
 constexpr int kWarpgroupThreads = 128;
 constexpr int kLeaveBarrier = 1;  // 0 is __syncthreads()
 static_assert(kLeaveBarrier != Pushers::kBarrier);
+constexpr int kTurnBarrier = 7;  // and the next one, of the other consumer
 constexpr int kConsumers = 2;
 constexpr int kConsumerWarps = kConsumers * kWarpgroupThreads / 32;
 static_assert(GEMMESH_THREADS == (1 + kConsumers) * kWarpgroupThreads);
@@ -27,17 +28,20 @@ constexpr int kProducerRegisters = 56;
 constexpr int kConsumerRegisters = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
 static_assert(kConsumerRegisters == 224);
 
-// Each consumer multiplies 64 rows, the height of a wgmma, by all columns of the tile. Of all ways to split a tile in
-// two, this one reads the fewest bytes of shared memory. If a tile has only 64 rows, each consumer takes half of its
-// columns.
+// A wgmma multiplies 64 rows, a band, by columns. With swap_ab the operands are swapped: rows of `b` are the wgmma's
+// rows, and the tile's rows are its columns. A tile whose height is neither 64 nor 128 has swap_ab. Its height may be
+// any other multiple of 16 for which ptx.cuh has a wgmma, so it fits M more closely.
 //
-// With swap_ab the operands are swapped: rows of `b` are the wgmma's rows, and the tile's rows are its columns. A tile
-// whose height is neither 64 nor 128 has swap_ab. Its height may be any other multiple of 16 for which ptx.cuh has a
-// wgmma, so it fits M more closely.
+// Pingpong: the consumers take tiles by turns. While one stores its tile, the other multiplies. One consumer alone
+// multiplies all bands of its tile, so it needs registers for all accumulators.
 //
-// A warp's part of a tile is 16 rows of its consumer's columns or, with swap_ab, 16 columns of all rows. Comments say
+// Else both consumers share each tile (cooperative): each multiplies a band by all columns. Of all ways to split a
+// tile in two, this one reads the fewest bytes of shared memory. If a tile has only 64 rows, each consumer takes half
+// of its columns.
+//
+// A warp's part of a band is 16 rows of its consumer's columns or, with swap_ab, 16 columns of all rows. Comments say
 // "its rows" for both.
-constexpr int kConsumerRows = 64;
+constexpr int kBandRows = 64;
 
 // What a kernel can do beside the product: its code has nothing else.
 enum class Variant {
@@ -47,16 +51,22 @@ enum class Variant {
     kSums,        // block sums
 };
 
-template <class Element_, int TileM, int TileN, int Stages, int Cluster, int Split, int Boxes, Variant Kind>
+template <class Element_, int TileM, int TileN, int Stages, int Cluster, int Split, bool Pingpong, int Boxes, Variant Kind>
 struct Config {
     using Element = Element_;
     static constexpr int kTileM = TileM;
     static constexpr int kTileN = TileN;
-    static constexpr bool kSideBySide = TileM == kConsumerRows;  // without swap_ab: the consumers split the columns, not the rows
-    static constexpr bool kSwapAb = TileM != kConsumerRows && TileM != kConsumers * kConsumerRows;
+    static constexpr bool kSwapAb = TileM != kBandRows && TileM != 2 * kBandRows;
+    static constexpr bool kPingpong = Pingpong;
+    static constexpr int kSharing = kPingpong ? 1 : kConsumers;  // consumers that multiply a tile
+    static constexpr bool kSideBySide = TileM == kBandRows && !kPingpong;  // they split the columns, not the rows
+    static constexpr int kBands = kPingpong ? (kSwapAb ? TileN : TileM) / kBandRows : 1;  // of a tile that a consumer has
+    static constexpr int kParts = kSharing * kBands * 4;  // of a tile, each of a warp
     static constexpr int kConsumerN = kSideBySide ? TileN / kConsumers : TileN;
-    static constexpr int kColumns = kSwapAb ? TileM : kConsumerN;  // of a consumer's accumulators
-    static_assert(!kSwapAb || (TileN == kConsumers * kConsumerRows && TileM % 16 == 0 && TileM <= 256 && Kind != Variant::kSums));
+    static constexpr int kColumns = kSwapAb ? TileM : kConsumerN;  // of the accumulators of a band
+    static_assert(!kSwapAb || (TileN == kSharing * kBands * kBandRows && TileM % 16 == 0 && TileM <= 256 && Kind != Variant::kSums));
+    static_assert(kSwapAb || kSideBySide || TileM == kSharing * kBands * kBandRows);
+    static_assert(!kPingpong || (Split == 1 && (Kind == Variant::kForms || Kind == Variant::kPlain)));
     static constexpr int kStages = Stages;
     static constexpr int kCluster = Cluster;        // CTAs that share the loads of b, on rows of their own
     static constexpr int kSplit = Split;            // or: CTAs that share a tile, each with a part of K
@@ -68,8 +78,9 @@ struct Config {
     // more to begin and to end.
     static constexpr bool kPlain = Kind == Variant::kPlain;
     static constexpr bool kSliced = Split == 1 && !kSums && !kLowLatency;  // slices of K may be added through memory
-    static constexpr bool kFewRows = TileM < kConsumerRows;  // most products have one row of tiles
     static_assert(Cluster == 1 || Split == 1);
+    // High tiles of all forms have no registers for it.
+    static constexpr bool kComputesEntries = kPlain || (!kSums && TileM < kBandRows);
     static constexpr uint32_t kBytesA = TileM * GEMMESH_TILE_K * sizeof(Element);  // of a stage
     static constexpr uint32_t kBytesB = TileN * GEMMESH_TILE_K * sizeof(Element);
 
@@ -79,12 +90,42 @@ struct Config {
     static constexpr bool kTakesKn = kPartN % 64 == 0 && !kPlain;  // `b` may be given as [K, N]: see WeightLoads
 
     // In a gated tile, kGateRows rows of gate and as many of up alternate in `b`. So the first half of a consumer's
-    // columns belongs to gate, and the second half to up. With swap_ab, two of its warps have gate's columns, and the
-    // other two have up's.
+    // columns belongs to gate, and the second half to up. With swap_ab, two of its warps have gate's columns of a
+    // band, and the other two have up's.
     static constexpr bool kGates = Kind == Variant::kForms && !(kSwapAb && Split == kConsumerWarps);
-    static constexpr int kGateRows = kSideBySide || kSwapAb ? TileN / 4 : TileN / 2;
+    static constexpr int kGateRows = kSwapAb ? kBandRows / 2 : kConsumerN / 2;
     static constexpr int kGateBox = kGateRows < kPartN ? kGateRows : kPartN;  // what is loaded at a time
     static_assert(kGateRows % 8 == 0 && kPartN % kGateBox == 0);
+};
+
+// A consumer warp, and its part of each band.
+template <class C>
+struct ConsumerWarp {
+    uint32_t cta;
+    uint32_t consumer;
+    uint32_t warp;  // in the consumer
+    uint32_t lane;
+
+    // Of those in shared memory that are this warp's.
+    __device__ uint32_t box() const { return consumer * 4 + warp; }
+
+    // The number of its part among the tile's.
+    __device__ uint32_t part(uint32_t band) const { return (C::kPingpong ? band : consumer) * 4 + warp; }
+
+    // The part's first row in the tile.
+    __device__ uint32_t row(uint32_t band) const {
+        return C::kSwapAb ? 0 : (C::kSideBySide ? warp : part(band)) * GEMMESH_STORE_ROWS;
+    }
+
+    // Its number for SplitSum. With swap_ab, the warp of up's columns follows that of the same columns of gate, so that
+    // SplitSum gives both to one CTA.
+    __device__ uint32_t number() const { return consumer * 4 + (C::kSwapAb ? warp % 2 * 2 + warp / 2 : warp); }
+
+    // True for one lane of all that store a tile here: of the first warp whose rows this CTA stores.
+    __device__ bool is_first() const {
+        const uint32_t first = C::kPingpong ? consumer * 4 : C::kSplit == 1 ? 0 : cta * (kConsumerWarps / C::kSplit);
+        return number() == first && lane == 0;
+    }
 };
 
 template <class C>

@@ -8,11 +8,12 @@
 
 namespace gemmesh {
 
-// One warp's part of an entry's tile. `Warps` is the number of consumer warps of a cluster.
-template <uint32_t Warps>
+// One warp's part of an entry's tile. `Parts` is their number in a cluster, and `AtATime` how many loads there are
+// registers for.
+template <uint32_t Parts, int AtATime>
 struct SliceSum {
     uint32_t index;  // of the entry
-    uint32_t warp;   // in the cluster
+    uint32_t part;   // in the cluster
 
     // One warp of the consumers: returns true if it has the sums of its rows and is to store them. `has_rows` is
     // false if none of its rows is in the output. Then it adds nothing, but still counts as arrived.
@@ -23,10 +24,9 @@ struct SliceSum {
     __device__ __forceinline__ bool add(Accumulators<Element, N>& accumulators, const GemmeshParams& params, bool has_rows,
                                         uint32_t lane) const {
         constexpr int kPieces = N / 8;  // of four accumulators
-        constexpr int kAtATime = 16;    // as many loads as there are registers for
-        // Few pieces leave room for the parts of several slices.
-        constexpr int kParts = kPieces < kAtATime ? kAtATime / kPieces : 1;
-        constexpr size_t kNext = size_t{Warps} * kPieces * 32;
+        // Few pieces leave room for those of several slices.
+        constexpr int kSlices = kPieces < AtATime ? AtATime / kPieces : 1;
+        constexpr size_t kNext = size_t{Parts} * kPieces * 32;
         if (params.slices == nullptr) return true;
         const uint2 words = __ldg(reinterpret_cast<const uint2*>(params.slices + index) + 1);
         const uint32_t first = words.x;
@@ -34,12 +34,12 @@ struct SliceSum {
         const uint32_t count = words.y >> 16;
 
         // pieces of a warp's lanes lie side by side
-        float4* parts = reinterpret_cast<float4*>(params.partials) + (first * kNext + warp * (kPieces * 32) + lane);
+        float4* parts = reinterpret_cast<float4*>(params.partials) + (first * kNext + part * (kPieces * 32) + lane);
         if (has_rows) store_part(accumulators, parts + slice * kNext);
 
         // Every lane's stores come before its count, so the warp that counts last sees all stores.
         __syncwarp();
-        uint32_t* arrived = params.arrived + first * Warps + warp;
+        uint32_t* arrived = params.arrived + first * Parts + part;
         uint32_t before = 0;
         if (lane == 0) before = ptx::atom_add_acq_rel_gpu(arrived, 1);
         __syncwarp();
@@ -59,28 +59,28 @@ struct SliceSum {
             }
         }
 #pragma unroll 1
-        for (uint32_t of = 1; of < count; of += kParts) {
+        for (uint32_t of = 1; of < count; of += kSlices) {
 #pragma unroll
-            for (int begin = 0; begin < kPieces; begin += kAtATime) {
-                float4 next[kParts][kAtATime];
+            for (int begin = 0; begin < kPieces; begin += AtATime) {
+                float4 next[kSlices][AtATime];
 #pragma unroll
-                for (int part = 0; part < kParts; ++part) {
+                for (int slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
-                    for (int i = 0; i < kAtATime && begin + i < kPieces; ++i) {
-                        const bool is_there = kParts == 1 || of + part < count;
-                        if (is_there) next[part][i] = __ldcg(parts + (of + part) * kNext + (begin + i) * 32);
+                    for (int i = 0; i < AtATime && begin + i < kPieces; ++i) {
+                        const bool is_there = kSlices == 1 || of + slice < count;
+                        if (is_there) next[slice][i] = __ldcg(parts + (of + slice) * kNext + (begin + i) * 32);
                     }
                 }
 #pragma unroll
-                for (int part = 0; part < kParts; ++part) {
-                    if (kParts > 1 && of + part >= count) break;
+                for (int slice = 0; slice < kSlices; ++slice) {
+                    if (kSlices > 1 && of + slice >= count) break;
 #pragma unroll
-                    for (int i = 0; i < kAtATime && begin + i < kPieces; ++i) {
+                    for (int i = 0; i < AtATime && begin + i < kPieces; ++i) {
                         float* d = &accumulators.d[4 * (begin + i)];
-                        d[0] += next[part][i].x;
-                        d[1] += next[part][i].y;
-                        d[2] += next[part][i].z;
-                        d[3] += next[part][i].w;
+                        d[0] += next[slice][i].x;
+                        d[1] += next[slice][i].y;
+                        d[2] += next[slice][i].z;
+                        d[3] += next[slice][i].w;
                     }
                 }
             }

@@ -13,27 +13,44 @@
 
 namespace gemmesh {
 
-// One thread: loads the operands of a tile into the ring, step by step.
+// One thread: loads the operands of a tile into the ring, step by step. Except with block sums it loads only rows that
+// there are. The others of a stage keep what they had, and nothing is stored of their products.
 template <class C, WeightRows Rows>
 class TileLoads {
 public:
-    __device__ TileLoads(const Maps& maps, const GemmeshParams& params, const TableWalk& walk, const Stages<C>& stages, uint32_t cta)
+    // `row` is the first of the CTA's rows of `a`. The last CTAs of a cluster may have none.
+    __device__ TileLoads(const Maps& maps, const GemmeshParams& params, const TableWalk& walk, uint32_t row,
+                         const Stages<C>& stages, uint32_t cta)
         : a_(maps.a),
-          weights_(maps, is_gated<C>(params), weight_of<C>(walk.tile()), first_column<C>(params, walk.tile()), cta),
-          stages_(stages) {}
+          row_(row),
+          has_rows_(C::kCluster == 1 || C::kSums || row < params.m),
+          weights_(maps, is_gated<C>(params), weight_of<C>(walk.tile()), params.outputs[weight_of<C>(walk.tile())].n,
+                   first_column<C>(params, walk.tile()), cta),
+          stages_(stages) {
+        uint32_t count = has_rows_ ? C::kTileM : 0;
+        if (!C::kSums && has_rows_ && params.m - row < C::kTileM) {
+            a_ = &maps.tails->a;
+            count = params.m - row;
+        }
+        bytes_ = count * (C::kBytesA / C::kTileM) + weights_.bytes();
+    }
 
     // Waits until the stage is free, and loads `b` into it. `b` needs no flag.
     __device__ void load_b(const RingPosition<C::kStages>& at, uint32_t step) const {
-        stages_.acquire(at, C::kBytesA + C::kBytesB);
+        stages_.acquire(at, bytes_);
         weights_.load(stages_.b(at.stage), step, stages_.full(at.stage));
     }
 
-    __device__ void load_a(const RingPosition<C::kStages>& at, uint32_t step, uint32_t row) const {
-        ptx::cp_async_bulk_tensor_2d_load(stages_.a(at.stage), a_, step * GEMMESH_TILE_K, row, stages_.full(at.stage));
+    __device__ void load_a(const RingPosition<C::kStages>& at, uint32_t step) const {
+        if (!has_rows_) return;
+        ptx::cp_async_bulk_tensor_2d_load(stages_.a(at.stage), a_, step * GEMMESH_TILE_K, row_, stages_.full(at.stage));
     }
 
 private:
     const CUtensorMap* a_;
+    uint32_t row_;
+    bool has_rows_;
+    uint32_t bytes_;  // of a stage
     WeightLoads<C, Rows> weights_;
     const Stages<C>& stages_;
 };
@@ -42,14 +59,14 @@ private:
 // lie, because no step must find out which it is.
 template <class C, class Load>
 __device__ __forceinline__ void with_loads(const Maps& maps, const GemmeshParams& params, const TableWalk& walk,
-                                           const Stages<C>& stages, uint32_t cta, const Load& load) {
+                                           uint32_t row, const Stages<C>& stages, uint32_t cta, const Load& load) {
     if constexpr (C::kTakesKn) {
-        if (params.b_is_kn != 0) return load(TileLoads<C, WeightRows::kAlongK>(maps, params, walk, stages, cta));
+        if (params.b_is_kn != 0) return load(TileLoads<C, WeightRows::kAlongK>(maps, params, walk, row, stages, cta));
     }
     if constexpr (C::kGates) {
-        if (params.is_gated != 0) return load(TileLoads<C, WeightRows::kOfTwo>(maps, params, walk, stages, cta));
+        if (params.is_gated != 0) return load(TileLoads<C, WeightRows::kOfTwo>(maps, params, walk, row, stages, cta));
     }
-    load(TileLoads<C, WeightRows::kOfOne>(maps, params, walk, stages, cta));
+    load(TileLoads<C, WeightRows::kOfOne>(maps, params, walk, row, stages, cta));
 }
 
 // One thread: loads the steps of a tile into the ring: `a` of all steps, and `b` from step `ahead` on, because the
@@ -57,7 +74,7 @@ __device__ __forceinline__ void with_loads(const Maps& maps, const GemmeshParams
 // `deferred_step` on, and is awaited just before that step. `traced`: the tile's event, or null.
 template <class C, class Loads>
 __device__ __forceinline__ void load_steps(const Loads& loads, const TableWalk& walk, Shared<C>& shared, ChunkFlags& flags,
-                                           RingPosition<C::kStages>& at, const Steps& steps, uint32_t ahead, uint32_t row,
+                                           RingPosition<C::kStages>& at, const Steps& steps, uint32_t ahead,
                                            GemmeshTraceEvent* traced) {
     const uint32_t deferred_step = max(flags.deferred_step(walk.tile()), steps.begin);
 #pragma unroll 1
@@ -65,7 +82,7 @@ __device__ __forceinline__ void load_steps(const Loads& loads, const TableWalk& 
         if (step == deferred_step) flags.wait_deferred(shared.entrance.get().epoch);
         if (step >= ahead) loads.load_b(at, step);
         if (traced != nullptr && step == steps.begin) traced->load_begin = ptx::globaltimer();
-        loads.load_a(at, step, row);
+        loads.load_a(at, step);
         at.advance();
     }
 }
@@ -104,7 +121,7 @@ __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& p
             if (first && waits) {
                 ahead = min(steps.end, steps.begin + C::kStages);
                 if (ptx::elect_one()) {
-                    with_loads<C>(maps, params, walk, stages, cta, [&](const auto& loads) {
+                    with_loads<C>(maps, params, walk, row, stages, cta, [&](const auto& loads) {
                         RingPosition<C::kStages> to = at;
                         for (uint32_t step = steps.begin; step < ahead; ++step, to.advance()) loads.load_b(to, step);
                     });
@@ -115,8 +132,8 @@ __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& p
 
         if (ptx::elect_one()) {
             GemmeshTraceEvent* traced = params.trace != nullptr ? &event() : nullptr;
-            with_loads<C>(maps, params, walk, stages, cta, [&](const auto& loads) {
-                load_steps<C>(loads, walk, shared, flags, at, steps, ahead, row, traced);
+            with_loads<C>(maps, params, walk, row, stages, cta, [&](const auto& loads) {
+                load_steps<C>(loads, walk, shared, flags, at, steps, ahead, traced);
             });
         }
 

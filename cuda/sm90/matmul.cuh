@@ -8,10 +8,10 @@
 //
 // One persistent kernel. A cluster of one to eight CTAs takes entry after entry of the host's table. In each CTA a
 // producer warp waits for the flags of the tile and feeds a ring of stages by TMA. Two consumer warpgroups multiply
-// what arrives and store the tile. Only the producer waits for a tile's flags. The ring fills with the next tile while
-// the consumers store this one, and with the first tile's `b` before that tile's flags are there. If the operation
-// pushes or stores to peers, the other warps of the producer warpgroup tell the peers that this kernel runs, and push
-// rows to them.
+// what arrives and store it. They share each tile, or take tiles by turns (Config::kPingpong). Only the producer waits
+// for a tile's flags. The ring fills with the next tile while the consumers store this one, and with the first tile's
+// `b` before that tile's flags are there. If the operation pushes or stores to peers, the other warps of the producer
+// warpgroup tell the peers that this kernel runs, and push rows to them.
 //
 // In a kernel with block sums (kSums), the rows of `a` are cut into blocks. A block's product is stored to one or
 // several places on this GPU or on others, as partial sums or, if this rank owns the rows, as sums (block_sums.cuh).
@@ -66,14 +66,40 @@ __device__ __forceinline__ void serve_peers(const GemmeshParams& params, Shared<
     if constexpr (!C::kLowLatency) push(params, shared.pushers, epoch, pusher);
 }
 
-// One warpgroup: the products of `count` steps through K. `a` and `b` are its operands in the first stage. There is one
-// loop for `b` as [N, K] and one for [K, N], because the instructions differ.
+// With pingpong, the order in which consumers multiply. A consumer that begins knows that the other has seen all
+// stages before. So each wait for a stage is for this phase of its barrier or for the next one.
+template <class C>
+struct Turn {
+    uint32_t consumer;
+
+    // The first turn is consumer 0's.
+    __device__ explicit Turn(uint32_t consumer) : consumer(consumer) {
+        if (C::kPingpong && consumer == 1) end();
+    }
+
+    __device__ bool is_of(uint32_t turn) const { return !C::kPingpong || turn % kConsumers == consumer; }
+
+    __device__ void begin() const {
+        if constexpr (C::kPingpong) ptx::barrier_sync<kThreads>(kTurnBarrier + consumer);
+    }
+
+    // The next tile's products are issued while the tensor cores end this tile's.
+    __device__ void end() const {
+        if constexpr (C::kPingpong) ptx::barrier_arrive<kThreads>(kTurnBarrier + (1 - consumer));
+    }
+
+    static constexpr int kThreads = kConsumers * kWarpgroupThreads;
+};
+
+// One warpgroup: the products of `count` steps through K, of all its bands. `a` and `b` are its operands in the first
+// stage. There is one loop for `b` as [N, K] and one for [K, N], because the instructions differ.
 template <class C, bool BIsKn>
-__device__ __forceinline__ void multiply(Accumulators<typename C::Element, C::kColumns>& accumulators, Shared<C>& shared,
-                                         RingPosition<C::kStages>& at, Placed<C>& placed, uint32_t a, uint32_t b,
-                                         uint32_t count, uint32_t lane) {
+__device__ __forceinline__ void multiply(Bands<C>& bands, Shared<C>& shared, RingPosition<C::kStages>& at,
+                                         const Turn<C>& turn, Placed<C>& placed, uint32_t a, uint32_t b, uint32_t count,
+                                         uint32_t lane) {
     constexpr uint32_t kStageA = operand_distance(sizeof(shared.a[0]));
     constexpr uint32_t kStageB = operand_distance(sizeof(shared.b[0]));
+    constexpr uint32_t kNextBand = operand_distance(kBandRows * GEMMESH_TILE_K * sizeof(typename C::Element));
     uint32_t previous = 0;
     uint32_t step = 0;
     // There is at least one step, and `do` tells the compiler so. Then it puts no other instruction on the
@@ -85,13 +111,16 @@ __device__ __forceinline__ void multiply(Accumulators<typename C::Element, C::kC
         // multiply; meanwhile the stage before is finished and can be loaded again
         const uint32_t stage_a = a + at.stage * kStageA;
         const uint32_t stage_b = b + at.stage * kStageB;
-        if constexpr (C::kSwapAb) {
-            accumulators.template multiply<BIsKn, false>(stage_b, stage_a, step == 0);
-        } else {
-            accumulators.template multiply<false, BIsKn>(stage_a, stage_b, step == 0);
+#pragma unroll
+        for (uint32_t band = 0; band < C::kBands; ++band) {
+            if constexpr (C::kSwapAb) {
+                bands[band].template multiply<BIsKn, false>(stage_b + band * kNextBand, stage_a, step == 0);
+            } else {
+                bands[band].template multiply<false, BIsKn>(stage_a + band * kNextBand, stage_b, step == 0);
+            }
         }
         if (step > 0) {
-            accumulators.template wait<1>();
+            ptx::wgmma_wait_group<C::kBands>();
             shared.pipeline.release(previous, lane);
             if constexpr (C::kSums) {
                 if (step == placed.kReportStep) placed.report(lane);
@@ -100,40 +129,42 @@ __device__ __forceinline__ void multiply(Accumulators<typename C::Element, C::kC
         previous = at.stage;
         at.advance();
     } while (++step < count);
-    accumulators.template wait<0>();
+    turn.end();
+#pragma unroll
+    for (uint32_t band = 0; band < C::kBands; ++band) bands[band].wait();
     shared.pipeline.release(previous, lane);
 }
 
 // One warpgroup: the same, with the loop for the layout that `b` has in this call.
 template <class C>
-__device__ __forceinline__ void multiply_tile(Accumulators<typename C::Element, C::kColumns>& accumulators,
-                                              const GemmeshParams& params, Shared<C>& shared,
-                                              RingPosition<C::kStages>& at, Placed<C>& placed, uint32_t a, uint32_t b,
-                                              uint32_t count, uint32_t lane) {
+__device__ __forceinline__ void multiply_tile(Bands<C>& bands, const GemmeshParams& params, Shared<C>& shared,
+                                              RingPosition<C::kStages>& at, const Turn<C>& turn, Placed<C>& placed,
+                                              uint32_t a, uint32_t b, uint32_t count, uint32_t lane) {
     if constexpr (C::kTakesKn) {
         if (params.b_is_kn != 0) {
-            multiply<C, true>(accumulators, shared, at, placed, a, b, count, lane);
+            multiply<C, true>(bands, shared, at, turn, placed, a, b, count, lane);
         } else {
-            multiply<C, false>(accumulators, shared, at, placed, a, b, count, lane);
+            multiply<C, false>(bands, shared, at, turn, placed, a, b, count, lane);
         }
     } else {
-        multiply<C, false>(accumulators, shared, at, placed, a, b, count, lane);
+        multiply<C, false>(bands, shared, at, turn, placed, a, b, count, lane);
     }
 }
 
 // One warp: loads what the epilogue adds, while the product is made. It loads the bias except with block sums, where
 // only this rank's blocks add it (store_sums loads it). It fetches the residual into the cache except with block sums,
 // with CTAs that share K and with low-latency areas, where a warp may finish none of the rows that it multiplies.
-// `left` is the warp's first column.
+// `row` is the tile's first row, and `left` the warp's first column.
 template <class C, class Bias>
-__device__ __forceinline__ void load_epilogue(Bias& bias, const GemmeshParams& params, const TableWalk& walk,
-                                              uint32_t weight, uint32_t cta, uint32_t own_row,
-                                              uint32_t left, uint32_t warp, uint32_t lane) {
+__device__ __forceinline__ void load_epilogue(Bias& bias, const GemmeshParams& params, const ConsumerWarp<C>& self,
+                                              uint32_t weight, uint32_t row, uint32_t left) {
     using Element = typename C::Element;
-    if constexpr (!C::kSums) bias.load(params, params.outputs[weight], is_gated<C>(params), left, lane);
+    if constexpr (!C::kSums) bias.load(params, params.outputs[weight], is_gated<C>(params), left, self.lane);
     if constexpr (!C::kSums && !C::kLowLatency && C::kSplit == 1) {
-        const uint32_t row = first_row<C>(walk.tile(), cta) + own_row + warp * GEMMESH_STORE_ROWS;
-        prefetch_residual<Element, C::kConsumerN>(params.outputs[weight], params.m, row, left, lane);
+#pragma unroll
+        for (uint32_t band = 0; band < C::kBands; ++band) {
+            prefetch_residual<Element, C::kConsumerN>(params.outputs[weight], params.m, row + self.row(band), left, self.lane);
+        }
     }
 }
 
@@ -154,62 +185,77 @@ __device__ __forceinline__ void note_done(GemmeshTraceEvent& event, uint32_t ind
     event.tile = index;
 }
 
-// One warpgroup: multiplies its part of each tile and stores it.
+// One warp: adds up the parts of K of a band of its tile, and stores the band. `row` and `column` are the tile's first
+// ones, and `left` is the warp's first column.
+template <class C, class Bias>
+__device__ __forceinline__ void store_band(Accumulators<typename C::Element, C::kColumns>& accumulators, const Maps& maps,
+                                           const GemmeshParams& params, const TableWalk& walk, Shared<C>& shared,
+                                           Bias& bias, const ConsumerWarp<C>& self, uint32_t turn, uint32_t band,
+                                           uint32_t row, uint32_t column, uint32_t left) {
+    const uint32_t own = row + self.row(band);
+    bool has_all_of_k;
+    if constexpr (C::kSliced) {
+        has_all_of_k = add_slices<C>(accumulators, params, walk, self, band, own < params.m);
+    } else {
+        has_all_of_k = shared.sum.gather(accumulators, turn, self.cta, self.number(), self.lane);
+    }
+    if (!has_all_of_k) return;
+    store_product<C>(accumulators, maps, params, shared, bias, weight_of<C>(walk.tile()), self, band, own, column, left);
+}
+
+// One warpgroup: multiplies its part of each tile, or each tile whose turn it is, and stores it.
 template <class C>
 __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& params, const SumArguments& partials,
                                         TableWalk& walk, Shared<C>& shared, uint32_t cta, uint32_t consumer) {
     using Element = typename C::Element;
-    const uint32_t lane = threadIdx.x % 32;
-    const uint32_t warp = threadIdx.x / 32 % 4;
-    const uint32_t own_row = C::kSideBySide || C::kSwapAb ? 0 : consumer * kConsumerRows;
-    const uint32_t own_column = C::kSideBySide ? consumer * C::kConsumerN : C::kSwapAb ? consumer * kConsumerRows : 0;
+    const ConsumerWarp<C> self{cta, consumer, threadIdx.x / 32 % 4, threadIdx.x % 32};
+    const uint32_t own_row = C::kSideBySide || C::kSwapAb || C::kPingpong ? 0 : consumer * kBandRows;
+    const uint32_t own_column = C::kPingpong ? 0 : C::kSideBySide ? consumer * C::kConsumerN : C::kSwapAb ? consumer * kBandRows : 0;
     const uint32_t a = operand_address(&shared.a[0][own_row * GEMMESH_TILE_K]);
     const uint32_t b = operand_address(&shared.b[0][own_column * GEMMESH_TILE_K]);
-    const uint32_t number = number_of<C>(consumer, warp);
-    // The first warp whose rows this CTA stores.
-    const uint32_t first_warp = C::kSplit == 1 ? 0 : cta * (kConsumerWarps / C::kSplit);
-    const bool tracer = params.trace != nullptr && number == first_warp && lane == 0;
-    auto& boxes = shared.boxes[consumer * 4 + warp];
-    Accumulators<Element, C::kColumns> accumulators;
+    const bool tracer = params.trace != nullptr && self.is_first();
+    Bands<C> bands;
     RingPosition<C::kStages> at;
-    Placed<C> placed(params, partials, shared.entrance, boxes);
+    const Turn<C> turn(consumer);
+    Placed<C> placed(params, partials, shared.entrance, shared.boxes[self.box()]);
 
-    for (uint32_t turn = 0; walk.valid(); walk.advance(), ++turn) {
-        const GemmeshBlock block = begin_block<C>(placed, partials, walk.tile(), lane);
+    for (uint32_t number = 0; walk.valid(); walk.advance(), ++number) {
+        const GemmeshBlock block = begin_block<C>(placed, partials, walk.tile(), self.lane);
         const Steps steps = steps_of<C>(params, walk.index(), cta);
         const uint32_t count = steps.end - steps.begin;
+        if (!turn.is_of(number)) {
+            at.skip(count);
+            continue;
+        }
         // what follows the product comes while it is made
+        const uint32_t row = first_row<C>(walk.tile(), cta);
         const uint32_t column = first_column<C>(params, walk.tile());
-        const uint32_t weight = weight_of<C>(walk.tile());
         const uint32_t left = column + (is_gated<C>(params) ? own_column / 2 : own_column);
         ColumnBias<Element, C::kSwapAb ? 8 : C::kConsumerN> bias;  // not used with swap_ab, nor by plain kernels
         if constexpr (!C::kSwapAb && !C::kPlain) {
-            load_epilogue<C>(bias, params, walk, weight, cta, own_row, left, warp, lane);
+            load_epilogue<C>(bias, params, self, weight_of<C>(walk.tile()), row, left);
         }
+        turn.begin();
         note_begin<C>(params, walk, shared, at, cta, tracer);
-        multiply_tile<C>(accumulators, params, shared, at, placed, a, b, count, lane);
+        multiply_tile<C>(bands, params, shared, at, turn, placed, a, b, count, self.lane);
         if (tracer) event_of<C>(params, walk.index(), cta).math_end = ptx::globaltimer();
 
         // store the tile; the producer is loading the next one
-        const uint32_t own = C::kSwapAb ? 0 : own_row + warp * GEMMESH_STORE_ROWS;
-        bool has_all_of_k;
-        if constexpr (C::kSliced) {
-            has_all_of_k = add_slices<C>(accumulators, params, walk, cta, own, consumer * 4 + warp, lane);
-        } else {
-            has_all_of_k = shared.sum.gather(accumulators, turn, cta, number, lane);
-        }
-        const uint32_t row = first_row<C>(walk.tile(), cta) + own;
         if constexpr (C::kSums) {
-            const uint32_t index = walk.tile().block;
-            store_sums<C>(accumulators, params, block, index, shared, at, placed, bias, boxes, consumer, own, row, left,
-                          has_all_of_k, lane);
-        } else if (has_all_of_k) {
-            store_product<C>(accumulators, maps, params, shared, bias, weight, row, column, left, consumer, warp, lane);
+            const bool has_all_of_k = shared.sum.gather(bands[0], number, cta, self.number(), self.lane);
+            store_sums<C>(bands[0], params, block, walk.tile().block, shared, at, placed, bias, self, row, left, has_all_of_k);
+        } else {
+#pragma unroll 1
+            for (uint32_t band = 0; band < C::kBands; ++band) {
+                store_band<C>(bands[0], maps, params, walk, shared, bias, self, number, band, row, column, left);
+                // one code stores all bands
+                if constexpr (C::kBands > 1) bands[0] = bands[1];
+            }
         }
         if (tracer) note_done(event_of<C>(params, walk.index(), cta), walk.index());
     }
 
-    if constexpr (C::kSums) placed.report(lane);
+    if constexpr (C::kSums) placed.report(self.lane);
     if constexpr (C::kLowLatency) ptx::barrier_arrive<kLeaveBarrier, GEMMESH_THREADS>();
     // shared memory must outlive the stores that read it
     ptx::cp_async_bulk_wait_group_read<0>();
@@ -237,19 +283,20 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
     if (threadIdx.x == 0) {
         ptx::prefetch_tensormap(maps.a);
         ptx::prefetch_tensormap(maps.b);
+        if (!C::kSums && params.m % C::kTileM != 0) ptx::prefetch_tensormap(&maps.tails->a);
         if constexpr (C::kSums) {
             ptx::prefetch_tensormap(partials.added);
         } else {
-            if (!is_f32<C>(params)) ptx::prefetch_tensormap(maps.out);
+            if (!C::kPlain && !is_f32<C>(params)) ptx::prefetch_tensormap(maps.out);
             if (is_gated<C>(params)) ptx::prefetch_tensormap(maps.b_of(1));
         }
-        shared.pipeline.init(kConsumerWarps);
+        shared.pipeline.init(C::kSharing * 4);
         shared.sum.init();
         shared.entrance.init();
         ptx::fence_mbarrier_init();
     }
     // the first entry is on its way from memory while the CTAs meet
-    TableWalk walk(params, C::kCtas, C::kFewRows && params.is_one_row != 0, columns_of<C>(params));
+    TableWalk walk(params, C::kCtas, C::kComputesEntries ? params.tile_rows : 0, columns_of<C>(params));
     meet<C>();
 
     if (warpgroup == 0) {
@@ -279,39 +326,40 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
 
 // The configuration of a kernel. It is the variadic argument of GEMMESH_HEAD, because the preprocessor splits it at its
 // commas.
-#define GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, kind) \
-    gemmesh::Config<gemmesh::Element, TileM, TileN, Stages, Cluster, Split, Boxes, gemmesh::Variant::kind>
+#define GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, kind) \
+    gemmesh::Config<gemmesh::Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, gemmesh::Variant::kind>
 
 #define GEMMESH_HEAD(name, Cluster, Split, shared_bytes, ...)                                              \
     static_assert(sizeof(gemmesh::Shared<__VA_ARGS__>) == shared_bytes,                                    \
                   #name ": cuda/kernels.rs gives it less shared memory than it uses, or more");            \
     extern "C" __global__ void __cluster_dims__(Cluster * Split, 1, 1) __launch_bounds__(GEMMESH_THREADS, 1) name
 
-#define GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes, kind)    \
+#define GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes, kind)    \
     GEMMESH_HEAD(name, Cluster, Split, shared_bytes,                                                       \
-                 GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, kind))               \
+                 GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, kind))               \
     (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                         \
      const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params,                \
-     const __grid_constant__ gemmesh::MoreWeights more) {                                                  \
-        gemmesh::matmul<GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, kind)>(       \
-            gemmesh::Maps{&a, &b, &out, &more}, params, gemmesh::SumArguments{});                          \
+     const __grid_constant__ gemmesh::MoreWeights more, const __grid_constant__ gemmesh::Tails tails) {    \
+        gemmesh::matmul<GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, kind)>( \
+            gemmesh::Maps{&a, &b, &out, &more, &tails}, params, gemmesh::SumArguments{});                  \
     }
 
 // Each of these defines one kernel of the list in cuda/kernels.rs. build.rs writes a source that includes this one and
 // has such a line for each kernel. The list says how much shared memory a kernel is launched with, and how many boxes
 // fit into it.
-#define GEMMESH_MATMUL(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes)           \
-    GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes, kForms)
-#define GEMMESH_MATMUL_PLAIN(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes)     \
-    GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes, kPlain)
-#define GEMMESH_MATMUL_LOW_LATENCY(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes) \
-    GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes, kLowLatency)
-#define GEMMESH_MATMUL_SUMS(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes)      \
+#define GEMMESH_MATMUL(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes)           \
+    GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes, kForms)
+#define GEMMESH_MATMUL_PLAIN(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes)     \
+    GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes, kPlain)
+#define GEMMESH_MATMUL_LOW_LATENCY(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes) \
+    GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes, kLowLatency)
+#define GEMMESH_MATMUL_SUMS(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes)      \
     GEMMESH_HEAD(name, Cluster, Split, shared_bytes,                                                       \
-                 GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, kSums))              \
+                 GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, kSums))              \
     (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                         \
      const __grid_constant__ CUtensorMap added, const __grid_constant__ GemmeshParams params,              \
      const __grid_constant__ gemmesh::Targets targets, const __grid_constant__ GemmeshSums sums) {         \
-        gemmesh::matmul<GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, kSums)>(      \
-            gemmesh::Maps{&a, &b, nullptr, nullptr}, params, gemmesh::SumArguments{&added, &targets, &sums}); \
+        gemmesh::matmul<GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, kSums)>( \
+            gemmesh::Maps{&a, &b, nullptr, nullptr, nullptr}, params,                                      \
+            gemmesh::SumArguments{&added, &targets, &sums});                                               \
     }

@@ -44,20 +44,27 @@ struct RingPosition {
             parity ^= 1;
         }
     }
+
+    // Passes over `count` places.
+    __device__ void skip(uint32_t count) {
+        const uint32_t to = stage + count;
+        stage = to % Stages;
+        parity ^= to / Stages % 2;
+    }
 };
 
 // Two barriers a stage. `full` completes when the producer has announced the stage's bytes and all of them are there.
-// `empty` completes when every consumer warp of every CTA that this CTA writes to has read the stage.
+// `empty` completes when every warp that multiplies the tile has read the stage, in every CTA that this CTA writes to.
 template <int Stages, int Cluster>
 struct Pipeline {
     uint64_t full[Stages];
     uint64_t empty[Stages];
 
     // One thread; before a fence for the barriers, and the CTAs of the cluster must meet before anyone uses them.
-    __device__ void init(uint32_t consumer_warps) {
+    __device__ void init(uint32_t warps) {
         for (int stage = 0; stage < Stages; ++stage) {
             ptx::mbarrier_init(&full[stage], 1);
-            ptx::mbarrier_init(&empty[stage], consumer_warps * Cluster);
+            ptx::mbarrier_init(&empty[stage], warps * Cluster);
         }
     }
 

@@ -34,6 +34,9 @@ __device__ __forceinline__ void store_own(const float* accumulators, const CUten
         store_f32_rows<N>(accumulators, stores, lane);
     } else if constexpr (N < StoreBox<Element>::kColumns) {
         store_directly<Element, N>(accumulators, output, Place(place, lane));
+    } else if constexpr (C::kPlain) {
+        LaneStores<Element, N, C::kBoxes> stores{output, boxes, place, lane};
+        store_rows<Element, N>(accumulators, stores, lane);
     } else {
         OwnStores<Element, N, C::kBoxes> stores{map, boxes, place.row, place.column, lane};
         store_rows<Element, N>(accumulators, stores, lane);
@@ -53,26 +56,28 @@ __device__ __forceinline__ GemmeshBlock begin_block(Placed<C>& placed, const Sum
     }
 }
 
-// One warp: adds up the slices of K of its rows, as SliceSum::add. `own` is the warp's first row in the tile, and
-// `warp` its number in the CTA.
+// One warp: adds up the slices of K of a band, as SliceSum::add.
 template <class C>
 __device__ __forceinline__ bool add_slices(Accumulators<typename C::Element, C::kColumns>& accumulators,
-                                           const GemmeshParams& params, const TableWalk& walk, uint32_t cta,
-                                           uint32_t own, uint32_t warp, uint32_t lane) {
-    const SliceSum<C::kCluster * kConsumerWarps> sum{walk.index(), cta * kConsumerWarps + warp};
-    return sum.add(accumulators, params, first_row<C>(walk.tile(), cta) + own < params.m, lane);
+                                           const GemmeshParams& params, const TableWalk& walk,
+                                           const ConsumerWarp<C>& self, uint32_t band, bool has_rows) {
+    constexpr int kAtATime = C::kBands * C::kColumns > 256 ? 8 : 16;
+    const SliceSum<C::kCluster * C::kParts, kAtATime> sum{walk.index(), self.cta * C::kParts + self.part(band)};
+    return sum.add(accumulators, params, has_rows, self.lane);
 }
 
-// One warp: stores its rows of a block's tile: sums if the block is this rank's, else partial sums. `row` is its first
-// row in the block. A warp without rows passes through the addends' stages too.
+// One warp: stores its rows of a block's tile: sums if the block is this rank's, else partial sums. `tile_row` is the
+// tile's first row in the block. A warp without rows passes through the addends' stages too.
 template <class C, class Bias>
 __device__ __forceinline__ void store_sums(Accumulators<typename C::Element, C::kColumns>& accumulators,
                                            const GemmeshParams& params, const GemmeshBlock& block, uint32_t index,
                                            Shared<C>& shared, RingPosition<C::kStages>& at, Placed<C>& placed,
-                                           Bias& bias, StoreBox<typename C::Element> (&boxes)[C::kBoxes],
-                                           uint32_t consumer, uint32_t own, uint32_t row, uint32_t left, bool has_all_of_k,
-                                           uint32_t lane) {
+                                           Bias& bias, const ConsumerWarp<C>& self, uint32_t tile_row, uint32_t left,
+                                           bool has_all_of_k) {
     using Element = typename C::Element;
+    const uint32_t lane = self.lane;
+    const uint32_t row = tile_row + self.row(0);
+    auto& boxes = shared.boxes[self.box()];
     const bool has_rows = has_all_of_k && row < block.rows;
     // report the tile before, unless multiply had steps enough to do so
     placed.report(lane);
@@ -80,7 +85,7 @@ __device__ __forceinline__ void store_sums(Accumulators<typename C::Element, C::
     const bool stores_f32 = is_sum && is_f32<C>(params);
     const GemmeshOutput& output = params.outputs[0];
     const WarpPlace place{block.row + row, left, 0, block.row + block.rows};
-    if (is_sum) add<C>(accumulators, block, shared, at, has_rows, consumer, own, lane);
+    if (is_sum) add<C>(accumulators, block, shared, at, has_rows, self.consumer, self.row(0), lane);
     if (is_sum && has_rows) {
         bias.load(params, output, false, left, lane);
         finish<Element, false, C::kConsumerN>(accumulators.d, params, output, bias, boxes, place, lane);
@@ -91,16 +96,17 @@ __device__ __forceinline__ void store_sums(Accumulators<typename C::Element, C::
     if (has_all_of_k) placed.note(block, index);
 }
 
-// One warp: finishes and stores its rows of a tile. `row` and `column` are its first ones.
+// One warp: finishes and stores its rows of a band. `row` and `column` are its first ones.
 template <class C>
 __device__ __forceinline__ void store_tile(Accumulators<typename C::Element, C::kColumns>& accumulators, const Maps& maps,
                                            const GemmeshParams& params, Shared<C>& shared,
                                            const ColumnBias<typename C::Element, C::kColumns>& bias, uint32_t weight,
-                                           uint32_t row, uint32_t column, uint32_t warp, uint32_t lane) {
+                                           const ConsumerWarp<C>& self, uint32_t row, uint32_t column) {
     using Element = typename C::Element;
     constexpr int kN = C::kColumns;
     const GemmeshOutput& output = params.outputs[weight];
-    auto& boxes = shared.boxes[warp];
+    const uint32_t lane = self.lane;
+    auto& boxes = shared.boxes[self.box()];
     float* d = accumulators.d;
     if constexpr (C::kLowLatency) {
         const LowLatencySums<Element, kN> low_latency(params, output, shared.entrance.get(), row, column, lane);
@@ -125,37 +131,33 @@ __device__ __forceinline__ void store_tile(Accumulators<typename C::Element, C::
     }
 }
 
-// The number of a warp among its CTA's. With swap_ab, the warp of up's columns follows that of the same columns of gate,
-// so that SplitSum gives both to one CTA.
-template <class C>
-__device__ __forceinline__ uint32_t number_of(uint32_t consumer, uint32_t warp) {
-    return consumer * 4 + (C::kSwapAb ? warp % 2 * 2 + warp / 2 : warp);
-}
-
-// One warp: the same for a tile of swapped operands. `row` and `column` are the tile's first ones. In a gated tile,
+// One warp: the same for a band of swapped operands. `row` and `column` are the tile's first ones. In a gated tile,
 // warps 0 and 1 of each consumer have gate's columns, and warps 2 and 3 have the same columns of up. A CTA needs the
 // sums of both warps. SplitSum gives both to the same CTA. With SliceSum the two warps may be last in different
 // entries, so K of gated products is not cut into slices here.
 template <class C>
 __device__ __forceinline__ void store_swap_ab(Accumulators<typename C::Element, C::kColumns>& accumulators,
-                                                const GemmeshParams& params, Shared<C>& shared, uint32_t weight, uint32_t row,
-                                                uint32_t column, uint32_t warp, uint32_t lane) {
+                                                const GemmeshParams& params, Shared<C>& shared, uint32_t weight,
+                                                const ConsumerWarp<C>& self, uint32_t band, uint32_t row, uint32_t column) {
     const bool gated = is_gated<C>(params);
-    const bool is_up = gated && warp % 4 >= 2;
-    const uint32_t pair = warp / 4 * 2 + warp % 2;
+    const bool is_up = gated && self.warp >= 2;
+    // the columns' number in the tile, by 16
+    const uint32_t part = gated ? self.part(band) / 4 * 2 + self.warp % 2 : self.part(band);
+    const uint32_t barrier = kPairBarrier + self.consumer * 2 + self.warp % 2;
+    const uint32_t gate_box = self.consumer * 4 + self.warp % 2;
     const GemmeshOutput& output = params.outputs[weight];
-    auto& own = shared.boxes[warp][0];
-    auto& gates = shared.boxes[pair / 2 * 4 + pair % 2][0];
-    auto& ups = shared.boxes[pair / 2 * 4 + pair % 2 + 2][0];
-    SwapAbTile<typename C::Element, C::kColumns> tile(accumulators, params, output, row, column + (gated ? pair : warp) * 16, lane);
+    auto& own = shared.boxes[self.box()][0];
+    auto& gates = shared.boxes[gate_box][0];
+    auto& ups = shared.boxes[gate_box + 2][0];
+    SwapAbTile<typename C::Element, C::kColumns> tile(accumulators, params, output, row, column + part * 16, self.lane);
     if constexpr (!C::kPlain) {
         tile.add_bias(is_up ? params.outputs[1].bias : output.bias);
         if (is_up) {
-            tile.give(ups, gates, kPairBarrier + pair);
+            tile.give(ups, gates, barrier);
             return;
         }
         activate<C::kColumns / 2>(accumulators.d, params.activation, is_f32<C>(params));
-        if (gated) tile.multiply(ups, gates, kPairBarrier + pair);
+        if (gated) tile.multiply(ups, gates, barrier);
         tile.add_residual(own);
     }
     if (is_f32<C>(params)) {
@@ -169,27 +171,27 @@ __device__ __forceinline__ void store_swap_ab(Accumulators<typename C::Element, 
 // ones.
 template <class C>
 __device__ __forceinline__ void send_swap_ab(Accumulators<typename C::Element, C::kColumns>& accumulators,
-                                             const GemmeshParams& params, Shared<C>& shared, uint32_t row, uint32_t column,
-                                             uint32_t warp, uint32_t lane) {
+                                             const GemmeshParams& params, Shared<C>& shared, const ConsumerWarp<C>& self,
+                                             uint32_t row, uint32_t column) {
     using Sums = SwapAbLowLatencySums<typename C::Element, C::kColumns>;
     const GemmeshOutput& output = params.outputs[0];
-    const typename Sums::Tile tile(accumulators, params, output, row, column + warp * 16, lane);
-    Sums(params, output, shared.entrance.get(), tile).send_add_and_store(shared.boxes[warp][0]);
+    const typename Sums::Tile tile(accumulators, params, output, row, column + self.part(0) * 16, self.lane);
+    Sums(params, output, shared.entrance.get(), tile).send_add_and_store(shared.boxes[self.box()][0]);
 }
 
-// One warp: finishes and stores its rows of a tile, with or without swap_ab. `column` is the tile's first column, and
-// `left` the warp's.
+// One warp: finishes and stores its rows of a band, with or without swap_ab. `row` is its first row. `column` is the
+// tile's first column, and `left` the warp's.
 template <class C, class Bias>
 __device__ __forceinline__ void store_product(Accumulators<typename C::Element, C::kColumns>& accumulators,
                                               const Maps& maps, const GemmeshParams& params, Shared<C>& shared,
-                                              const Bias& bias, uint32_t weight, uint32_t row, uint32_t column,
-                                              uint32_t left, uint32_t consumer, uint32_t warp, uint32_t lane) {
+                                              const Bias& bias, uint32_t weight, const ConsumerWarp<C>& self,
+                                              uint32_t band, uint32_t row, uint32_t column, uint32_t left) {
     if constexpr (C::kSwapAb && C::kLowLatency) {
-        send_swap_ab<C>(accumulators, params, shared, row, column, consumer * 4 + warp, lane);
+        send_swap_ab<C>(accumulators, params, shared, self, row, column);
     } else if constexpr (C::kSwapAb) {
-        store_swap_ab<C>(accumulators, params, shared, weight, row, column, consumer * 4 + warp, lane);
+        store_swap_ab<C>(accumulators, params, shared, weight, self, band, row, column);
     } else if (row < params.m) {
-        store_tile<C>(accumulators, maps, params, shared, bias, weight, row, left, consumer * 4 + warp, lane);
+        store_tile<C>(accumulators, maps, params, shared, bias, weight, self, row, left);
     }
 }
 

@@ -13,12 +13,20 @@ struct MoreWeights {
     CUtensorMap out[GEMMESH_MAX_WEIGHTS - 1];
 };
 
+// Maps whose boxes end where a matrix ends. TMA takes longer to write a row of zeros past the edge than to load a row.
+// Kernels with block sums have no registers for the choice.
+struct Tails {
+    CUtensorMap a;
+    CUtensorMap b[GEMMESH_MAX_WEIGHTS];
+};
+
 // The maps that a kernel is launched with.
 struct Maps {
     const CUtensorMap* a;
     const CUtensorMap* b;
     const CUtensorMap* out;  // null in a kernel with block sums
     const MoreWeights* more;  // likewise
+    const Tails* tails;  // likewise
 
     __device__ const CUtensorMap* b_of(uint32_t weight) const { return weight == 0 ? b : &more->b[weight - 1]; }
     __device__ const CUtensorMap* out_of(uint32_t weight) const { return weight == 0 ? out : &more->out[weight - 1]; }
@@ -35,16 +43,24 @@ enum class WeightRows {
 template <class C, WeightRows Rows>
 class WeightLoads {
 public:
-    // `column` is the tile's first in its weight.
-    __device__ WeightLoads(const Maps& maps, bool is_gated, uint32_t weight, uint32_t column, uint32_t cta)
-        : maps_(maps), map_(C::kSums ? maps.b : maps.b_of(weight)), is_gated_(is_gated), column_(column), cta_(cta) {}
+    // `column` is the tile's first in its weight, which has `n` columns.
+    __device__ WeightLoads(const Maps& maps, bool is_gated, uint32_t weight, uint32_t n, uint32_t column, uint32_t cta)
+        : maps_(maps), map_(C::kSums ? maps.b : maps.b_of(weight)), is_gated_(is_gated), column_(column), cta_(cta), rows_(C::kTileN) {
+        if constexpr (Rows == WeightRows::kOfOne && !C::kSums) {
+            rows_ = min(rows_, (n - column + 7) / 8 * 8);
+            if (rows_ < (place() + 1) * C::kPartN) map_ = &maps.tails->b[weight];
+        }
+    }
+
+    // What all CTAs that share it load of the tile.
+    __device__ uint32_t bytes() const { return rows_ * kRowBytes; }
 
     // `step` counts through K.
     __device__ void load(ptx::SharedAddress b, uint32_t step, ptx::SharedAddress full) const {
         const uint32_t k = step * GEMMESH_TILE_K;
         if constexpr (Rows == WeightRows::kOfOne) {
             const uint32_t part = place() * C::kPartN;
-            load_box(b + part * kRowBytes, map_, k, column_ + part, full);
+            if (part < rows_) load_box(b + part * kRowBytes, map_, k, column_ + part, full);
         } else if constexpr (Rows == WeightRows::kOfTwo) {
             load_groups(b, k, full);
         } else {
@@ -111,6 +127,7 @@ private:
     bool is_gated_;
     uint32_t column_;
     uint32_t cta_;
+    uint32_t rows_;  // of `b` in the tile, a multiple of 8: the columns up to there are padding of `out`
 };
 
 }  // namespace gemmesh

@@ -60,15 +60,12 @@ struct Accumulators {
         ptx::wgmma_commit_group();
     }
 
-    // Waits until at most Pending of the stages issued are still running.
-    template <int Pending>
+    // Waits until nothing that was issued is still running.
     __device__ void wait() {
-        ptx::wgmma_wait_group<Pending>();
-        if constexpr (Pending == 0) {
-            // The registers change behind the compiler's back until here: keep their readers below.
+        ptx::wgmma_wait_group<0>();
+        // The registers change behind the compiler's back until here: keep their readers below.
 #pragma unroll
-            for (float& value : d) ptx::pin(value);
-        }
+        for (float& value : d) ptx::pin(value);
     }
 };
 

@@ -101,6 +101,43 @@ fn the_bits_of_a_product_depend_on_the_parts_of_k_and_not_on_the_tile() {
 }
 
 #[test]
+fn products_that_end_within_a_tile_have_the_bits_of_larger_ones() {
+    let Some(_leave) = gpu() else { return };
+    const K: usize = 328;
+    all_done(ranks(test_name!(), 1, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        for config in SHAPES.iter() {
+            let config = config.with_route(Route::Pull);
+            let [high, wide] = [config.tile.m, config.tile.n];
+            let rows = high * config.tile.cluster;
+            let [m, n] = [3 * rows, 3 * wide];
+            let (a, b) = (normal::<bf16>(5, m * K), normal::<bf16>(6, n * K));
+            let whole = product_by(&group, config, [&a, &b], [m, n, K])?;
+            // Stages keep what they had where a tile has no rows. It must not reach any result.
+            let nans = vec![nan(); m.max(n) * K];
+            product_by(&group, config, [&nans[..m * K], &nans[..n * K]], [m, n, K])?;
+            for [m, columns] in [
+                [1, 8],
+                [high - 1, wide - 3],
+                [rows + 1, wide + 1],
+                [2 * rows + high / 2, 2 * wide + 9],
+            ] {
+                let operands = [&a[..m * K], &b[..columns * K]];
+                let out = product_by(&group, config, operands, [m, columns, K])?;
+                for (row, values) in out.chunks_exact(columns).enumerate() {
+                    let same = &whole[row * n..][..columns];
+                    assert!(
+                        bits(values) == bits(same),
+                        "row {row} of {m}x{columns}, {config:?}"
+                    );
+                }
+            }
+        }
+        Ok(format!("{} kernels", SHAPES.len()))
+    }));
+}
+
+#[test]
 fn random_shapes_are_right_on_1_rank() {
     if let Some(_leave) = gpu() {
         random_shapes(test_name!(), 1, 120);

@@ -374,7 +374,7 @@ pub struct GemmeshParams {
     pub is_f32: u32,
     pub b_is_kn: u32,
     pub recording: u32,
-    pub is_one_row: u32,
+    pub tile_rows: u32,
     pub row_flags: u32,
     pub reserved: u32,
     pub outputs: [GemmeshOutput; 4usize],
@@ -425,8 +425,8 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshParams, b_is_kn) - 116usize];
     ["Offset of field: GemmeshParams::recording"]
         [::core::mem::offset_of!(GemmeshParams, recording) - 120usize];
-    ["Offset of field: GemmeshParams::is_one_row"]
-        [::core::mem::offset_of!(GemmeshParams, is_one_row) - 124usize];
+    ["Offset of field: GemmeshParams::tile_rows"]
+        [::core::mem::offset_of!(GemmeshParams, tile_rows) - 124usize];
     ["Offset of field: GemmeshParams::row_flags"]
         [::core::mem::offset_of!(GemmeshParams, row_flags) - 128usize];
     ["Offset of field: GemmeshParams::reserved"]

@@ -249,6 +249,17 @@ pub fn swaps_ab(config: &Config) -> bool {
     list::swaps_ab(config.tile.m as u32)
 }
 
+/// Whether the consumers of the configuration's kernel take tiles by turns. Products are plain, as most are.
+pub fn is_pingpong(config: &Config, variant: Variant) -> bool {
+    let tile = &config.tile;
+    let [m, n, split] = [tile.m, tile.n, tile.split_k].map(|extent| extent as u32);
+    let variant = match variant {
+        Variant::Forms => Variant::Plain,
+        other => other,
+    };
+    list::is_pingpong((m, n, split), variant)
+}
+
 /// Every shape of every family. Each exists for each of its family's dtypes.
 fn shapes() -> impl Iterator<Item = (&'static Family, &'static Shape)> {
     let of = |family: &'static Family| family.shapes.iter().map(move |shape| (family, shape));
@@ -357,8 +368,9 @@ mod tests {
             };
             let loaded: Vec<String> = family.shapes.iter().flat_map(all).collect();
             let count = |is: fn(&&Shape) -> bool| family.shapes.iter().filter(is).count();
-            let adding = count(|s| !s.swaps_ab());
-            let low = count(|s| s.tile_m <= 64 && s.cluster == 1);
+            // Tiles of 64 by 64 are for one consumer alone.
+            let adding = count(|s| !s.swaps_ab() && (s.tile_m, s.tile_n) != (64, 64));
+            let low = count(|s| s.tile_m <= 64 && s.cluster == 1 && s.tile_n > 64);
             assert_eq!(loaded.len(), 2 * family.shapes.len() + adding + low);
             let expected = loaded.iter().map(|name| (name.clone(), dtype.to_string()));
             assert_eq!(compiled(cubin), expected.collect::<Vec<_>>());
@@ -407,6 +419,9 @@ mod tests {
         refused(odd, "a multiple of 16 up to 256");
         let flat = |s: &mut Shape| (s.tile_m, s.tile_n) = (64, 192);
         refused(flat, "tile_n of 64 rows is a multiple of 128");
+        let narrow_split =
+            |s: &mut Shape| (s.tile_m, s.tile_n, s.cluster, s.split) = (96, 64, 1, 2);
+        refused(narrow_split, "64 where consumers take turns");
         refused(|s| s.split = 2, "cluster or split is 1");
         let narrow = |s: &mut Shape| (s.tile_n, s.cluster) = (80, 4);
         refused(narrow, "tile_n over cluster is a multiple of 8");

@@ -79,24 +79,24 @@ pub enum Kind {
 
 /// Rates of an H200.
 ///
-/// They are fitted to 120 shapes by all kernels, and to 400 products of random sweeps on two GPUs. The links are fitted
-/// to 74 shapes (benches/NOTES.md).
+/// They are fitted to 270 shapes by all kernels, so that the kernel that is chosen is the fastest: what a kernel takes
+/// where others are far faster counts little. The links are fitted to 74 shapes (benches/NOTES.md).
 pub const H200: Rates = Rates {
     multiprocessors: 132,
-    start: 5.03,
-    cluster: 0.68,
-    operations: 7.1e6,
-    step: 0.035,
-    loaded: 102e3,
-    cached: 9.17e6,
-    read: 4.31e6,
-    column: 0.0073,
-    swap_ab_column: 0.0111,
-    join: 0.49,
-    split: 0.79,
-    slice_join: 1.21,
-    summed: 162e3,
-    summed_cached: 4.44e6,
+    start: 5.01,
+    cluster: 0.31,
+    operations: 7.66e6,
+    step: 0.069,
+    loaded: 124e3,
+    cached: 10.7e6,
+    read: 4.88e6,
+    column: 0.0089,
+    swap_ab_column: 0.0100,
+    join: 0.60,
+    split: 2.62,
+    slice_join: 2.40,
+    summed: 70e3,
+    summed_cached: 10.7e6,
     pull: Link {
         around: 17.6,
         start: 0.0,
@@ -117,22 +117,21 @@ pub const H200: Rates = Rates {
     },
 };
 
-/// Rates of an H100, fitted to 92 shapes by all kernels. Its links could not be measured, so they are the H200's.
+/// Rates of an H100, fitted to 84 shapes by all kernels. Its links could not be measured, so they are the H200's.
 pub const H100: Rates = Rates {
-    start: 5.44,
-    cluster: 0.98,
-    operations: 7.33e6,
-    step: 0.031,
-    loaded: 106e3,
-    cached: 8.13e6,
-    read: 3.08e6,
-    column: 0.0061,
-    swap_ab_column: 0.0106,
-    join: 0.31,
-    split: 1.19,
-    slice_join: 1.40,
-    summed: 149e3,
-    summed_cached: 4.69e6,
+    start: 5.06,
+    operations: 7.67e6,
+    step: 0.056,
+    loaded: 131e3,
+    cached: 9.29e6,
+    read: 3.20e6,
+    column: 0.0102,
+    swap_ab_column: 0.0141,
+    join: 1.09,
+    split: 2.52,
+    slice_join: 2.72,
+    summed: 84e3,
+    summed_cached: 11.3e6,
     ..H200
 };
 

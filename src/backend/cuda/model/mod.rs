@@ -66,14 +66,19 @@ pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Predict
     }
 }
 
+/// The kernels that make a product, if partial sums are moved as in `config`.
+fn variant_of(problem: &Problem, config: &Config) -> Variant {
+    let is_apart = config.route == Route::Pull || config.stores_behind();
+    match problem.operation.is_sum() && !is_apart {
+        true => Variant::Sums,
+        false => Variant::Forms,
+    }
+}
+
 /// Chooses the tiles of partial sums that are moved as in `base`, if moving them takes as long with any tiles. Returns
 /// the time of the product too.
 fn tiled(rates: &Rates, problem: &Problem, numerics: Numerics, base: Config) -> (Config, f64) {
-    let variant = match base.route == Route::Pull || base.stores_behind() {
-        true => Variant::Forms,
-        false => Variant::Sums,
-    };
-    let of = (base, variant);
+    let of = (base, variant_of(problem, &base));
     fastest(rates, problem, numerics, of, |tiles, config, _| {
         // Pieces that are sent are cut by tiles. Ranks must agree on them, although their K may differ.
         match partial_sums::agree(problem, config, &base) {
@@ -129,7 +134,6 @@ fn fastest(
         // With few rows, CTAs that share K are as fast as slices in a product alone, and faster while rows arrive.
         let most = match problem.layout.m() > FEW_ROWS {
             true => MOST_SLICES,
-            false if config.tile.m < FEW_ROWS && tiles.is_deep() => MOST_SLICES_OF_FEW_ROWS,
             false => 1,
         };
         // Slices would not help: the tiles take longer than the best even if they filled all multiprocessors.
@@ -148,8 +152,6 @@ fn fastest(
 
 /// The most slices. Adding more takes longer than they save.
 const MOST_SLICES: usize = 8;
-/// The most of low tiles, whose sums are small.
-const MOST_SLICES_OF_FEW_ROWS: usize = 32;
 /// The rows of one low tile.
 const FEW_ROWS: usize = 64;
 

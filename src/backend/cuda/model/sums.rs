@@ -250,7 +250,8 @@ impl KernelModel {
     /// `depth`: the K that is summed over.
     fn new(rates: &Rates, problem: &Problem, depth: usize, config: Config) -> KernelModel {
         let shape = [problem.layout.m(), problem.n, depth];
-        let tiles = Tiles::new(rates, &config, shape, problem.dtypes.operands.bytes());
+        let bytes = problem.dtypes.operands.bytes();
+        let tiles = Tiles::new(rates, &config, Variant::Sums, shape, bytes);
         let of_tile = tiles.wave(tiles.slots.min(tiles.entries));
         KernelModel {
             config,

@@ -113,7 +113,11 @@ pub fn matrices(
     stores_f32: bool,
     operands: &Operands,
 ) -> Result<Matrices> {
-    let a = operands.whole(schedule, product.a)?;
+    // The kernel loads no row behind the product's last one.
+    let a = DeviceMatrix {
+        rows: product.m,
+        ..operands.whole(schedule, product.a)?
+    };
     let weights = product.weights.iter();
     let weights = weights.map(|weight| operands.whole(schedule, weight.b));
     let (outputs, targets) = match places {

@@ -71,7 +71,7 @@ pub fn fixed(
         is_f32: 0,
         b_is_kn: 0,
         recording: 0,
-        is_one_row: 0,
+        tile_rows: 0,
         row_flags: 0,
         reserved: 0,
         outputs: [NO_OUTPUT; MAX_WEIGHTS],

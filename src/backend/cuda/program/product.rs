@@ -147,7 +147,7 @@ impl ProductKernel {
         params.tiles = tables.tiles as *const GemmeshTile;
         params.tile_count = count as u32;
         match kernel.entries.is_empty() {
-            true => describe_row(params, schedule.tiles(), product),
+            true => describe_tiles(params, schedule.tiles(), product),
             false => params.slices = tables.slices as *const GemmeshSlice,
         }
         params.partials = gpu.workspace.partials() as *mut f32;
@@ -219,19 +219,31 @@ fn describe(params: &mut GemmeshParams, product: &Product, activation: u32, stor
     }
 }
 
-/// Sets the parameters by which a kernel computes the entries of its table, if they are one row of tiles.
-fn describe_row(params: &mut GemmeshParams, tiles: &[Tile], product: &Product) {
-    let Some(first) = tiles.first() else { return };
+/// Sets the parameters by which a kernel computes the entries of its table, if they follow from their numbers.
+///
+/// A kernel of many tiles does not feel that it reads the first entry, and comparing them all would take the host time.
+fn describe_tiles(params: &mut GemmeshParams, tiles: &[Tile], product: &Product) {
+    const MOST: usize = 1024;
+    let Some(first) = tiles.first().filter(|_| tiles.len() <= MOST) else {
+        return;
+    };
+    let rows = product.m.div_ceil(product.config.entry_rows()) as u32;
     let of_weight = |weight: usize| {
         let columns = product.weights[weight].n.div_ceil(product.tile_columns());
-        (0..columns as u32).map(move |n| Tile {
-            n,
-            block: weight as u32,
-            ..*first
+        (0..columns as u32).flat_map(move |n| {
+            (0..rows).map(move |m| Tile {
+                m,
+                n,
+                block: weight as u32,
+                ..*first
+            })
         })
     };
-    let row = (0..product.outputs()).flat_map(of_weight);
-    params.is_one_row = (first.m == 0 && row.eq(tiles.iter().copied())).into();
+    let computed = (0..product.outputs()).flat_map(of_weight);
+    params.tile_rows = match computed.eq(tiles.iter().copied()) {
+        true => rows,
+        false => 0,
+    };
     params.row_flags = u32::from(first.flag_begin) | u32::from(first.flag_end) << 16;
 }
 

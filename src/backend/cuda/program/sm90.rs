@@ -24,8 +24,18 @@ pub struct Maps {
     pub operands: [TensorMap; 3],
     /// Those of the other weights, and of their outputs.
     pub more: [[TensorMap; MAX_WEIGHTS - 1]; 2],
+    /// Those of a, and of each `b`, whose boxes end where the matrix ends.
+    pub tails: Tails,
     /// Those of the targets of a kernel that adds partials.
     pub targets: Option<Box<[TensorMap; 2 * TARGETS]>>,
+}
+
+/// As the kernels have it.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Tails {
+    a: TensorMap,
+    b: [TensorMap; MAX_WEIGHTS],
 }
 
 impl Maps {
@@ -45,7 +55,10 @@ impl Maps {
                 let (targets, sums) = (argument(&**targets), argument(&sums.0));
                 smallvec![a, b, out_or_added, params, targets, sums]
             }
-            _ => smallvec![a, b, out_or_added, params, argument(&self.more)],
+            _ => {
+                let (more, tails) = (argument(&self.more), argument(&self.tails));
+                smallvec![a, b, out_or_added, params, more, tails]
+            }
         }
     }
 }
@@ -71,10 +84,10 @@ impl KnownMaps {
         }
         let dtype = instance.dtype;
         let shape = instance.shape;
-        let tile_m = shape.tile_m;
+        let (tile_m, part_n) = (shape.tile_m, shape.tile_n / shape.cluster);
         let loaded = |matrix, rows| TensorMap::new(rank, dtype, matrix, rows, GEMMESH_TILE_K, true);
         let weight = |&matrix: &DeviceMatrix| match (matrices.weight_layout, matrices.gated) {
-            (WeightLayout::Nk, false) => loaded(matrix, shape.tile_n / shape.cluster),
+            (WeightLayout::Nk, false) => loaded(matrix, part_n),
             (WeightLayout::Nk, true) => loaded(matrix, shape.gate_box()),
             // The box is as wide as a step through K, but along N.
             (WeightLayout::Kn, _) => loaded(matrix, GEMMESH_TILE_K),
@@ -89,10 +102,20 @@ impl KnownMaps {
             None if matrices.stores_f32 => boxes(matrix, DType::F32, GEMMESH_STORE_COLUMNS / 2),
             None => stored(matrix),
         };
+        // The box of the rows behind the last whole box of `rows`, in multiples of `of`.
+        let tail = |matrix: DeviceMatrix, rows: u32, of: u32| match matrix.rows as u32 % rows {
+            0 => Ok(TensorMap::none()),
+            left => loaded(matrix, left.next_multiple_of(of)),
+        };
         let none = || [TensorMap::none(); MAX_WEIGHTS];
-        let (mut weights, mut outputs) = (none(), none());
-        for (map, matrix) in weights.iter_mut().zip(&matrices.weights) {
-            *map = weight(matrix)?;
+        let (mut weights, mut outputs, mut tails) = (none(), none(), none());
+        let has_tails = (matrices.weight_layout, matrices.gated) == (WeightLayout::Nk, false);
+        for ((map, tail_map), &matrix) in weights.iter_mut().zip(&mut tails).zip(&matrices.weights)
+        {
+            *map = weight(&matrix)?;
+            if has_tails {
+                *tail_map = tail(matrix, part_n, 8)?;
+            }
         }
         for (map, matrix) in outputs.iter_mut().zip(&matrices.outputs) {
             *map = out_or_added(matrix)?;
@@ -113,6 +136,10 @@ impl KnownMaps {
         let maps = Arc::new(Maps {
             operands: [loaded(matrices.a, tile_m)?, b, out],
             more: [more_b, more_out],
+            tails: Tails {
+                a: tail(matrices.a, tile_m, 1)?,
+                b: tails,
+            },
             targets,
         });
         let known = Known {
