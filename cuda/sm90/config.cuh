@@ -64,8 +64,8 @@ struct Config {
     static constexpr int kParts = kSharing * kBands * 4;  // of a tile, each of a warp
     static constexpr int kConsumerN = kSideBySide ? TileN / kConsumers : TileN;
     static constexpr int kColumns = kSwapAb ? TileM : kConsumerN;  // of the accumulators of a band
-    static_assert(!kSwapAb || (TileN == kSharing * kBands * kBandRows && TileM % 16 == 0 && TileM <= 256 && Kind != Variant::kSums));
-    static_assert(kSwapAb || kSideBySide || TileM == kSharing * kBands * kBandRows);
+    static_assert(kSideBySide || (kSwapAb ? TileN : TileM) == kSharing * kBands * kBandRows);
+    static_assert(!kSwapAb || (TileM % 16 == 0 && TileM <= 256 && Kind != Variant::kSums));
     static_assert(!kPingpong || (Split == 1 && (Kind == Variant::kForms || Kind == Variant::kPlain)));
     static constexpr int kStages = Stages;
     static constexpr int kCluster = Cluster;        // CTAs that share the loads of b, on rows of their own
@@ -79,7 +79,7 @@ struct Config {
     static constexpr bool kPlain = Kind == Variant::kPlain;
     static constexpr bool kSliced = Split == 1 && !kSums && !kLowLatency;  // slices of K may be added through memory
     static_assert(Cluster == 1 || Split == 1);
-    // High tiles of all forms have no registers for it.
+    // Whether entries are computed if they can be. Kernels of high tiles and all forms have no registers for it.
     static constexpr bool kComputesEntries = kPlain || (!kSums && TileM < kBandRows);
     static constexpr uint32_t kBytesA = TileM * GEMMESH_TILE_K * sizeof(Element);  // of a stage
     static constexpr uint32_t kBytesB = TileN * GEMMESH_TILE_K * sizeof(Element);

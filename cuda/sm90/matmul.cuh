@@ -163,7 +163,8 @@ __device__ __forceinline__ void load_epilogue(Bias& bias, const GemmeshParams& p
     if constexpr (!C::kSums && !C::kLowLatency && C::kSplit == 1) {
 #pragma unroll
         for (uint32_t band = 0; band < C::kBands; ++band) {
-            prefetch_residual<Element, C::kConsumerN>(params.outputs[weight], params.m, row + self.row(band), left, self.lane);
+            const uint32_t own = row + self.row(band);
+            prefetch_residual<Element, C::kConsumerN>(params.outputs[weight], params.m, own, left, self.lane);
         }
     }
 }
@@ -209,8 +210,10 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
                                         TableWalk& walk, Shared<C>& shared, uint32_t cta, uint32_t consumer) {
     using Element = typename C::Element;
     const ConsumerWarp<C> self{cta, consumer, threadIdx.x / 32 % 4, threadIdx.x % 32};
-    const uint32_t own_row = C::kSideBySide || C::kSwapAb || C::kPingpong ? 0 : consumer * kBandRows;
-    const uint32_t own_column = C::kPingpong ? 0 : C::kSideBySide ? consumer * C::kConsumerN : C::kSwapAb ? consumer * kBandRows : 0;
+    // where the consumer's part of a tile begins, if it shares the tile
+    const uint32_t own = C::kPingpong ? 0 : consumer * (C::kSideBySide ? C::kConsumerN : kBandRows);
+    const uint32_t own_row = C::kSideBySide || C::kSwapAb ? 0 : own;
+    const uint32_t own_column = own - own_row;
     const uint32_t a = operand_address(&shared.a[0][own_row * GEMMESH_TILE_K]);
     const uint32_t b = operand_address(&shared.b[0][own_column * GEMMESH_TILE_K]);
     const bool tracer = params.trace != nullptr && self.is_first();
@@ -243,7 +246,8 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
         // store the tile; the producer is loading the next one
         if constexpr (C::kSums) {
             const bool has_all_of_k = shared.sum.gather(bands[0], number, cta, self.number(), self.lane);
-            store_sums<C>(bands[0], params, block, walk.tile().block, shared, at, placed, bias, self, row, left, has_all_of_k);
+            const uint32_t index = walk.tile().block;
+            store_sums<C>(bands[0], params, block, index, shared, at, placed, bias, self, row, left, has_all_of_k);
         } else {
 #pragma unroll 1
             for (uint32_t band = 0; band < C::kBands; ++band) {

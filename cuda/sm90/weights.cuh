@@ -45,7 +45,12 @@ class WeightLoads {
 public:
     // `column` is the tile's first in its weight, which has `n` columns.
     __device__ WeightLoads(const Maps& maps, bool is_gated, uint32_t weight, uint32_t n, uint32_t column, uint32_t cta)
-        : maps_(maps), map_(C::kSums ? maps.b : maps.b_of(weight)), is_gated_(is_gated), column_(column), cta_(cta), rows_(C::kTileN) {
+        : maps_(maps),
+          map_(C::kSums ? maps.b : maps.b_of(weight)),
+          is_gated_(is_gated),
+          column_(column),
+          cta_(cta),
+          rows_(C::kTileN) {
         if constexpr (Rows == WeightRows::kOfOne && !C::kSums) {
             rows_ = min(rows_, (n - column + 7) / 8 * 8);
             if (rows_ < (place() + 1) * C::kPartN) map_ = &maps.tails->b[weight];
