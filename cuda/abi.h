@@ -57,7 +57,8 @@
  *
  *              A map that no load or store uses may hold anything. This is so for `out` of plain kernels, of kernels
  *              that swap operands, of f32 sums, and of gated products of the element type if Shape::gate_rows is less
- *              than GEMMESH_STORE_COLUMNS; and for tails of matrices that end with a whole box.
+ *              than GEMMESH_STORE_COLUMNS; and for tails of matrices that end with a whole box, or
+ *              that are loaded by whole boxes.
  *
  *              `added` is this rank's matrix of partials, with the boxes of `a`. The targets have the boxes of `out`.
  *              They are the matrices of partials of this rank and of the ranks after it in the ring. From
@@ -254,12 +255,12 @@ typedef struct GemmeshLowLatency {
 
 /* Where the product with one weight goes. Rows are counted like those of `a`, also if a kernel has only some of them.
  *
- * Base addresses and pitches are multiples of 16 bytes. There is padding after an odd last column of `residual` and of
- * `out`. */
+ * Base addresses and pitches are multiples of 16 bytes, so rows of `residual` and `out` are padded to 16 bytes. */
 typedef struct GemmeshOutput {
     const void *bias;        /* [n] of the element type, or null */
-    void *out;               /* the same matrix as its map's, for stores without the map: of kernels that swap operands,
-                              * of sums in low-latency areas, and of f32 sums */
+    void *out;               /* the same matrix as its map's, for stores without the map: of plain kernels, of kernels
+                              * that swap operands, of narrow gated tiles, of sums in low-latency areas, and of f32
+                              * sums */
     uint64_t out_pitch;      /* bytes from row to row */
     const void *residual;    /* added last, of the element type, or null */
     uint64_t residual_pitch; /* bytes from row to row */
@@ -278,8 +279,9 @@ typedef struct GemmeshParams {
     const GemmeshSlice *slices;     /* by entry; null if K is not cut, if a cluster's CTAs share it, or if partials are
                                      * added */
     float *partials;                /* the sums of slices of K: tile_m * tile_n for each place and CTA of the cluster */
-    uint32_t *arrived;              /* for each place, CTA of the cluster and consumer warp; the one of a tile's first
-                                     * slice counts how many have stored their sums. Zero between operations */
+    uint32_t *arrived;              /* for each place, CTA of the cluster and warp's part of its tile; the one of a
+                                     * tile's first slice counts how many have stored their sums. Zero between
+                                     * operations */
     uint64_t deadline_ns;           /* the longest that a single wait may last */
     uint32_t tile_count;
     uint32_t epoch;                 /* a flag has arrived when (int32_t)(flag - epoch) >= 0. If rows are pushed, flags

@@ -12,12 +12,12 @@ pub static FAMILIES: [Family; 1] = [Family {
     shapes: &SM90,
 }];
 
-/// Shapes have as many stages as shared memory holds beside the boxes. Wide tiles move the fewest bytes for a product.
-/// Which width is best depends on how evenly a problem's tiles fill the multiprocessors. Narrow tiles are for small
-/// problems, and for finer steps while rows arrive. Tiles of 64 rows are for few rows, where the speed of reading `b`
-/// counts. Tiles of any other height swap the operands (swap_ab). The high ones are for products of a few hundred rows,
-/// which tiles of 128 rows do not fit. The low ones are for products of one row of tiles: their rings are deep, and a
-/// CTA that shares K has little to send.
+/// Shapes have about as many stages as shared memory holds beside the boxes. Wide tiles move the fewest bytes for a
+/// product. Which width is best depends on how evenly a problem's tiles fill the multiprocessors. Narrow tiles are for
+/// small problems, and for finer steps while rows arrive. Tiles of 64 rows are for few rows, where the speed of reading
+/// `b` counts. Tiles of any other height swap the operands (swap_ab). The high ones are for products of a few hundred
+/// rows, which tiles of 128 rows do not fit. The low ones are for products of one row of tiles: their rings are deep,
+/// and a CTA that shares K has little to send.
 #[rustfmt::skip]
 const SM90: [Shape; 42] = [
     //  tile_m  tile_n  stages  cluster  split
@@ -149,9 +149,9 @@ pub fn swaps_ab(tile_m: u32) -> bool {
     ![BAND_ROWS, 2 * BAND_ROWS].contains(&tile_m)
 }
 
-/// Whether the consumers take tiles by turns, each alone (pingpong). Then one stores while the other multiplies. Else they
-/// share each tile. It needs registers for a whole tile's accumulators. CTAs that share K meet after each tile, and
-/// partial sums are moved between the products of two tiles, so these gain nothing by it.
+/// Whether the consumers take tiles by turns, each alone (pingpong). Then one stores while the other multiplies. Else
+/// they share each tile. It needs registers for a whole tile's accumulators. CTAs that share K meet after each tile,
+/// and partial sums are moved between the products of two tiles, so these gain nothing by it.
 pub fn is_pingpong((tile_m, tile_n, split): (u32, u32, u32), variant: Variant) -> bool {
     let most = match variant {
         Variant::Forms => 128 * 128,

@@ -11,8 +11,8 @@ namespace gemmesh {
 // The entries of one cluster, in order. The next entry is already being loaded, so moving on costs no trip to memory.
 class TableWalk {
 public:
-    // `rows`: how many rows of tiles there are if the entries are to be computed, or 0. Then tiles have `columns` columns
-    // of their outputs.
+    // `rows`: how many rows of tiles there are if the entries are to be computed, or 0. Tiles have `columns` columns of
+    // their outputs then.
     __device__ TableWalk(const GemmeshParams& params, uint32_t cluster_size, uint32_t rows, uint32_t columns)
         : params_(params),
           rows_(rows),

@@ -30,7 +30,7 @@ struct SplitSum {
     }
 
     // One warp of the consumers: returns true if it has the sums of its rows and is to store them. `turn` counts the
-    // tiles. `warp` is its number as `number_of` gives it.
+    // tiles. `warp` is its number as `ConsumerWarp::number` gives it.
     template <class Element>
     __device__ bool gather(Accumulators<Element, N>& accumulators, uint32_t turn, uint32_t cta, uint32_t warp,
                            uint32_t lane) {

@@ -6,6 +6,7 @@
 #include "cluster_split_k.cuh"
 #include "epilogue.cuh"
 #include "pipeline.cuh"
+#include "wgmma.cuh"
 
 namespace gemmesh {
 
@@ -16,7 +17,7 @@ using f16 = __half;
 constexpr int kWarpgroupThreads = 128;
 constexpr int kLeaveBarrier = 1;  // 0 is __syncthreads()
 static_assert(kLeaveBarrier != Pushers::kBarrier);
-constexpr int kTurnBarrier = 7;  // and the next one, of the other consumer
+constexpr int kTurnBarrier = 7;  // and 8, of the second consumer
 constexpr int kConsumers = 2;
 constexpr int kConsumerWarps = kConsumers * kWarpgroupThreads / 32;
 static_assert(GEMMESH_THREADS == (1 + kConsumers) * kWarpgroupThreads);
@@ -51,7 +52,8 @@ enum class Variant {
     kSums,        // block sums
 };
 
-template <class Element_, int TileM, int TileN, int Stages, int Cluster, int Split, bool Pingpong, int Boxes, Variant Kind>
+template <class Element_, int TileM, int TileN, int Stages, int Cluster, int Split, bool Pingpong, int Boxes,
+          Variant Kind>
 struct Config {
     using Element = Element_;
     static constexpr int kTileM = TileM;
@@ -60,7 +62,7 @@ struct Config {
     static constexpr bool kPingpong = Pingpong;
     static constexpr int kSharing = kPingpong ? 1 : kConsumers;  // consumers that multiply a tile
     static constexpr bool kSideBySide = TileM == kBandRows && !kPingpong;  // they split the columns, not the rows
-    static constexpr int kBands = kPingpong ? (kSwapAb ? TileN : TileM) / kBandRows : 1;  // of a tile that a consumer has
+    static constexpr int kBands = kPingpong ? (kSwapAb ? TileN : TileM) / kBandRows : 1;  // that a consumer has
     static constexpr int kParts = kSharing * kBands * 4;  // of a tile, each of a warp
     static constexpr int kConsumerN = kSideBySide ? TileN / kConsumers : TileN;
     static constexpr int kColumns = kSwapAb ? TileM : kConsumerN;  // of the accumulators of a band
@@ -97,6 +99,10 @@ struct Config {
     static constexpr int kGateBox = kGateRows < kPartN ? kGateRows : kPartN;  // what is loaded at a time
     static_assert(kGateRows % 8 == 0 && kPartN % kGateBox == 0);
 };
+
+// The accumulators of a consumer.
+template <class C>
+using Bands = Accumulators<typename C::Element, C::kColumns>[C::kBands];
 
 // A consumer warp, and its part of each band.
 template <class C>

@@ -13,8 +13,9 @@
 
 namespace gemmesh {
 
-// One thread: loads the operands of a tile into the ring, step by step. Except with block sums it loads only rows that
-// there are. The others of a stage keep what they had, and nothing is stored of their products.
+// One thread: loads the operands of a tile into the ring, step by step. Except with block sums it loads only those rows
+// of `a` that there are, and of `b` those that WeightLoads says. The others of a stage keep what they had, and nothing
+// is stored of their products.
 template <class C, WeightRows Rows>
 class TileLoads {
 public:

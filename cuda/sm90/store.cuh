@@ -17,6 +17,8 @@
 
 namespace gemmesh {
 
+static_assert(kPairBarrier + 2 * kConsumers <= kTurnBarrier);
+
 // What a consumer warp of a kernel with block sums stores through. Other kernels do not use it.
 template <class C>
 using Placed = PlacedStores<typename C::Element, C::kColumns, C::kBoxes>;

@@ -3,13 +3,8 @@
 
 #include "../abi.h"
 #include "config.cuh"
-#include "wgmma.cuh"
 
 namespace gemmesh {
-
-// The accumulators of a consumer.
-template <class C>
-using Bands = Accumulators<typename C::Element, C::kColumns>[C::kBands];
 
 // The steps through K that a CTA makes.
 struct Steps {

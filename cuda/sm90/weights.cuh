@@ -39,7 +39,8 @@ enum class WeightRows {
     kAlongK,   // as [K, N], of one weight or of gate and up by turns
 };
 
-// One thread, the producer: loads a CTA's part of a tile's `b`, for all CTAs that share it.
+// One thread, the producer: loads a CTA's part of a tile's `b`, for all CTAs that share it. It loads whole boxes, but
+// of one weight [N, K] only the rows that there are, rounded up to a multiple of 8.
 template <class C, WeightRows Rows>
 class WeightLoads {
 public:
@@ -132,7 +133,7 @@ private:
     bool is_gated_;
     uint32_t column_;
     uint32_t cta_;
-    uint32_t rows_;  // of `b` in the tile, a multiple of 8: the columns up to there are padding of `out`
+    uint32_t rows_;  // that are loaded of the tile; the last ones may be padding of `out`
 };
 
 }  // namespace gemmesh

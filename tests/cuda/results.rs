@@ -112,24 +112,22 @@ fn products_that_end_within_a_tile_have_the_bits_of_larger_ones() {
             let rows = high * config.tile.cluster;
             let [m, n] = [3 * rows, 3 * wide];
             let (a, b) = (normal::<bf16>(5, m * K), normal::<bf16>(6, n * K));
+            let nans = [vec![nan(); m * K], vec![nan(); n * K]];
             let whole = product_by(&group, config, [&a, &b], [m, n, K])?;
-            // Stages keep what they had where a tile has no rows. It must not reach any result.
-            let nans = vec![nan(); m.max(n) * K];
-            product_by(&group, config, [&nans[..m * K], &nans[..n * K]], [m, n, K])?;
-            for [m, columns] in [
+            for [within, columns] in [
                 [1, 8],
                 [high - 1, wide - 3],
                 [rows + 1, wide + 1],
                 [2 * rows + high / 2, 2 * wide + 9],
             ] {
-                let operands = [&a[..m * K], &b[..columns * K]];
-                let out = product_by(&group, config, operands, [m, columns, K])?;
+                // Stages keep what they had where a tile has no rows. It must not reach any result.
+                product_by(&group, config, [&nans[0], &nans[1]], [m, n, K])?;
+                let operands = [&a[..within * K], &b[..columns * K]];
+                let out = product_by(&group, config, operands, [within, columns, K])?;
                 for (row, values) in out.chunks_exact(columns).enumerate() {
                     let same = &whole[row * n..][..columns];
-                    assert!(
-                        bits(values) == bits(same),
-                        "row {row} of {m}x{columns}, {config:?}"
-                    );
+                    let what = format!("row {row} of {within}x{columns}, {config:?}");
+                    assert!(bits(values) == bits(same), "{what}");
                 }
             }
         }

@@ -11,7 +11,8 @@ use crate::error::Result;
 pub const BYTES: usize = 64 << 20;
 /// Elements of a CTA's smallest tile.
 const SMALLEST: usize = 16 * 128;
-/// Counts of arrivals: one for each warp of as many of the smallest tiles as there is room for.
+/// Counts of arrivals: one for each warp's part of as many of the smallest tiles as there is room for. A tile has at most
+/// as many parts as there are warps.
 pub const COUNTS: usize = BYTES / (SMALLEST * size_of::<f32>()) * CONSUMER_WARPS as usize;
 
 /// One memory for all operations of a main stream, because their kernels run one after the other.

@@ -102,18 +102,20 @@ impl KnownMaps {
             None if matrices.stores_f32 => boxes(matrix, DType::F32, GEMMESH_STORE_COLUMNS / 2),
             None => stored(matrix),
         };
-        // The box of the rows behind the last whole box of `rows`, in multiples of `of`.
+        // The box of the rows behind the last whole box of `rows`, in multiples of `of`. Kernels that add partials load
+        // whole boxes.
+        let has_tails = matrices.targets.is_none();
         let tail = |matrix: DeviceMatrix, rows: u32, of: u32| match matrix.rows as u32 % rows {
-            0 => Ok(TensorMap::none()),
-            left => loaded(matrix, left.next_multiple_of(of)),
+            left if left > 0 && has_tails => loaded(matrix, left.next_multiple_of(of)),
+            _ => Ok(TensorMap::none()),
         };
         let none = || [TensorMap::none(); MAX_WEIGHTS];
         let (mut weights, mut outputs, mut tails) = (none(), none(), none());
-        let has_tails = (matrices.weight_layout, matrices.gated) == (WeightLayout::Nk, false);
+        let is_plain = (matrices.weight_layout, matrices.gated) == (WeightLayout::Nk, false);
         for ((map, tail_map), &matrix) in weights.iter_mut().zip(&mut tails).zip(&matrices.weights)
         {
             *map = weight(&matrix)?;
-            if has_tails {
+            if is_plain {
                 *tail_map = tail(matrix, part_n, 8)?;
             }
         }
