@@ -14,8 +14,8 @@ use crate::schedule::{Config, Form, Product, TileShape, WeightLayout};
 #[path = "../../../../cuda/kernels.rs"]
 mod list;
 
-pub use list::{CONSUMER_WARPS, Variant};
-use list::{FAMILIES, Family, Shape};
+pub use list::{CONSUMER_WARPS, Shape, Variant};
+use list::{FAMILIES, Family};
 
 /// A family's kernels for a dtype, which nvcc compiles in build.rs.
 struct Cubin {

@@ -12,7 +12,7 @@ use crate::backend::cuda::abi::{
     GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS, GEMMESH_TILE_K, GemmeshParams, GemmeshSums,
 };
 use crate::backend::cuda::driver::{DeviceMatrix, TensorMap};
-use crate::backend::cuda::gpu::kernels::Instance;
+use crate::backend::cuda::gpu::kernels::{Instance, Shape};
 use crate::element::DType;
 use crate::error::Result;
 use crate::schedule::{MAX_WEIGHTS, WeightLayout};
@@ -82,68 +82,13 @@ impl KnownMaps {
         {
             return Ok(known.maps.clone());
         }
-        let dtype = instance.dtype;
-        let shape = instance.shape;
-        let (tile_m, part_n) = (shape.tile_m, shape.tile_n / shape.cluster);
-        let loaded = |matrix, rows| TensorMap::new(rank, dtype, matrix, rows, GEMMESH_TILE_K, true);
-        let weight = |&matrix: &DeviceMatrix| match (matrices.weight_layout, matrices.gated) {
-            (WeightLayout::Nk, false) => loaded(matrix, part_n),
-            (WeightLayout::Nk, true) => loaded(matrix, shape.gate_box()),
-            // The box is as wide as a step through K, but along N.
-            (WeightLayout::Kn, _) => loaded(matrix, GEMMESH_TILE_K),
+        let encoder = Encoder {
+            rank,
+            dtype: instance.dtype,
+            shape: instance.shape,
+            matrices: &matrices,
         };
-        let boxes = |matrix, dtype, columns| {
-            TensorMap::new(rank, dtype, matrix, GEMMESH_STORE_ROWS, columns, false)
-        };
-        let stored = |matrix| boxes(matrix, dtype, GEMMESH_STORE_COLUMNS);
-        let out_or_added = |&matrix: &DeviceMatrix| match matrices.targets {
-            Some(_) => loaded(matrix, tile_m),
-            // Half the columns are as many bytes.
-            None if matrices.stores_f32 => boxes(matrix, DType::F32, GEMMESH_STORE_COLUMNS / 2),
-            None => stored(matrix),
-        };
-        // The box of the rows behind the last whole box of `rows`, in multiples of `of`. Kernels that add partials load
-        // whole boxes.
-        let has_tails = matrices.targets.is_none();
-        let tail = |matrix: DeviceMatrix, rows: u32, of: u32| match matrix.rows as u32 % rows {
-            left if left > 0 && has_tails => loaded(matrix, left.next_multiple_of(of)),
-            _ => Ok(TensorMap::none()),
-        };
-        let none = || [TensorMap::none(); MAX_WEIGHTS];
-        let (mut weights, mut outputs, mut tails) = (none(), none(), none());
-        let is_plain = (matrices.weight_layout, matrices.gated) == (WeightLayout::Nk, false);
-        for ((map, tail_map), &matrix) in weights.iter_mut().zip(&mut tails).zip(&matrices.weights)
-        {
-            *map = weight(&matrix)?;
-            if is_plain {
-                *tail_map = tail(matrix, part_n, 8)?;
-            }
-        }
-        for (map, matrix) in outputs.iter_mut().zip(&matrices.outputs) {
-            *map = out_or_added(matrix)?;
-        }
-        let ([b, more_b @ ..], [out, more_out @ ..]) = (weights, outputs);
-        let targets = match matrices.targets {
-            Some(targets) => {
-                let mut maps = Box::new([TensorMap::none(); 2 * TARGETS]);
-                for (map, target) in maps.iter_mut().zip(targets) {
-                    if let Some(target) = target {
-                        *map = stored(target)?;
-                    }
-                }
-                Some(maps)
-            }
-            None => None,
-        };
-        let maps = Arc::new(Maps {
-            operands: [loaded(matrices.a, tile_m)?, b, out],
-            more: [more_b, more_out],
-            tails: Tails {
-                a: tail(matrices.a, tile_m, 1)?,
-                b: tails,
-            },
-            targets,
-        });
+        let maps = Arc::new(encoder.maps()?);
         let known = Known {
             matrices,
             maps: maps.clone(),
@@ -151,4 +96,109 @@ impl KnownMaps {
         *last = Some(Box::new(known));
         Ok(maps)
     }
+}
+
+/// Makes the maps of a kernel, with the boxes that it loads and stores.
+struct Encoder<'a> {
+    rank: usize,
+    dtype: DType,
+    shape: &'static Shape,
+    matrices: &'a Matrices,
+}
+
+impl Encoder<'_> {
+    fn maps(&self) -> Result<Maps> {
+        let matrices = self.matrices;
+        let [b, more_b @ ..] = each(&matrices.weights, |matrix| self.weight(matrix))?;
+        let [out, more_out @ ..] = each(&matrices.outputs, |matrix| self.out_or_added(matrix))?;
+        Ok(Maps {
+            operands: [self.loaded(matrices.a, self.shape.tile_m)?, b, out],
+            more: [more_b, more_out],
+            tails: self.tails()?,
+            targets: self.targets()?,
+        })
+    }
+
+    /// A map for loads of so many rows at a time.
+    fn loaded(&self, matrix: DeviceMatrix, rows: u32) -> Result<TensorMap> {
+        TensorMap::new(self.rank, self.dtype, matrix, rows, GEMMESH_TILE_K, true)
+    }
+
+    /// A map for stores of so many columns at a time.
+    fn stored(&self, matrix: DeviceMatrix, dtype: DType, columns: u32) -> Result<TensorMap> {
+        TensorMap::new(self.rank, dtype, matrix, GEMMESH_STORE_ROWS, columns, false)
+    }
+
+    /// Rows of `b` that a CTA loads at a time, as [N, K] without a gate.
+    fn part_n(&self) -> u32 {
+        self.shape.tile_n / self.shape.cluster
+    }
+
+    fn weight(&self, matrix: DeviceMatrix) -> Result<TensorMap> {
+        let rows = match (self.matrices.weight_layout, self.matrices.gated) {
+            (WeightLayout::Nk, false) => self.part_n(),
+            (WeightLayout::Nk, true) => self.shape.gate_box(),
+            // The box is as wide as a step through K, but along N.
+            (WeightLayout::Kn, _) => GEMMESH_TILE_K,
+        };
+        self.loaded(matrix, rows)
+    }
+
+    fn out_or_added(&self, matrix: DeviceMatrix) -> Result<TensorMap> {
+        match self.matrices.targets {
+            Some(_) => self.loaded(matrix, self.shape.tile_m),
+            // Half the columns are as many bytes.
+            None if self.matrices.stores_f32 => {
+                self.stored(matrix, DType::F32, GEMMESH_STORE_COLUMNS / 2)
+            }
+            None => self.stored(matrix, self.dtype, GEMMESH_STORE_COLUMNS),
+        }
+    }
+
+    /// Kernels that add partials load whole boxes, and so does every kernel from `b` that is gated or [K, N].
+    fn tails(&self) -> Result<Tails> {
+        let matrices = self.matrices;
+        let mut tails = Tails {
+            a: TensorMap::none(),
+            b: [TensorMap::none(); MAX_WEIGHTS],
+        };
+        if matrices.targets.is_some() {
+            return Ok(tails);
+        }
+        // The box of the rows behind the last whole box of `rows`, in multiples of `of`.
+        let tail = |matrix: DeviceMatrix, rows: u32, of: u32| match matrix.rows as u32 % rows {
+            0 => Ok(TensorMap::none()),
+            left => self.loaded(matrix, left.next_multiple_of(of)),
+        };
+        tails.a = tail(matrices.a, self.shape.tile_m, 1)?;
+        if (matrices.weight_layout, matrices.gated) == (WeightLayout::Nk, false) {
+            tails.b = each(&matrices.weights, |matrix| tail(matrix, self.part_n(), 8))?;
+        }
+        Ok(tails)
+    }
+
+    fn targets(&self) -> Result<Option<Box<[TensorMap; 2 * TARGETS]>>> {
+        let Some(targets) = self.matrices.targets else {
+            return Ok(None);
+        };
+        let mut maps = Box::new([TensorMap::none(); 2 * TARGETS]);
+        for (map, target) in maps.iter_mut().zip(targets) {
+            if let Some(target) = target {
+                *map = self.stored(target, self.dtype, GEMMESH_STORE_COLUMNS)?;
+            }
+        }
+        Ok(Some(maps))
+    }
+}
+
+/// A map of each matrix. The others are not used.
+fn each(
+    matrices: &[DeviceMatrix],
+    map_of: impl Fn(DeviceMatrix) -> Result<TensorMap>,
+) -> Result<[TensorMap; MAX_WEIGHTS]> {
+    let mut maps = [TensorMap::none(); MAX_WEIGHTS];
+    for (map, &matrix) in maps.iter_mut().zip(matrices) {
+        *map = map_of(matrix)?;
+    }
+    Ok(maps)
 }
