@@ -175,6 +175,8 @@ enum Op {
     MatmulAllReduce,
     /// all_gather, reduce_scatter, all_reduce, all_to_all and broadcast, from a kilobyte a rank on.
     Collectives,
+    /// The products of layers of Llama 3 for few rows, back to back from a graph, whole and split. Each rank's own.
+    Decoding,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -381,6 +383,11 @@ fn launch_or_run(args: &Args) -> Result<(), Failure> {
             cuda::collectives::run(&group, [args.warmup, args.iters], args.json.as_deref())
         }
         #[cfg(feature = "cuda")]
+        (true, BackendName::Cuda, _) if matches!(args.op, Op::Decoding) => {
+            let group = Group::<gemmesh::Cuda>::from_env()?;
+            cuda::decoding::run(&group, [args.warmup, args.iters], args.json.as_deref())
+        }
+        #[cfg(feature = "cuda")]
         (true, BackendName::Cuda, DTypeName::Bf16) => run_op::<gemmesh::Cuda, bf16>(args),
         #[cfg(feature = "cuda")]
         (true, BackendName::Cuda, DTypeName::F16) => run_op::<gemmesh::Cuda, f16>(args),
@@ -494,8 +501,8 @@ where
     match args.op {
         Op::Matmul => Err(Failure::Usage("--op matmul: is timed as a form")),
         Op::AllGatherMatmul => run::<B, T, AllGather<B, T>>(args),
-        Op::Consume | Op::Produce | Op::Collectives => Err(Failure::Usage(
-            "--op consume, produce and collectives: beside cuBLASLt and NCCL, so they need --backend cuda",
+        Op::Consume | Op::Produce | Op::Collectives | Op::Decoding => Err(Failure::Usage(
+            "--op consume, produce, collectives and decoding: beside cuBLASLt and NCCL, so they need --backend cuda",
         )),
         Op::MatmulReduceScatter => run::<B, T, ReduceScatter<B, T>>(args),
         Op::MatmulAllReduce => run::<B, T, AllReduce<B, T>>(args),

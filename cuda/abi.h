@@ -30,7 +30,8 @@
  * Launch:      grid    whole clusters of cluster * split CTAs, at most one on a multiprocessor: as many as the device
  *                      holds at a time, and no more than tile_count unless they have rows to push
  *              block   GEMMESH_THREADS
- *              cluster compiled into the kernel; no launch attribute is needed
+ *              cluster compiled into the kernel
+ *              attrs   none, or PROGRAMMATIC_STREAM_SERIALIZATION: the kernel waits for those before it
  *              shared  Family::shared_bytes of kernels.rs, dynamic; raise
  *                      CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES to it first
  *
@@ -39,15 +40,15 @@
  *              a box reads zeros past an edge, and writes there are dropped.
  *
  *              map   sizes    box                                             L2 promotion
- *              a     {K, M}   {GEMMESH_TILE_K, tile_m}                        256B
- *              b     {K, N}   {GEMMESH_TILE_K, tile_n / cluster}              256B
+ *              a     {K, M}   {GEMMESH_TILE_K, tile_m}                        128B
+ *              b     {K, N}   {GEMMESH_TILE_K, tile_n / cluster}              128B
  *              out   {N, M}   {GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS}     none
  *               f32  {N, M}   {GEMMESH_STORE_COLUMNS / 2, GEMMESH_STORE_ROWS} none
  *
  *              `more` has the maps of the other weights and their outputs. In a gated product, `b` is gate's map,
  *              more.b[0] is up's, and their boxes have Shape::gate_box rows (kernels.rs). If `b` is [K, N]:
  *
- *              b     {N, K}   {64, GEMMESH_TILE_K}                            256B
+ *              b     {N, K}   {64, GEMMESH_TILE_K}                            128B
  *
  *              `tails` has maps of `a` and, by weight, of `b`, for tiles that have fewer rows than their boxes. TMA
  *              takes several times as long to write a row of zeros past an edge as to load a row. So the box of
@@ -301,7 +302,8 @@ typedef struct GemmeshParams {
                                      * each weight after those of the weight before, and each tile waits for
                                      * `row_flags`. K is not cut */
     uint32_t row_flags;             /* flag_begin and, in the upper half, flag_end */
-    uint32_t reserved;
+    uint32_t constant_weights;      /* nonzero: no kernel that may still be running writes `b`, so it is read before
+                                     * the kernels before this one have ended */
     GemmeshOutput outputs[GEMMESH_MAX_WEIGHTS]; /* by weight */
     GemmeshPeers peers;
     GemmeshLowLatency low_latency;

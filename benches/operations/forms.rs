@@ -421,9 +421,9 @@ fn own_rows<B: Backend>(group: &Group<B>, op: Op, m: usize) -> Result<Range<usiz
 
 /// A number in float64, and how far a result may be from it before it is rounded to its type.
 #[derive(Clone, Copy)]
-struct Number {
-    exact: f64,
-    off: f64,
+pub struct Number {
+    pub exact: f64,
+    pub off: f64,
 }
 
 impl Number {
@@ -433,7 +433,7 @@ impl Number {
         Number { exact, off }
     }
 
-    fn times(self, other: Number) -> Number {
+    pub fn times(self, other: Number) -> Number {
         let exact = self.exact * other.exact;
         let off = self.off * other.exact.abs() + other.off * self.exact.abs();
         Number {
@@ -444,7 +444,7 @@ impl Number {
 
     /// No function's slope is above 1.13. The function may be off by 2⁻¹⁹ of its argument, and GELU, for an output of
     /// 16 bits, by 2⁻¹⁵.
-    fn activated(self, activation: Activation, to_f32: bool) -> Number {
+    pub fn activated(self, activation: Activation, to_f32: bool) -> Number {
         let x = self.exact;
         let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
         let exact = match activation {
@@ -467,7 +467,7 @@ impl Number {
 }
 
 /// [`common::exact`] of all columns, by several threads.
-fn in_blocks<T: Element>(
+pub fn in_blocks<T: Element>(
     factors: &[Factors<T>],
     rows: &[usize],
     n: usize,
@@ -504,7 +504,8 @@ fn in_blocks<T: Element>(
     all
 }
 
-fn compare<T: Float>(check: &mut Check, exact: &[Number], out: &[T], rows: &[usize], n: usize) {
+/// Compares the given rows of an output of `n` columns with what they should be.
+pub fn compare<T: Float>(check: &mut Check, exact: &[Number], out: &[T], rows: &[usize], n: usize) {
     let mut largest = 0f64;
     for (exact, &row) in exact.chunks_exact(n).zip(rows) {
         for (exact, found) in exact.iter().zip(&out[row * n..]) {

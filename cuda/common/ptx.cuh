@@ -20,6 +20,17 @@ __device__ __forceinline__ uint64_t globaltimer() {
     return nanoseconds;
 }
 
+// ---- programmatic dependent launch ---------------------------------------------------------------------------------
+
+// Lets the next kernel on the stream begin, if it may begin early, when every CTA has come here or has ended.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Waits until the kernels before this one have ended and their writes are visible. Does nothing if this kernel has not
+// begun early.
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- barriers ------------------------------------------------------------------------------------------------------
 
 // Meets `Threads` threads of the CTA, whole warps, at barrier `Barrier`.

@@ -100,6 +100,8 @@ __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& p
     GemmeshBlock block;
     GemmeshBlock next_block;
 
+    const bool constant_weights = !C::kSums && params.constant_weights != 0;
+    if (!constant_weights) ptx::griddepcontrol_wait();
     if constexpr (C::kSums) next_block = load_block(*partials.sums, walk.tile().block);
     for (bool first = true; walk.valid(); walk.advance(), first = false) {
         const Steps steps = steps_of<C>(params, walk.index(), cta);
@@ -119,7 +121,7 @@ __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& p
             row += block.row;
         } else {
             // wait for the tile's rows; meanwhile the first tile's `b` fills the ring
-            if (first && waits) {
+            if (first && (waits || constant_weights)) {
                 ahead = min(steps.end, steps.begin + C::kStages);
                 if (ptx::elect_one()) {
                     with_loads<C>(maps, params, walk, row, stages, cta, [&](const auto& loads) {
@@ -127,6 +129,9 @@ __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& p
                         for (uint32_t step = steps.begin; step < ahead; ++step, to.advance()) loads.load_b(to, step);
                     });
                 }
+                // The other lanes may not go ahead to a wait, which would hold up the lane that loads.
+                __syncwarp();
+                ptx::griddepcontrol_wait();
             }
             wait_for_flags();
         }

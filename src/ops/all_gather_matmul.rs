@@ -162,6 +162,18 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         self
     }
 
+    /// Promises that the weights are constant: every kernel that wrote them had ended when this product was called.
+    ///
+    /// The product's kernel then reads weights before the kernel in front of it has ended, so less time passes between
+    /// the products of a chain. All other operands it reads after that end. Weights that were copied from the host keep
+    /// the promise. If a kernel made them, call [`Group::synchronize`](crate::Group::synchronize) once before. If the
+    /// promise is broken, the product may use old weights. The host backend makes no use of it, nor do ranks that share
+    /// a GPU, kernels whose CTAs are limited, and calls whose rows are pulled.
+    pub fn constant_weights(mut self) -> Self {
+        self.options.constant_weights = true;
+        self
+    }
+
     /// Makes [`AllGatherMatmul::prepare`] plan for f32 outputs. [`AllGatherMatmul::run`] needs no such hint.
     pub fn f32_output(mut self) -> Self {
         self.options.f32_output = true;

@@ -127,6 +127,12 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         self
     }
 
+    /// As [`AllGatherMatmul::constant_weights`](crate::AllGatherMatmul::constant_weights).
+    pub fn constant_weights(mut self) -> Self {
+        self.0.constant_weights = true;
+        self
+    }
+
     /// Makes [`Matmul::prepare`] plan for f32 outputs. [`Matmul::run`] needs no such hint.
     pub fn f32_output(mut self) -> Self {
         self.0.f32_output = true;

@@ -129,6 +129,12 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         self
     }
 
+    /// As [`AllGatherMatmul::constant_weights`](crate::AllGatherMatmul::constant_weights).
+    pub fn constant_weights(mut self) -> Self {
+        self.0.constant_weights = true;
+        self
+    }
+
     /// Uses `config` instead of the configuration that the backend would choose.
     ///
     /// - [`Route::Pull`](crate::Route::Pull): product, sum and gather follow one another.

@@ -161,6 +161,12 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         self
     }
 
+    /// As [`AllGatherMatmul::constant_weights`](crate::AllGatherMatmul::constant_weights).
+    pub fn constant_weights(mut self) -> Self {
+        self.options.constant_weights = true;
+        self
+    }
+
     /// Makes [`MatmulReduceScatter::prepare`] plan for an f32 output. [`MatmulReduceScatter::run`] needs no such hint.
     pub fn f32_output(mut self) -> Self {
         self.options.f32_output = true;

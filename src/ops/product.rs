@@ -37,6 +37,7 @@ pub struct ProductOptions<'a, B: Backend> {
     pub gated: bool,
     pub weights: WeightLayout,
     pub f32_output: bool,
+    pub constant_weights: bool,
     pub config: Option<Config>,
 }
 
@@ -57,6 +58,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
             gated: false,
             weights: WeightLayout::Nk,
             f32_output: false,
+            constant_weights: false,
             config: None,
         }
     }
@@ -77,6 +79,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
             self.gated.then(|| "gated".into()),
             (self.weights == WeightLayout::Kn).then(|| "weights [K, N]".into()),
             self.f32_output.then(|| "f32 output".into()),
+            self.constant_weights.then(|| "constant weights".into()),
             self.config.is_some().then(|| "config".into()),
         ];
         write_parts(f, shared.into_iter().chain(more).flatten())
@@ -100,6 +103,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
             gated: self.gated,
             activation: self.activation,
             weights: self.weights,
+            constant_weights: self.constant_weights,
         };
         let mut problem = Problem::new(operation, self.dtype, layout, form.n_of(widths));
         problem.form = form;

@@ -97,6 +97,8 @@ pub struct Form {
     pub activation: Activation,
     /// How weights lie in memory.
     pub weights: WeightLayout,
+    /// Whether nothing that may still run when the product begins writes the weights.
+    pub constant_weights: bool,
 }
 
 impl Form {
@@ -143,10 +145,12 @@ impl Form {
     }
 
     /// How this form differs from the default, in words that ranks compare. It has only what all ranks must have alike
-    /// to get the same sums.
-    pub(super) fn agreed(&self) -> Option<String> {
+    /// to cut sums alike and to get the same ones.
+    pub(super) fn agreed(&self) -> impl Iterator<Item = String> {
         let is_applied = self.activation != Activation::Identity;
-        is_applied.then(|| self.activation.name().into())
+        let activation = is_applied.then(|| self.activation.name().into());
+        let constant = self.constant_weights.then(|| "constant weights".into());
+        activation.into_iter().chain(constant)
     }
 }
 

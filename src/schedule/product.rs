@@ -16,6 +16,8 @@ pub struct Product {
     pub weights: SmallVec<[Weight; 1]>,
     /// How the weights lie in memory.
     pub weight_layout: WeightLayout,
+    /// Whether nothing that may still run when the product begins writes the weights.
+    pub constant_weights: bool,
     /// True for a gated product: its output is `activation(a · gateᵀ) * (a · upᵀ)`.
     pub gated: bool,
     /// Rows of the product.

@@ -899,11 +899,16 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_
     return CUDA_SUCCESS;
 }
 
-CUresult cuLaunchKernel(CUfunction function, unsigned grid, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                        CUstream stream, void** arguments, void**) {
-    Work work = work_of(function->name, grid, arguments);
+CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** arguments, void**) {
+    for (unsigned index = 0; index < config->numAttrs; ++index) {
+        if (config->attrs[index].id != CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) {
+            return refuse(CUDA_ERROR_NOT_SUPPORTED, "it does not know launch attribute %d", config->attrs[index].id);
+        }
+    }
+    // Work of a stream runs one by one, also if it may begin early.
+    Work work = work_of(function->name, config->gridDimX, arguments);
     if (!work) return refuse(CUDA_ERROR_NOT_SUPPORTED, "it does not know %s", function->name.c_str());
-    return put(stream, std::move(work));
+    return put(config->hStream, std::move(work));
 }
 
 }  // extern "C"

@@ -8,6 +8,7 @@ mod support;
 
 mod ahead;
 mod collectives;
+mod dependent_launch;
 #[cfg(feature = "cudarc")]
 mod doors;
 mod epochs;

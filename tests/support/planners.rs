@@ -57,6 +57,7 @@ fn product(problem: Asked, rows: usize, config: Config) -> Option<Product> {
         a: A,
         weights: [Weight { b: B, n }].into_iter().collect(),
         weight_layout: WeightLayout::Nk,
+        constant_weights: false,
         gated: false,
         m: rows,
         k,

@@ -5,6 +5,7 @@ mod calibrate;
 mod clock;
 pub mod collectives;
 mod consume;
+pub mod decoding;
 mod memory;
 mod peers;
 mod produce;

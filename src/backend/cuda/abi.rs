@@ -376,7 +376,7 @@ pub struct GemmeshParams {
     pub recording: u32,
     pub tile_rows: u32,
     pub row_flags: u32,
-    pub reserved: u32,
+    pub constant_weights: u32,
     pub outputs: [GemmeshOutput; 4usize],
     pub peers: GemmeshPeers,
     pub low_latency: GemmeshLowLatency,
@@ -429,8 +429,8 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshParams, tile_rows) - 124usize];
     ["Offset of field: GemmeshParams::row_flags"]
         [::core::mem::offset_of!(GemmeshParams, row_flags) - 128usize];
-    ["Offset of field: GemmeshParams::reserved"]
-        [::core::mem::offset_of!(GemmeshParams, reserved) - 132usize];
+    ["Offset of field: GemmeshParams::constant_weights"]
+        [::core::mem::offset_of!(GemmeshParams, constant_weights) - 132usize];
     ["Offset of field: GemmeshParams::outputs"]
         [::core::mem::offset_of!(GemmeshParams, outputs) - 136usize];
     ["Offset of field: GemmeshParams::peers"]

@@ -234,6 +234,7 @@ fn product(
         a: A,
         weights: weights.collect(),
         weight_layout: form.weights,
+        constant_weights: form.constant_weights,
         gated: form.gated,
         m: layout.m(),
         k: layout.k(),

@@ -294,6 +294,7 @@ impl SumPlan<'_> {
                 n: self.problem.n,
             }],
             weight_layout: self.problem.form.weights,
+            constant_weights: self.problem.form.constant_weights,
             gated: false,
             m: self.problem.layout.m(),
             k: self.problem.layout.k(),

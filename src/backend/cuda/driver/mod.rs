@@ -96,7 +96,7 @@ mod symbols;
 
 pub use context::{BoundContext, Uuid};
 use context::{Context, bind, free_and_total, uuid};
-pub use kernel::{DeviceMatrix, Function, Module, TensorMap};
+pub use kernel::{DeviceMatrix, Function, LaunchShape, Module, TensorMap};
 pub use memory::{DeviceMapping, DeviceMemory, DeviceRegion, Pinned};
 pub use stream::{Event, Priority, Stream, StreamMemOp};
 use symbols::Symbols;

@@ -32,7 +32,7 @@ const CALLED: [&str; 60] = [
     "cuGetErrorString",
     "cuInit",
     "cuLaunchHostFunc",
-    "cuLaunchKernel",
+    "cuLaunchKernelEx",
     "cuMemAddressFree",
     "cuMemAddressReserve",
     "cuMemAllocFromPoolAsync",

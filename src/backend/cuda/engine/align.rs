@@ -1,7 +1,7 @@
 //! A starting line: the ranks' streams go on at the same time.
 
 use crate::backend::cuda::abi::{GEMMESH_MAX_WORLD, GemmeshAlignment};
-use crate::backend::cuda::driver::Stream;
+use crate::backend::cuda::driver::{LaunchShape, Stream};
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::program::params::nanoseconds;
 use crate::backend::cuda::shared::Shared;
@@ -33,6 +33,10 @@ pub fn align(gpu: &Gpu, shared: &Shared, members: &Members, stream: &Stream) -> 
     // SAFETY: the argument is what abi.h says; control blocks are unmapped when the streams have passed.
     unsafe {
         let align = gpu.kernels.align;
-        align.launch(stream, 1, GEMMESH_MAX_WORLD, 0, &mut arguments)
+        align.launch(
+            stream,
+            LaunchShape::new(1, GEMMESH_MAX_WORLD),
+            &mut arguments,
+        )
     }
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use super::context::EnqueueContext;
-use crate::backend::cuda::driver::{Stream, StreamMemOp};
+use crate::backend::cuda::driver::{LaunchShape, Stream, StreamMemOp};
 use crate::backend::cuda::program::Program;
 use crate::backend::cuda::program::operands::{Operand, Operands};
 use crate::backend::cuda::shared::words::Waits;
@@ -84,7 +84,7 @@ pub fn announce_in_graph(at: &EnqueueContext, program: &Program) -> Result<()> {
     unsafe {
         main.words(&words)?;
         counting.wait_for(main, &gpu.streams().forked)?;
-        kernel.launch(counting, 1, 1, 0, &mut arguments)
+        kernel.launch(counting, LaunchShape::new(1, 1), &mut arguments)
     }
 }
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::context::{EnqueueContext, ProgramCall};
 use crate::backend::cuda::abi::{GEMMESH_COLLECTIVE_THREADS, GEMMESH_REDUCE_THREADS};
-use crate::backend::cuda::driver::Stream;
+use crate::backend::cuda::driver::{LaunchShape, Stream};
 use crate::backend::cuda::program::operands::Operands;
 use crate::backend::cuda::program::{Program, params, reduction};
 use crate::error::Result;
@@ -26,14 +26,10 @@ pub fn launch(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Res
         (&raw mut sends).cast(),
         (&raw mut sums).cast(),
     ];
-    let (grid, threads) = (kernel.grid, GEMMESH_COLLECTIVE_THREADS);
+    let shape = LaunchShape::new(kernel.grid, GEMMESH_COLLECTIVE_THREADS);
     // SAFETY: the arguments are what abi.h says. The matrices, the tables and the flags are alive until the stream has
     // passed, as in `product::launch`.
-    unsafe {
-        kernel
-            .function
-            .launch(at.main, grid, threads, 0, &mut arguments)
-    }
+    unsafe { kernel.function.launch(at.main, shape, &mut arguments) }
 }
 
 /// Launches the program's reduction on `stream`, behind the work that brings its addends.
@@ -50,12 +46,12 @@ pub fn reduce(
     };
     let rows = rows.unwrap_or(0..reduction.rows);
     let mut sums = reduction::sums(&program.schedule, reduction, rows, operands)?;
-    let grid = kernel.grid(&sums);
+    let shape = LaunchShape::new(kernel.grid(&sums), GEMMESH_REDUCE_THREADS);
     let mut arguments = [(&raw mut sums).cast()];
     // SAFETY: the argument is what abi.h says. The matrices are alive until the stream has passed, as in
     // `product::launch`.
     unsafe {
         let function = &kernel.function;
-        function.launch(stream, grid, GEMMESH_REDUCE_THREADS, 0, &mut arguments)
+        function.launch(stream, shape, &mut arguments)
     }
 }

@@ -1,18 +1,23 @@
 //! The launch of a product's kernel.
 
-use crate::backend::cuda::driver::Stream;
+use crate::backend::cuda::driver::{LaunchShape, Stream};
 use crate::backend::cuda::program::launch::ProductLaunch;
 use crate::error::Result;
 
 /// Launches a product's kernel on `stream`.
 pub fn launch(stream: &Stream, launch: &ProductLaunch) -> Result<()> {
     let instance = &launch.kernel.instance;
-    let (grid, threads) = (launch.grid(), instance.family.threads);
+    let kernel = launch.kernel;
+    let shape = LaunchShape {
+        begins_early: kernel.begins_early,
+        shared_bytes: instance.shared_bytes,
+        ..LaunchShape::new(launch.grid(), instance.family.threads)
+    };
     let mut arguments = launch.arguments();
     // SAFETY: the arguments are what abi.h says. The matrices, the tables and the flags are alive until the stream has
     // passed: a caller's memory by the contract of its view, all other memory because it is freed only after that.
     unsafe {
         let function = launch.function();
-        function.launch(stream, grid, threads, instance.shared_bytes, &mut arguments)
+        function.launch(stream, shape, &mut arguments)
     }
 }

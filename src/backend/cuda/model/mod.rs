@@ -131,8 +131,9 @@ fn fastest(
         let tiles = Tiles::of(rates, problem, &config);
         consider(&mut best, &tiles, &config);
         let can = config.tile.split_k == 1 && !(problem.form.gated && swaps_ab(&config));
-        // With few rows, CTAs that share K are as fast as slices in a product alone, and faster while rows arrive.
-        let most = match problem.layout.m() > FEW_ROWS {
+        // With few rows, CTAs that share K are as fast as slices in a product alone, and faster while rows arrive. But
+        // clusters leave multiprocessors idle, which costs more if kernels begin early.
+        let most = match problem.layout.m() > FEW_ROWS || problem.form.constant_weights {
             true => MOST_SLICES,
             false => 1,
         };
@@ -228,6 +229,21 @@ mod tests {
             assert_eq!(of(Numerics::Invariant, true).tile.split_k, 1);
             assert_eq!(of(Numerics::Fast, false).route, Route::Pull);
         }
+    }
+
+    #[test]
+    fn constant_weights_are_multiplied_by_as_many_ctas_as_there_are_multiprocessors() {
+        let layout = Layout::new(&[8], 14_336).unwrap();
+        let mut problem = Problem::new(Operation::Matmul, DType::Bf16, layout, 4096);
+        let ctas = |problem: &Problem| {
+            let config = choose(&H200, problem, Numerics::Fast, true, None);
+            Tiles::of(&H200, problem, &config).entries * config.tile.split_k
+        };
+        // 32 clusters of two. Clusters of four would need two waves.
+        assert_eq!(ctas(&problem), 64);
+        problem.form.constant_weights = true;
+        // 32 tiles in four slices, without clusters.
+        assert_eq!(ctas(&problem), 128);
     }
 
     #[test]

@@ -73,7 +73,7 @@ pub fn fixed(
         recording: 0,
         tile_rows: 0,
         row_flags: 0,
-        reserved: 0,
+        constant_weights: 0,
         outputs: [NO_OUTPUT; MAX_WEIGHTS],
         peers: peers(shared, members, schedule, tables, completes),
         low_latency: low_latency::NONE,

@@ -21,7 +21,9 @@ use crate::element::DType;
 use crate::refusal::Result;
 use crate::schedule::config::CUT_COLUMNS;
 use crate::schedule::limits::limit;
-use crate::schedule::{MAX_WEIGHTS, OutputBlock, Product, Reduction, Schedule, Tile, WeightLayout};
+use crate::schedule::{
+    MAX_WEIGHTS, OutputBlock, Product, Reduction, Route, Schedule, Tile, WeightLayout,
+};
 
 /// A product's kernel, with all its parameters except the addresses of a call's operands.
 #[derive(Debug)]
@@ -29,6 +31,8 @@ pub struct ProductKernel {
     pub instance: Instance,
     /// How many clusters are launched.
     pub clusters: usize,
+    /// Whether it begins before the kernel in front of it has ended.
+    pub begins_early: bool,
     /// The entries of the kernel's table, if K is cut. Otherwise empty, and each tile is an entry.
     entries: Vec<SliceEntry>,
     /// Where blocks go, if they go to several places.
@@ -97,6 +101,20 @@ fn clusters(instance: &Instance, shared: &Shared, most: usize) -> usize {
     clusters.min(most / instance.ctas())
 }
 
+/// Whether a kernel begins before the kernel in front of it has ended.
+///
+/// It gains by that only if it can read its weights meanwhile. Its CTAs hold multiprocessors while they wait, so it must
+/// not begin early if ranks share the GPU, or if its CTAs are limited. If streams wait for peers, no kernel is directly
+/// in front of it.
+fn begins_early(gpu: &Gpu, shared: &Shared, schedule: &Schedule, product: &Product) -> bool {
+    let is_limited = gpu.most_ctas(Some(product)) != usize::MAX;
+    let follows_kernels = match schedule.handshake() {
+        true => schedule.is_pushed() && !schedule.uses(Route::Push),
+        false => true,
+    };
+    product.constant_weights && shared.peers.distinct && !is_limited && follows_kernels
+}
+
 impl ProductKernel {
     /// `fixed`: its parameters as a kernel that may wait for peers.
     pub fn new(
@@ -120,6 +138,7 @@ impl ProductKernel {
         };
         let mut kernel = ProductKernel {
             clusters: clusters(&instance, shared, gpu.most_ctas(Some(product))),
+            begins_early: begins_early(gpu, shared, schedule, product),
             sums: places.as_ref().map(|_| sums(shared, schedule, tables)),
             instance,
             entries,
@@ -210,6 +229,7 @@ fn describe(params: &mut GemmeshParams, product: &Product, activation: u32, stor
     params.is_gated = product.gated.into();
     params.is_f32 = stores_f32.into();
     params.b_is_kn = (product.weight_layout == WeightLayout::Kn).into();
+    params.constant_weights = product.constant_weights.into();
     for (weight, output) in product.weights.iter().zip(&mut params.outputs) {
         output.n = weight.n as u32;
     }
