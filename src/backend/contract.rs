@@ -61,6 +61,9 @@ pub struct OpenOptions {
     /// The most CTAs of a kernel.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub max_ctas: Option<usize>,
+    /// Whether ranks of the group that this one is a part of share a GPU.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub shares_gpu: bool,
     pub first_epoch: Epoch,
 }
 

@@ -223,6 +223,7 @@ impl<B: Backend> Builder<B> {
     ) -> Result<Group<B>> {
         let whole = whole.map(Group::inner);
         let its = whole.map(|whole| whole.backend.reopening());
+        let shares_gpu = its.as_ref().is_some_and(|its| its.shares_gpu);
         let its = |option: fn(&OpenOptions) -> Option<usize>| its.as_ref().and_then(option);
         let numerics = self.numerics.or(whole.map(|whole| whole.numerics));
         let options = OpenOptions {
@@ -230,6 +231,7 @@ impl<B: Backend> Builder<B> {
             link: self.link.or(its(|its| its.link)),
             device: self.device.or(its(|its| its.device)),
             max_ctas: self.max_ctas.or(its(|its| its.max_ctas)),
+            shares_gpu,
             first_epoch: self.first_epoch,
         };
         let numerics = numerics.unwrap_or(Numerics::Fast);

@@ -145,7 +145,8 @@ impl sealed::Implementation for Cuda {
             Ok((gpu, rates, _)) => Ok((&*gpu.device, *rates, gpu.queues.together.is_none())),
             Err(error) => Err(error.clone()),
         };
-        let peers = Peers::meet(members, own, options.device.is_some())?;
+        let mut peers = Peers::meet(members, own, options.device.is_some())?;
+        peers.distinct &= !options.shares_gpu;
         let open = || -> Result<Cuda> {
             let (gpu, _, tuned) = loaded?;
             let mut cuda = Cuda {
@@ -173,6 +174,7 @@ impl sealed::Implementation for Cuda {
             // A GPU by the rank's number in the part would be a different one.
             device: Some(self.gpu.device.ordinal()),
             max_ctas: self.gpu.max_ctas,
+            shares_gpu: !self.is_distinct(),
             first_epoch: Epoch::FIRST,
         }
     }

@@ -168,6 +168,7 @@ impl sealed::Implementation for Host {
             link: self.link,
             device: None,
             max_ctas: None,
+            shares_gpu: false,
             first_epoch: Epoch::FIRST,
         }
     }

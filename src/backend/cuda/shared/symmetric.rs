@@ -144,7 +144,7 @@ impl Introduction {
 #[derive(Debug)]
 pub struct Peers {
     uuids: Vec<Uuid>,
-    /// Whether each rank has a GPU to itself.
+    /// Whether each rank has a GPU to itself, also in the group that this one is a part of.
     pub distinct: bool,
     /// Rank 0's rates. All ranks use them, because they must choose alike.
     pub rates: Rates,
