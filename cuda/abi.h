@@ -31,7 +31,8 @@
  *                      holds at a time, and no more than tile_count unless they have rows to push
  *              block   GEMMESH_THREADS
  *              cluster compiled into the kernel
- *              attrs   none, or PROGRAMMATIC_STREAM_SERIALIZATION: the kernel waits for those before it
+ *              attrs   PROGRAMMATIC_STREAM_SERIALIZATION, if params.constant_weights is not zero and the kernel adds no
+ *                      partials: it waits for the kernels before it; otherwise none
  *              shared  Family::shared_bytes of kernels.rs, dynamic; raise
  *                      CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES to it first
  *

@@ -119,7 +119,6 @@ __device__ void move_rows(const GemmeshParams& params, const GemmeshSends& sends
     __shared__ Entrance entrance;
     __shared__ bool all_ready;
     const uint32_t lane = threadIdx.x % 32;
-    ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == 0) entrance = enter_push(params);
     __syncthreads();
     const uint32_t epoch = entrance.epoch;

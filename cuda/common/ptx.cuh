@@ -27,8 +27,7 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Waits until the kernels before this one have ended and their writes are visible. Does nothing if this kernel has not
-// begun early.
+// Waits until the kernels before this one have ended and their writes are visible.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // ---- barriers ------------------------------------------------------------------------------------------------------

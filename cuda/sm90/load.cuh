@@ -100,8 +100,6 @@ __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& p
     GemmeshBlock block;
     GemmeshBlock next_block;
 
-    const bool constant_weights = !C::kSums && params.constant_weights != 0;
-    if (!constant_weights) ptx::griddepcontrol_wait();
     if constexpr (C::kSums) next_block = load_block(*partials.sums, walk.tile().block);
     for (bool first = true; walk.valid(); walk.advance(), first = false) {
         const Steps steps = steps_of<C>(params, walk.index(), cta);
@@ -120,8 +118,8 @@ __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& p
             next_block = load_block(*partials.sums, walk.next().block);
             row += block.row;
         } else {
-            // wait for the tile's rows; meanwhile the first tile's `b` fills the ring
-            if (first && (waits || constant_weights)) {
+            // wait for the kernels before and for the tile's rows; meanwhile the first tile's `b` fills the ring
+            if (first && (waits || params.constant_weights != 0)) {
                 ahead = min(steps.end, steps.begin + C::kStages);
                 if (ptx::elect_one()) {
                     with_loads<C>(maps, params, walk, row, stages, cta, [&](const auto& loads) {
@@ -131,7 +129,7 @@ __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& p
                 }
                 // The other lanes may not go ahead to a wait, which would hold up the lane that loads.
                 __syncwarp();
-                ptx::griddepcontrol_wait();
+                await_predecessors(params);
             }
             wait_for_flags();
         }

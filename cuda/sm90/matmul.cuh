@@ -6,10 +6,10 @@
 // (protocol/flags.cuh). If the operation pushes or stores to peers, the epoch is counted on the device, and each CTA
 // finds it when it enters (protocol/push.cuh).
 //
-// The kernel may begin before those before it on its stream have ended (programmatic dependent launch). Until they
-// have, it reads nothing but its arguments, the table, and `b` if its caller says that nobody writes it, and writes
-// nothing outside its shared memory. Each warp waits for itself. As every CTA has warps that wait, this kernel ends
-// after those before it, and whoever waits for this kernel's end need not ask for theirs.
+// With constant weights the kernel may begin before those before it on its stream have ended (programmatic dependent
+// launch). Until they have, it reads nothing but its arguments, the table and `b`, and writes nothing outside its shared
+// memory. Each warp waits for itself. As every CTA has warps that wait, this kernel ends after those before it, and
+// whoever waits for this kernel's end need not ask for theirs.
 //
 // One persistent kernel. A cluster of one to eight CTAs takes entry after entry of the host's table. In each CTA a
 // producer warp waits for the flags of the tile and feeds a ring of stages by TMA. Two consumer warpgroups multiply
@@ -286,7 +286,8 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
     // The swizzle needs this alignment. It holds because no static shared memory stands in front.
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
     Shared<C>& shared = *reinterpret_cast<Shared<C>*>(dynamic_shared);
-    ptx::griddepcontrol_launch_dependents();
+    // A kernel that waits for peers leaves the multiprocessors beside it to kernels that the peers may wait for.
+    if (params.peers.push_epoch == nullptr) ptx::griddepcontrol_launch_dependents();
     const uint32_t warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
     const uint32_t cta = C::kCtas == 1 ? 0 : __shfl_sync(~0u, ptx::cluster_ctarank(), 0);
 
@@ -316,7 +317,7 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
         if (threadIdx.x < 32) {
             produce<C>(maps, params, partials, walk, shared, cta);
         } else {
-            ptx::griddepcontrol_wait();
+            await_predecessors(params);
             if (threadIdx.x == 32) shared.entrance.publish(enter_push(params));
             serve_peers(params, shared);
         }
@@ -329,7 +330,7 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
         }
     } else {
         ptx::setmaxnreg_inc<kConsumerRegisters>();
-        ptx::griddepcontrol_wait();
+        await_predecessors(params);
         consume<C>(maps, params, partials, walk, shared, cta, warpgroup - 1);
     }
 

@@ -162,13 +162,17 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         self
     }
 
-    /// Promises that the weights are constant: every kernel that wrote them had ended when this product was called.
+    /// Promises that the weights are constant: every kernel that wrote them has ended when the product is enqueued, or
+    /// when the graph is launched that has captured it.
     ///
     /// The product's kernel then reads weights before the kernel in front of it has ended, so less time passes between
-    /// the products of a chain. All other operands it reads after that end. Weights that were copied from the host keep
-    /// the promise. If a kernel made them, call [`Group::synchronize`](crate::Group::synchronize) once before. If the
-    /// promise is broken, the product may use old weights. The host backend makes no use of it, nor do ranks that share
-    /// a GPU, kernels whose CTAs are limited, and calls whose rows are pulled.
+    /// the products of a graph. All other operands it reads after that end. Weights that were copied from the host keep
+    /// the promise. Wait once for kernels that made them:
+    /// [`Group::synchronize`](crate::Group::synchronize) waits for this library's, and a synchronised stream for your
+    /// own. If the promise is broken, the product may use old weights.
+    ///
+    /// Ranks may promise different things. The promise is of no use on the host backend, if ranks share a GPU, if the
+    /// kernel's CTAs are limited, or if copies bring the rows or take the sums away.
     pub fn constant_weights(mut self) -> Self {
         self.options.constant_weights = true;
         self

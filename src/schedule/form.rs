@@ -145,12 +145,10 @@ impl Form {
     }
 
     /// How this form differs from the default, in words that ranks compare. It has only what all ranks must have alike
-    /// to cut sums alike and to get the same ones.
-    pub(super) fn agreed(&self) -> impl Iterator<Item = String> {
+    /// to get the same sums.
+    pub(super) fn agreed(&self) -> Option<String> {
         let is_applied = self.activation != Activation::Identity;
-        let activation = is_applied.then(|| self.activation.name().into());
-        let constant = self.constant_weights.then(|| "constant weights".into());
-        activation.into_iter().chain(constant)
+        is_applied.then(|| self.activation.name().into())
     }
 }
 

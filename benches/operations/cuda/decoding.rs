@@ -304,20 +304,24 @@ fn time(
     Ok(common::medians(&common::slowest(group, &samples)?))
 }
 
+/// Prints what is timed, and the titles of the table.
+fn print_head(group: &Group<Cuda>, iters: usize) {
+    println!(
+        "The products of {LAYERS} layers from a graph, {}, microseconds: medians of {iters} rounds.\n",
+        group.device_name()
+    );
+    let titles = VARIANTS.map(|(title, _)| title).join(" | ");
+    println!(
+        "| | GPUs | MB | M | {titles} | / cuBLASLt | |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+    );
+}
+
 /// Times the layers of all models, and prints how many microseconds they take. Collective.
 pub fn run(group: &Group<Cuda>, rounds: [usize; 2], json: Option<&Path>) -> Result<(), Failure> {
     clock::bind(group)?;
     let (timer, library) = (Timer::new(group)?, Rc::new(CublasLt::new()?));
     if group.rank() == 0 {
-        println!(
-            "The products of {LAYERS} layers from a graph, {}, microseconds: medians of {} rounds.\n",
-            group.device_name(),
-            rounds[1]
-        );
-        let titles = VARIANTS.map(|(title, _)| title).join(" | ");
-        println!(
-            "| | GPUs | MB | M | {titles} | / cuBLASLt | |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|"
-        );
+        print_head(group, rounds[1]);
     }
     let mut ratios = [const { Vec::new() }; 2];
     for (model, extents) in MODELS {

@@ -232,7 +232,7 @@ impl TensorMap {
 
     /// A map with boxes of `rows` by `columns` elements, a swizzle of 128 bytes, and zeros beyond the edges.
     ///
-    /// `promote_to_l2`: whether the L2 cache reads 128 bytes at a time. With 256, H200s read memory 4 % slower.
+    /// `promote_to_l2`: whether the L2 cache reads 128 bytes at a time. With 256, H200s read memory up to 4 % slower.
     pub fn new(
         rank: usize,
         dtype: DType,

@@ -15,7 +15,7 @@ const SMALLEST: usize = 16 * 128;
 /// as many parts as there are warps.
 pub const COUNTS: usize = BYTES / (SMALLEST * size_of::<f32>()) * CONSUMER_WARPS as usize;
 
-/// One memory for all operations of a main stream, because their kernels run one after the other.
+/// One memory for all operations of a main stream, because each kernel uses it when the ones before have ended.
 #[derive(Debug)]
 pub struct Workspace(Deferred<DeviceMemory>);
 

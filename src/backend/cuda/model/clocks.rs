@@ -34,3 +34,22 @@ impl Clocks {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clusters_take_tiles_in_turn() {
+        let mut clocks = Clocks::new(3);
+        let mut seen = Vec::new();
+        for (tiles, takes) in [(2, 1.0), (3, 2.0), (5, 1.0)] {
+            clocks.take(tiles, |count, clock| {
+                seen.extend(vec![clock; count]);
+                clock + takes
+            });
+        }
+        // The third cluster is a tile behind, until it takes shorter ones.
+        assert_eq!(seen, [0.0, 0.0, 0.0, 1.0, 1.0, 2.0, 3.0, 3.0, 3.0, 4.0]);
+    }
+}

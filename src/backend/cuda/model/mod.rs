@@ -133,7 +133,7 @@ fn fastest(
         let can = config.tile.split_k == 1 && !(problem.form.gated && swaps_ab(&config));
         // With few rows, CTAs that share K are as fast as slices in a product alone, and faster while rows arrive. But
         // clusters leave multiprocessors idle, which costs more if kernels begin early.
-        let most = match problem.layout.m() > FEW_ROWS || problem.form.constant_weights {
+        let most = match problem.layout.m() > FEW_ROWS || tiles::begins_early(problem) {
             true => MOST_SLICES,
             false => 1,
         };

@@ -6,9 +6,10 @@
 //! What ranks must agree on must be the same on every rank, but K may differ between ranks. So that choice uses a K
 //! that suits N, and only the rest uses the rank's own K.
 
+mod timeline;
+
 use std::ops::Range;
 
-use super::clocks::Clocks;
 use super::tiles::Tiles;
 use super::{configs_with_room, tiled};
 use crate::backend::cuda::gpu::kernels::{Variant, WIDEST, swaps_ab};
@@ -357,17 +358,7 @@ impl<'a> Model<'a> {
         let Some(sent) = sent(self.problem, &self.config) else {
             return f64::INFINITY;
         };
-        let mut timeline = SendTimeline {
-            model: self,
-            arrivals: Vec::new(),
-            clocks: Clocks::new(self.kernel.slots),
-            wire: 0.0,
-            complete: 0.0,
-        };
-        for (piece, to) in &sent {
-            timeline.add(piece, *to);
-        }
-        timeline.complete + self.around()
+        timeline::of(self, &sent) + self.around()
     }
 
     /// The time of one-shot partials in low-latency areas.
@@ -394,98 +385,6 @@ impl<'a> Model<'a> {
         let owned = self.problem.layout.rows_of(piece.owner);
         let first = owned.start.min(piece.rows.start);
         piece.rows.start - first..piece.rows.end - first
-    }
-}
-
-/// Pieces that are made and sent, one after the other.
-struct SendTimeline<'a> {
-    model: &'a Model<'a>,
-    /// Rows of other owners, counted from their owner's first, and when they arrive there. The others' partials of this
-    /// rank's rows arrive here at the same times.
-    arrivals: Vec<(Range<usize>, f64)>,
-    clocks: Clocks,
-    /// When the wire is free.
-    wire: f64,
-    /// When all so far is made and sent.
-    complete: f64,
-}
-
-impl SendTimeline<'_> {
-    /// Makes a piece, and sends it to `to` ranks.
-    fn add(&mut self, piece: &Piece, to: usize) {
-        let model = self.model;
-        let rows = model.within(piece);
-        let adds = piece.owner == 0 && model.problem.layout.world() > 1;
-        let made = self.make(&rows, to, adds);
-        self.complete = self.complete.max(made);
-        if to == 0 {
-            return;
-        }
-        match model.config.route {
-            Route::Store => self.wire += rate::STORE_FLAG,
-            _ => {
-                let begin = (self.wire + rate::COPY_NEXT).max(made + rate::COPY_START);
-                let copied = model.bytes(rows.len(), to) / rate::COPIED;
-                self.wire = begin + (copied + rate::COPY_FLAG * to as f64);
-            }
-        }
-        self.complete = self.complete.max(self.wire);
-        if piece.owner != 0 {
-            self.arrivals.push((rows, self.wire));
-        }
-    }
-
-    /// When the last tile of these rows is made. `adds`: whether tiles wait for partials from others, to add them.
-    fn make(&mut self, rows: &Range<usize>, to: usize, adds: bool) -> f64 {
-        let SendTimeline {
-            model,
-            arrivals,
-            clocks,
-            wire,
-            ..
-        } = self;
-        let &KernelModel {
-            slots,
-            columns,
-            of_tile,
-            ..
-        } = model.kernel;
-        arrivals.sort_by_key(|(of, _)| of.start);
-        let awaited = arrivals.iter();
-        let mut awaited = awaited
-            .filter(|(of, _)| adds && rows.start < of.end)
-            .peekable();
-        let tiles = rows.len().div_ceil(model.config.entry_rows()) * columns;
-        let moved = model.bytes(rows.len(), to) / tiles.max(1) as f64;
-        // The number of the first tile with some of these rows.
-        let first_of = |of: &Range<usize>| {
-            let before = (of.start + 1).saturating_sub(rows.start);
-            (before * tiles).div_ceil(rows.len()).saturating_sub(1)
-        };
-        let is_stored = model.config.route == Route::Store && to > 0;
-        let (mut latest, mut made, mut taken) = (0.0f64, 0.0f64, 0);
-        while taken < tiles {
-            while let Some((_, at)) = awaited.next_if(|(of, _)| first_of(of) <= taken) {
-                latest = latest.max(*at);
-            }
-            let end = awaited.peek().map_or(tiles, |(of, _)| first_of(of));
-            clocks.take(end.min(tiles) - taken, |count, mut clock| {
-                clock += of_tile;
-                if adds {
-                    clock = clock.max(latest) + rate::ADD;
-                }
-                made = made.max(clock);
-                if is_stored {
-                    *wire = wire.max(clock) + count as f64 * moved / rate::STORED;
-                    // Stores hold up the next tile of this cluster, and those of all clusters that store at the same
-                    // time.
-                    clock += rate::STORE_HINDERS * moved * slots as f64 / rate::STORED;
-                }
-                clock
-            });
-            taken = end.min(tiles);
-        }
-        made
     }
 }
 
@@ -594,20 +493,6 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn clusters_take_tiles_in_turn() {
-        let mut clocks = Clocks::new(3);
-        let mut seen = Vec::new();
-        for (tiles, takes) in [(2, 1.0), (3, 2.0), (5, 1.0)] {
-            clocks.take(tiles, |count, clock| {
-                seen.extend(vec![clock; count]);
-                clock + takes
-            });
-        }
-        // The third cluster is a tile behind, until it takes shorter ones.
-        assert_eq!(seen, [0.0, 0.0, 0.0, 1.0, 1.0, 2.0, 3.0, 3.0, 3.0, 4.0]);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::variant_of;
 use crate::backend::cuda::gpu::kernels::{self, Variant};
 use crate::backend::cuda::gpu::rates::Rates;
-use crate::schedule::{Config, Problem};
+use crate::schedule::{Config, Operation, Problem};
 
 /// The most waves for which slices are considered. With more waves, the last one matters little.
 const MOST_WAVES: usize = 12;
@@ -78,6 +78,12 @@ impl SliceSums {
     }
 }
 
+/// Whether a product's kernel is taken to begin early. For sums the ranks must choose alike, and may promise different
+/// things.
+pub fn begins_early(problem: &Problem) -> bool {
+    problem.operation == Operation::Matmul && problem.form.constant_weights
+}
+
 /// How many clusters of `ctas` CTAs run at the same time on this many multiprocessors.
 ///
 /// Some multiprocessors have too few neighbours for a large cluster.
@@ -103,11 +109,7 @@ impl<'a> Tiles<'a> {
         let variant = variant_of(problem, config);
         let bytes = problem.dtypes.operands.bytes();
         Tiles {
-            uneven: if problem.form.constant_weights {
-                UNEVEN
-            } else {
-                0.0
-            },
+            uneven: if begins_early(problem) { UNEVEN } else { 0.0 },
             ..Tiles::new(rates, config, variant, shape, bytes)
         }
     }

@@ -101,11 +101,10 @@ fn clusters(instance: &Instance, shared: &Shared, most: usize) -> usize {
     clusters.min(most / instance.ctas())
 }
 
-/// Whether a kernel begins before the kernel in front of it has ended.
+/// Whether a kernel that adds no partials begins before the kernel in front of it has ended.
 ///
 /// It gains by that only if it can read its weights meanwhile. Its CTAs hold multiprocessors while they wait, so it must
-/// not begin early if ranks share the GPU, or if its CTAs are limited. If streams wait for peers, no kernel is directly
-/// in front of it.
+/// not begin early if ranks share the GPU, or if its CTAs are limited. Nor does it if its copies are put on streams.
 fn begins_early(gpu: &Gpu, shared: &Shared, schedule: &Schedule, product: &Product) -> bool {
     let is_limited = gpu.most_ctas(Some(product)) != usize::MAX;
     let follows_kernels = match schedule.handshake() {
@@ -138,7 +137,7 @@ impl ProductKernel {
         };
         let mut kernel = ProductKernel {
             clusters: clusters(&instance, shared, gpu.most_ctas(Some(product))),
-            begins_early: begins_early(gpu, shared, schedule, product),
+            begins_early: places.is_none() && begins_early(gpu, shared, schedule, product),
             sums: places.as_ref().map(|_| sums(shared, schedule, tables)),
             instance,
             entries,
