@@ -203,8 +203,10 @@ impl Blocks {
 
     fn poison(&mut self) -> Result<()> {
         let [m, n] = self.inner.shape();
-        self.inner.copy_from_host(&vec![nan(); m * n])?;
-        self.sums.iter_mut().try_for_each(|sums| sums.poison(nan()))
+        let nans = vec![nan(); m * n];
+        self.inner.copy_from_host(&nans)?;
+        let mut sums = self.sums.iter_mut();
+        sums.try_for_each(|sums| sums.write(0, &nans))
     }
 
     fn outputs(&self) -> Result<[Vec<bf16>; 2]> {
