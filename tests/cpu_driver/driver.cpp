@@ -899,16 +899,21 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_
     return CUDA_SUCCESS;
 }
 
-CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** arguments, void**) {
+CUresult cuLaunchKernel(CUfunction function, unsigned grid, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                        CUstream stream, void** arguments, void**) {
+    Work work = work_of(function->name, grid, arguments);
+    if (!work) return refuse(CUDA_ERROR_NOT_SUPPORTED, "it does not know %s", function->name.c_str());
+    return put(stream, std::move(work));
+}
+
+CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** arguments, void** extra) {
     for (unsigned index = 0; index < config->numAttrs; ++index) {
         if (config->attrs[index].id != CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) {
             return refuse(CUDA_ERROR_NOT_SUPPORTED, "it does not know launch attribute %d", config->attrs[index].id);
         }
     }
     // Work of a stream runs one by one, also if it may begin early.
-    Work work = work_of(function->name, config->gridDimX, arguments);
-    if (!work) return refuse(CUDA_ERROR_NOT_SUPPORTED, "it does not know %s", function->name.c_str());
-    return put(config->hStream, std::move(work));
+    return cuLaunchKernel(function, config->gridDimX, 1, 1, 1, 1, 1, 0, config->hStream, arguments, extra);
 }
 
 }  // extern "C"
