@@ -138,6 +138,7 @@ fn source_of(family: &Family, dtype: &str) -> String {
             let head = match variant {
                 Variant::Forms => "GEMMESH_MATMUL",
                 Variant::Plain => "GEMMESH_MATMUL_PLAIN",
+                Variant::Alone => "GEMMESH_MATMUL_ALONE",
                 Variant::LowLatency => "GEMMESH_MATMUL_LOW_LATENCY",
                 Variant::Sums => "GEMMESH_MATMUL_SUMS",
             };

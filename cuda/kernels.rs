@@ -15,11 +15,12 @@ pub static FAMILIES: [Family; 1] = [Family {
 /// Shapes have about as many stages as shared memory holds beside the boxes. Wide tiles move the fewest bytes for a
 /// product. Which width is best depends on how evenly a problem's tiles fill the multiprocessors. Narrow tiles are for
 /// small problems, and for finer steps while rows arrive. Tiles of 64 rows are for few rows, where the speed of reading
-/// `b` counts. Tiles of any other height swap the operands (swap_ab). The high ones are for products of a few hundred
+/// `b` counts. They come in many widths, because that speed needs as many tiles as there are multiprocessors, or twice
+/// as many, and models' weights have few widths. Tiles of any other height swap the operands (swap_ab). The high ones are for products of a few hundred
 /// rows, which tiles of 128 rows do not fit. The low ones are for products of one row of tiles: their rings are deep,
 /// and a CTA that shares K has little to send.
 #[rustfmt::skip]
-const SM90: [Shape; 42] = [
+const SM90: [Shape; 46] = [
     //  tile_m  tile_n  stages  cluster  split
     shape( 128,   256,      4,       2,     1),
     shape( 128,   224,      4,       2,     1),
@@ -34,9 +35,13 @@ const SM90: [Shape; 42] = [
     shape( 128,    64,      8,       1,     2),
     shape( 128,    64,      7,       1,     4),
     shape(  64,    64,     12,       1,     1),
+    shape(  64,    80,     11,       1,     1),
+    shape(  64,    96,     10,       1,     1),
+    shape(  64,   112,      9,       1,     1),
     shape(  64,   128,      8,       1,     1),
     shape(  64,   128,      8,       1,     2),
     shape(  64,   128,      7,       1,     4),
+    shape(  64,   224,      5,       1,     1),
     shape(  64,   256,      5,       1,     1),
     shape(  64,   256,      4,       1,     2),
     shape(  16,   128,     11,       1,     1),
@@ -103,6 +108,8 @@ pub enum Variant {
     Forms,
     /// Products of weights [N, K] alone, of the element type. Its arguments are those of `Forms`.
     Plain,
+    /// As `Plain`, of rows that are there and with all of K, and without notes of what it does when.
+    Alone,
     /// Its rows are few partial sums, which go through low-latency areas. Its arguments are those of `Forms`.
     LowLatency,
     /// Its rows go to several places, and partials are added to some. It has other arguments.
@@ -110,9 +117,10 @@ pub enum Variant {
 }
 
 /// All that there may be.
-const VARIANTS: [Variant; 4] = [
+const VARIANTS: [Variant; 5] = [
     Variant::Forms,
     Variant::Plain,
+    Variant::Alone,
     Variant::LowLatency,
     Variant::Sums,
 ];
@@ -155,7 +163,7 @@ pub fn swaps_ab(tile_m: u32) -> bool {
 pub fn is_pingpong((tile_m, tile_n, split): (u32, u32, u32), variant: Variant) -> bool {
     let most = match variant {
         Variant::Forms => 128 * 128,
-        Variant::Plain => 128 * 176,
+        Variant::Plain | Variant::Alone => 128 * 176,
         Variant::LowLatency | Variant::Sums => 0,
     };
     split == 1 && tile_m * tile_n <= most
@@ -176,9 +184,12 @@ impl Shape {
         self.tile_m == BAND_ROWS && !self.is_pingpong(Variant::Forms)
     }
 
-    /// Whether one consumer alone has a tile of 64 columns, because they take turns.
-    fn is_narrow(&self) -> bool {
-        self.tile_n == BOX_COLUMNS && self.is_pingpong(Variant::Forms)
+    /// Whether both consumers can have a half of each tile: its rows, or whole boxes of its columns.
+    fn is_shared(&self) -> bool {
+        match self.tile_m == BAND_ROWS {
+            true => self.tile_n.is_multiple_of(2 * BOX_COLUMNS),
+            false => self.tile_m == 2 * BAND_ROWS || self.tile_n >= 2 * BOX_COLUMNS,
+        }
     }
 
     /// Whether a gated product can use it; if it swaps operands, without slices of K. Not the narrowest of tiles with
@@ -237,6 +248,7 @@ impl Family {
         let variant = match variant {
             Variant::Forms => "",
             Variant::Plain => "_plain",
+            Variant::Alone => "_alone",
             Variant::LowLatency => "_low_latency",
             Variant::Sums => "_sums",
         };
@@ -244,13 +256,13 @@ impl Family {
     }
 
     /// The kernels of a shape. Partials are not added by those that swap operands, and few rows fit one low tile. Both
-    /// consumers have columns of each tile of 64 rows whose partials are moved.
+    /// consumers have a half of each tile whose partials are moved.
     pub fn variants(&self, shape: &Shape) -> impl Iterator<Item = Variant> + use<> {
-        let is_shared = shape.tile_m == 2 * BAND_ROWS || shape.tile_n >= 2 * BOX_COLUMNS;
+        let is_shared = shape.is_shared();
         let swaps_ab = shape.swaps_ab();
         let is_low = shape.tile_m * shape.cluster <= BAND_ROWS;
         let made = move |variant: &Variant| match variant {
-            Variant::Forms | Variant::Plain => true,
+            Variant::Forms | Variant::Plain | Variant::Alone => true,
             Variant::LowLatency => is_low && is_shared,
             Variant::Sums => !swaps_ab && is_shared,
         };
@@ -290,19 +302,19 @@ impl Family {
                 key(other) == key(shape)
             };
             // Small enough for the sums below.
+            let is_taken_whole = shape.is_pingpong(Variant::Forms);
             let refused = if !(64..=256).contains(&shape.tile_n) || !shape.tile_n.is_multiple_of(16)
             {
                 "tile_n is a multiple of 16 from 64 to 256"
             } else if shape.swaps_ab()
-                && !((shape.tile_n == CONSUMERS * BAND_ROWS || shape.is_narrow())
+                && !((shape.tile_n == CONSUMERS * BAND_ROWS
+                    || shape.tile_n == BAND_ROWS && is_taken_whole)
                     && (16..=256).contains(&shape.tile_m)
                     && shape.tile_m.is_multiple_of(16))
             {
                 "tile_m is 64 or 128, or a multiple of 16 up to 256 and tile_n 128, or 64 where consumers take turns"
-            } else if shape.tile_m == BAND_ROWS
-                && !(shape.tile_n.is_multiple_of(2 * BOX_COLUMNS) || shape.is_narrow())
-            {
-                "tile_n of 64 rows is a multiple of 128, or 64 where consumers take turns"
+            } else if shape.tile_m == BAND_ROWS && !(shape.is_shared() || is_taken_whole) {
+                "tile_n of 64 rows is a multiple of 128, unless consumers take turns"
             } else if !(2..=64).contains(&shape.stages) {
                 "a product runs while the next stage is loaded: there are 2 stages or more, 64 at the most"
             } else if ![1, 2, 4].contains(&shape.cluster) || ![1, 2, 4, 8].contains(&shape.split) {

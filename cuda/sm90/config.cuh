@@ -48,6 +48,7 @@ constexpr int kBandRows = 64;
 enum class Variant {
     kForms,       // all forms of a product of this rank's output
     kPlain,       // products of [N, K] weights alone, of the element type
+    kAlone,       // plain products of rows that are there, for which nothing is waited for, sent or noted
     kLowLatency,  // few rows of partial sums, which are sent as they are made, and their sums' forms
     kSums,        // block sums
 };
@@ -68,7 +69,7 @@ struct Config {
     static constexpr int kColumns = kSwapAb ? TileM : kConsumerN;  // of the accumulators of a band
     static_assert(kSideBySide || (kSwapAb ? TileN : TileM) == kSharing * kBands * kBandRows);
     static_assert(!kSwapAb || (TileM % 16 == 0 && TileM <= 256 && Kind != Variant::kSums));
-    static_assert(!kPingpong || (Split == 1 && (Kind == Variant::kForms || Kind == Variant::kPlain)));
+    static_assert(!kPingpong || (Split == 1 && Kind != Variant::kLowLatency && Kind != Variant::kSums));
     static constexpr int kStages = Stages;
     static constexpr int kCluster = Cluster;        // CTAs that share the loads of b, on rows of their own
     static constexpr int kSplit = Split;            // or: CTAs that share a tile, each with a part of K
@@ -78,8 +79,10 @@ struct Config {
     static constexpr bool kLowLatency = Kind == Variant::kLowLatency;
     // The other forms together take registers and so much code that a kernel with them needs two to three microseconds
     // more to begin and to end.
-    static constexpr bool kPlain = Kind == Variant::kPlain;
-    static constexpr bool kSliced = Split == 1 && !kSums && !kLowLatency;  // slices of K may be added through memory
+    static constexpr bool kAlone = Kind == Variant::kAlone;
+    static constexpr bool kPlain = Kind == Variant::kPlain || kAlone;
+    // Slices of K may be added through memory.
+    static constexpr bool kSliced = Split == 1 && (Kind == Variant::kForms || Kind == Variant::kPlain);
     static_assert(Cluster == 1 || Split == 1);
     // Whether entries are computed if they can be. Kernels of high tiles and all forms have no registers for it.
     static constexpr bool kComputesEntries = kPlain || (!kSums && TileM < kBandRows);

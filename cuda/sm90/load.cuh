@@ -77,7 +77,7 @@ template <class C, class Loads>
 __device__ __forceinline__ void load_steps(const Loads& loads, const TableWalk& walk, Shared<C>& shared, ChunkFlags& flags,
                                            RingPosition<C::kStages>& at, const Steps& steps, uint32_t ahead,
                                            GemmeshTraceEvent* traced) {
-    const uint32_t deferred_step = max(flags.deferred_step(walk.tile()), steps.begin);
+    const uint32_t deferred_step = C::kAlone ? UINT32_MAX : max(flags.deferred_step(walk.tile()), steps.begin);
 #pragma unroll 1
     for (uint32_t step = steps.begin; step < steps.end; ++step) {
         if (step == deferred_step) flags.wait_deferred(shared.entrance.get().epoch);
@@ -93,7 +93,7 @@ template <class C>
 __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& params, const SumArguments& partials,
                                         TableWalk& walk, Shared<C>& shared, uint32_t cta) {
     const uint32_t lane = threadIdx.x % 32;
-    const bool tracer = params.trace != nullptr && lane == 0;
+    const bool tracer = is_traced<C>(params) && lane == 0;
     const Stages<C> stages(shared);
     ChunkFlags flags(params, lane);
     RingPosition<C::kStages> at;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& p
     if constexpr (C::kSums) next_block = load_block(*partials.sums, walk.tile().block);
     for (bool first = true; walk.valid(); walk.advance(), first = false) {
         const Steps steps = steps_of<C>(params, walk.index(), cta);
-        const bool waits = walk.tile().flag_begin < walk.tile().flag_end;
+        const bool waits = !C::kAlone && walk.tile().flag_begin < walk.tile().flag_end;
         const auto event = [&]() -> GemmeshTraceEvent& { return event_of<C>(params, walk.index(), cta); };
         const auto wait_for_flags = [&] {
             if (tracer) event().wait_begin = ptx::globaltimer();
@@ -135,7 +135,7 @@ __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& p
         }
 
         if (ptx::elect_one()) {
-            GemmeshTraceEvent* traced = params.trace != nullptr ? &event() : nullptr;
+            GemmeshTraceEvent* traced = is_traced<C>(params) ? &event() : nullptr;
             with_loads<C>(maps, params, walk, row, stages, cta, [&](const auto& loads) {
                 load_steps<C>(loads, walk, shared, flags, at, steps, ahead, traced);
             });

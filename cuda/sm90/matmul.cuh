@@ -36,7 +36,8 @@
 // factors of its results, or gets one of them from one other thread (Config::kGateRows).
 //
 // A plain kernel (kPlain) has no code for bias, activation, gate, residual, f32 and [K, N]. Most products need none of
-// them, and pay for code that they do not use (Config::kPlain).
+// them, and pay for code that they do not use (Config::kPlain). A kernel for a product alone (kAlone) is plain, and has
+// no code for flags, peers, slices of K and traces either.
 //
 // In a low-latency kernel (kLowLatency) there are few rows of partial sums. They go through low-latency areas, whose
 // words hold data and flag. The warp that has made rows of a tile sends them, adds the peers' parts, and stores the
@@ -62,7 +63,7 @@ namespace gemmesh {
 template <class C>
 __device__ __forceinline__ void serve_peers(const GemmeshParams& params, Shared<C>& shared) {
     const uint32_t pusher = threadIdx.x - (kWarpgroupThreads - Pushers::kThreads);
-    if (params.peers.push_epoch == nullptr) return;
+    if (!has_peers<C>(params)) return;
     const auto epoch = [&] { return shared.entrance.get().epoch; };
     if (pusher < 32 && shared.entrance.get().first) {
         announce(params, epoch(), pusher);
@@ -178,7 +179,7 @@ __device__ __forceinline__ void load_epilogue(Bias& bias, const GemmeshParams& p
 template <class C>
 __device__ __forceinline__ void note_begin(const GemmeshParams& params, const TableWalk& walk, Shared<C>& shared,
                                            const RingPosition<C::kStages>& at, uint32_t cta, bool tracer) {
-    if (params.trace != nullptr) {
+    if (is_traced<C>(params)) {
         shared.pipeline.wait_full(at);
         if (tracer) event_of<C>(params, walk.index(), cta).math_begin = ptx::globaltimer();
     }
@@ -214,14 +215,17 @@ template <class C>
 __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& params, const SumArguments& partials,
                                         TableWalk& walk, Shared<C>& shared, uint32_t cta, uint32_t consumer) {
     using Element = typename C::Element;
-    const ConsumerWarp<C> self{cta, consumer, threadIdx.x / 32 % 4, threadIdx.x % 32};
+    // The shuffle tells the compiler that a warp's lanes branch alike on their rows. Else it takes all that follows for
+    // divergent, computes each operand's address in vector registers, and moves four of them before each wgmma.
+    const uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+    const ConsumerWarp<C> self{cta, consumer, warp, threadIdx.x % 32};
     // where the consumer's part of a tile begins, if it shares the tile
     const uint32_t own = C::kPingpong ? 0 : consumer * (C::kSideBySide ? C::kConsumerN : kBandRows);
     const uint32_t own_row = C::kSideBySide || C::kSwapAb ? 0 : own;
     const uint32_t own_column = own - own_row;
     const uint32_t a = operand_address(&shared.a[0][own_row * GEMMESH_TILE_K]);
     const uint32_t b = operand_address(&shared.b[0][own_column * GEMMESH_TILE_K]);
-    const bool tracer = params.trace != nullptr && self.is_first();
+    const bool tracer = is_traced<C>(params) && self.is_first();
     Bands<C> bands;
     RingPosition<C::kStages> at;
     const Turn<C> turn(consumer);
@@ -287,7 +291,7 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
     Shared<C>& shared = *reinterpret_cast<Shared<C>*>(dynamic_shared);
     // A kernel that waits for peers leaves the multiprocessors beside it to kernels that the peers may wait for.
-    if (params.peers.push_epoch == nullptr) ptx::griddepcontrol_launch_dependents();
+    if (!has_peers<C>(params)) ptx::griddepcontrol_launch_dependents();
     const uint32_t warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
     const uint32_t cta = C::kCtas == 1 ? 0 : __shfl_sync(~0u, ptx::cluster_ctarank(), 0);
 
@@ -318,11 +322,11 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
             produce<C>(maps, params, partials, walk, shared, cta);
         } else {
             await_predecessors(params);
-            if (threadIdx.x == 32) shared.entrance.publish(enter_push(params));
+            if (!C::kAlone && threadIdx.x == 32) shared.entrance.publish(enter_push(params));
             serve_peers(params, shared);
         }
         __syncwarp();
-        if (params.peers.push_epoch != nullptr) {
+        if (has_peers<C>(params)) {
             // wait until the other warps of this warpgroup have pushed their tasks and, with low-latency areas, the
             // consumers have got the peers' parts
             ptx::barrier_sync<kLeaveBarrier, C::kLowLatency ? GEMMESH_THREADS : kWarpgroupThreads>();
@@ -367,6 +371,8 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
     GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes, kForms)
 #define GEMMESH_MATMUL_PLAIN(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes)     \
     GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes, kPlain)
+#define GEMMESH_MATMUL_ALONE(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes)     \
+    GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes, kAlone)
 #define GEMMESH_MATMUL_LOW_LATENCY(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes) \
     GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes, kLowLatency)
 #define GEMMESH_MATMUL_SUMS(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes)      \

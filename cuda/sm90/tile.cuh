@@ -57,6 +57,18 @@ __device__ __forceinline__ bool is_f32(const GemmeshParams& params) {
     return !C::kPlain && params.is_f32 != 0;
 }
 
+// True if other ranks' kernels have a part in the operation.
+template <class C>
+__device__ __forceinline__ bool has_peers(const GemmeshParams& params) {
+    return !C::kAlone && params.peers.push_epoch != nullptr;
+}
+
+// True if the kernel notes what it does when.
+template <class C>
+__device__ __forceinline__ bool is_traced(const GemmeshParams& params) {
+    return !C::kAlone && params.trace != nullptr;
+}
+
 // The columns that a tile has of its output.
 template <class C>
 __device__ __forceinline__ uint32_t columns_of(const GemmeshParams& params) {

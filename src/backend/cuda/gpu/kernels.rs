@@ -35,8 +35,8 @@ static REDUCE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/reduce.cubin"))
 #[derive(Clone, Debug)]
 pub struct Instance {
     pub function: Function,
-    /// The plain variant of it, if it is one of all forms.
-    pub plain: Option<Function>,
+    /// Its variants for plain products, if it is one of all forms.
+    pub plain: Option<Plain>,
     pub dtype: DType,
     pub family: &'static Family,
     pub shape: &'static Shape,
@@ -44,6 +44,15 @@ pub struct Instance {
     pub resident: usize,
     pub shared_bytes: u32,
     pub variant: Variant,
+}
+
+/// The variants of a kernel for plain products.
+#[derive(Clone, Copy, Debug)]
+pub struct Plain {
+    /// Of any rows.
+    pub any: Function,
+    /// As [`Variant::Alone`] says.
+    pub alone: Function,
 }
 
 impl Instance {
@@ -60,8 +69,11 @@ impl Instance {
             module.function(&name, shared_bytes)
         };
         let plain = match variant {
-            Variant::Forms => Some(function(Variant::Plain)?),
-            Variant::Plain | Variant::LowLatency | Variant::Sums => None,
+            Variant::Forms => Some(Plain {
+                any: function(Variant::Plain)?,
+                alone: function(Variant::Alone)?,
+            }),
+            _ => None,
         };
         let function = function(variant)?;
         let ctas = shape.cluster * shape.split;
@@ -144,7 +156,9 @@ impl Kernels {
             let module = module(cubin.image)?;
             for shape in cubin.family.shapes {
                 let variants = cubin.family.variants(shape);
-                for variant in variants.filter(|variant| *variant != Variant::Plain) {
+                let with_instances =
+                    |variant: &Variant| !matches!(variant, Variant::Plain | Variant::Alone);
+                for variant in variants.filter(with_instances) {
                     let instance = Instance::load(&module, cubin, shape, variant)?;
                     kernels.instances.push(instance);
                 }
@@ -368,10 +382,10 @@ mod tests {
             };
             let loaded: Vec<String> = family.shapes.iter().flat_map(all).collect();
             let count = |is: fn(&&Shape) -> bool| family.shapes.iter().filter(is).count();
-            // Tiles of 64 by 64 are for one consumer alone.
-            let adding = count(|s| !s.swaps_ab() && (s.tile_m, s.tile_n) != (64, 64));
-            let low = count(|s| s.tile_m <= 64 && s.cluster == 1 && s.tile_n > 64);
-            assert_eq!(loaded.len(), 2 * family.shapes.len() + adding + low);
+            // Of tiles of 64 rows, those of other widths are for one consumer alone.
+            let adding = count(|s| s.tile_m == 128 || s.tile_m == 64 && s.tile_n % 128 == 0);
+            let low = count(|s| s.tile_m <= 64 && s.cluster == 1 && s.tile_n % 128 == 0);
+            assert_eq!(loaded.len(), 3 * family.shapes.len() + adding + low);
             let expected = loaded.iter().map(|name| (name.clone(), dtype.to_string()));
             assert_eq!(compiled(cubin), expected.collect::<Vec<_>>());
             for name in loaded {
@@ -417,8 +431,8 @@ mod tests {
         refused(|s| s.tile_m = 96, "tile_m is 64 or 128");
         let odd = |s: &mut Shape| (s.tile_m, s.tile_n) = (88, 128);
         refused(odd, "a multiple of 16 up to 256");
-        let flat = |s: &mut Shape| (s.tile_m, s.tile_n) = (64, 192);
-        refused(flat, "tile_n of 64 rows is a multiple of 128");
+        let flat_split = |s: &mut Shape| (s.tile_m, s.tile_n, s.cluster, s.split) = (64, 192, 1, 2);
+        refused(flat_split, "tile_n of 64 rows is a multiple of 128");
         let narrow_split =
             |s: &mut Shape| (s.tile_m, s.tile_n, s.cluster, s.split) = (96, 64, 1, 2);
         refused(narrow_split, "64 where consumers take turns");

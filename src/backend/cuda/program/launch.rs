@@ -72,11 +72,23 @@ impl<'p> ProductLaunch<'p> {
         (self.kernel.clusters * self.kernel.instance.ctas()) as u32
     }
 
-    /// The kernel's variant: the plain one, if this call asks for no other form.
+    /// The kernel's variant: a plain one, if this call asks for no other form.
     pub fn function(&self) -> Function {
         let instance = &self.kernel.instance;
-        let plain = instance.plain.filter(|_| self.is_plain());
-        plain.unwrap_or(instance.function)
+        match instance.plain.filter(|_| self.is_plain()) {
+            Some(plain) if self.is_alone() => plain.alone,
+            Some(plain) => plain.any,
+            None => instance.function,
+        }
+    }
+
+    /// Whether the kernel waits for no rows and no peers, has all of K, and notes nothing.
+    fn is_alone(&self) -> bool {
+        let params = &self.params;
+        !self.kernel.awaits_rows
+            && params.peers.push_epoch.is_null()
+            && params.slices.is_null()
+            && params.trace.is_null()
     }
 
     fn is_plain(&self) -> bool {

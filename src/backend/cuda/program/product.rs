@@ -33,6 +33,8 @@ pub struct ProductKernel {
     pub clusters: usize,
     /// Whether it begins before the kernel in front of it has ended.
     pub begins_early: bool,
+    /// Whether some of its tiles wait for their rows' flags.
+    pub awaits_rows: bool,
     /// The entries of the kernel's table, if K is cut. Otherwise empty, and each tile is an entry.
     entries: Vec<SliceEntry>,
     /// Where blocks go, if they go to several places.
@@ -138,6 +140,7 @@ impl ProductKernel {
         let mut kernel = ProductKernel {
             clusters: clusters(&instance, shared, gpu.most_ctas(Some(product))),
             begins_early: places.is_none() && begins_early(gpu, shared, schedule, product),
+            awaits_rows: schedule.tiles().iter().any(|tile| !tile.flags().is_empty()),
             sums: places.as_ref().map(|_| sums(shared, schedule, tables)),
             instance,
             entries,
