@@ -23,9 +23,11 @@
  *                                     struct {CUtensorMap maps[2 * GEMMESH_MAX_TARGETS];} targets, GemmeshSums sums)
  *
  *              Every argument is __grid_constant__. kernels.rs lists the kernels, with the tile_m, tile_n, cluster and
- *              split of each. <name>_plain and <name>_low_latency have the arguments of <name>. The first is for products
- *              whose params.activation, is_gated, is_f32 and b_is_kn are zero, without bias and residual. The second is
- *              for those whose low_latency.share is not zero, which the others take for zero.
+ *              split of each. <name>_plain, <name>_alone and <name>_low_latency have the arguments of <name>. The first
+ *              is for products whose params.activation, is_gated, is_f32 and b_is_kn are zero, without bias and
+ *              residual. The second is for those of them that wait for no flags, and whose peers.push_epoch, slices and
+ *              trace are null. The third is for those whose low_latency.share is not zero, which the others take for
+ *              zero.
  *
  * Launch:      grid    whole clusters of cluster * split CTAs, at most one on a multiprocessor: as many as the device
  *                      holds at a time, and no more than tile_count unless they have rows to push
