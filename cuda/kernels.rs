@@ -16,9 +16,9 @@ pub static FAMILIES: [Family; 1] = [Family {
 /// product. Which width is best depends on how evenly a problem's tiles fill the multiprocessors. Narrow tiles are for
 /// small problems, and for finer steps while rows arrive. Tiles of 64 rows are for few rows, where the speed of reading
 /// `b` counts. They come in many widths, because that speed needs as many tiles as there are multiprocessors, or twice
-/// as many, and models' weights have few widths. Tiles of any other height swap the operands (swap_ab). The high ones are for products of a few hundred
-/// rows, which tiles of 128 rows do not fit. The low ones are for products of one row of tiles: their rings are deep,
-/// and a CTA that shares K has little to send.
+/// as many, and models' weights have few widths. Tiles of any other height swap the operands (swap_ab). The high ones
+/// are for products of a few hundred rows, which tiles of 128 rows do not fit. The low ones are for products of one row
+/// of tiles: their rings are deep, and a CTA that shares K has little to send.
 #[rustfmt::skip]
 const SM90: [Shape; 46] = [
     //  tile_m  tile_n  stages  cluster  split
@@ -108,7 +108,7 @@ pub enum Variant {
     Forms,
     /// Products of weights [N, K] alone, of the element type. Its arguments are those of `Forms`.
     Plain,
-    /// As `Plain`, of rows that are there and with all of K, and without notes of what it does when.
+    /// As `Plain`, of rows that are there, with all of K, and without a trace.
     Alone,
     /// Its rows are few partial sums, which go through low-latency areas. Its arguments are those of `Forms`.
     LowLatency,

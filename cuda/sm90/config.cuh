@@ -48,7 +48,7 @@ constexpr int kBandRows = 64;
 enum class Variant {
     kForms,       // all forms of a product of this rank's output
     kPlain,       // products of [N, K] weights alone, of the element type
-    kAlone,       // plain products of rows that are there, for which nothing is waited for, sent or noted
+    kAlone,       // plain products of rows that are there: no flags, no peers, no slices of K, no trace
     kLowLatency,  // few rows of partial sums, which are sent as they are made, and their sums' forms
     kSums,        // block sums
 };
@@ -77,9 +77,9 @@ struct Config {
     static constexpr int kBoxes = Boxes;            // that a consumer warp has to store through
     static constexpr bool kSums = Kind == Variant::kSums;
     static constexpr bool kLowLatency = Kind == Variant::kLowLatency;
+    static constexpr bool kAlone = Kind == Variant::kAlone;
     // The other forms together take registers and so much code that a kernel with them needs two to three microseconds
     // more to begin and to end.
-    static constexpr bool kAlone = Kind == Variant::kAlone;
     static constexpr bool kPlain = Kind == Variant::kPlain || kAlone;
     // Slices of K may be added through memory.
     static constexpr bool kSliced = Split == 1 && (Kind == Variant::kForms || Kind == Variant::kPlain);

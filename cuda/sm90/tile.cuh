@@ -63,7 +63,7 @@ __device__ __forceinline__ bool has_peers(const GemmeshParams& params) {
     return !C::kAlone && params.peers.push_epoch != nullptr;
 }
 
-// True if the kernel notes what it does when.
+// True if the call is traced.
 template <class C>
 __device__ __forceinline__ bool is_traced(const GemmeshParams& params) {
     return !C::kAlone && params.trace != nullptr;
