@@ -106,9 +106,9 @@ pub struct Shape {
 pub enum Variant {
     /// All forms of a product of this rank's output.
     Forms,
-    /// Products of weights [N, K] alone, of the element type. Its arguments are those of `Forms`.
+    /// Only products of weights [N, K], of the element type. Its arguments are those of `Forms`.
     Plain,
-    /// As `Plain`, of rows that are there, with all of K, and without a trace.
+    /// As `Plain`, of rows that are there, without peers, slices of K and a trace.
     Alone,
     /// Its rows are few partial sums, which go through low-latency areas. Its arguments are those of `Forms`.
     LowLatency,
@@ -301,19 +301,19 @@ impl Family {
                 let key = |s: &Shape| (s.tile_m, s.tile_n, s.stages, s.cluster, s.split);
                 key(other) == key(shape)
             };
+            let is_taken_whole = || shape.is_pingpong(Variant::Forms);
             // Small enough for the sums below.
-            let is_taken_whole = shape.is_pingpong(Variant::Forms);
             let refused = if !(64..=256).contains(&shape.tile_n) || !shape.tile_n.is_multiple_of(16)
             {
                 "tile_n is a multiple of 16 from 64 to 256"
             } else if shape.swaps_ab()
                 && !((shape.tile_n == CONSUMERS * BAND_ROWS
-                    || shape.tile_n == BAND_ROWS && is_taken_whole)
+                    || shape.tile_n == BAND_ROWS && is_taken_whole())
                     && (16..=256).contains(&shape.tile_m)
                     && shape.tile_m.is_multiple_of(16))
             {
                 "tile_m is 64 or 128, or a multiple of 16 up to 256 and tile_n 128, or 64 where consumers take turns"
-            } else if shape.tile_m == BAND_ROWS && !(shape.is_shared() || is_taken_whole) {
+            } else if shape.tile_m == BAND_ROWS && !(shape.is_shared() || is_taken_whole()) {
                 "tile_n of 64 rows is a multiple of 128, unless consumers take turns"
             } else if !(2..=64).contains(&shape.stages) {
                 "a product runs while the next stage is loaded: there are 2 stages or more, 64 at the most"

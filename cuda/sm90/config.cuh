@@ -47,7 +47,7 @@ constexpr int kBandRows = 64;
 // What a kernel can do beside the product: its code has nothing else.
 enum class Variant {
     kForms,       // all forms of a product of this rank's output
-    kPlain,       // products of [N, K] weights alone, of the element type
+    kPlain,       // only products of [N, K] weights, of the element type
     kAlone,       // plain products of rows that are there: no flags, no peers, no slices of K, no trace
     kLowLatency,  // few rows of partial sums, which are sent as they are made, and their sums' forms
     kSums,        // block sums

@@ -217,7 +217,9 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
     using Element = typename C::Element;
     // The shuffle tells the compiler that a warp's lanes branch alike on their rows. Else it takes all that follows for
     // divergent, computes each operand's address in vector registers, and moves four of them before each wgmma.
-    const uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+    // Low-latency kernels of the largest tiles have no register for it.
+    uint32_t warp = threadIdx.x / 32 % 4;
+    if constexpr (!C::kLowLatency) warp = __shfl_sync(~0u, warp, 0);
     const ConsumerWarp<C> self{cta, consumer, warp, threadIdx.x % 32};
     // where the consumer's part of a tile begins, if it shares the tile
     const uint32_t own = C::kPingpong ? 0 : consumer * (C::kSideBySide ? C::kConsumerN : kBandRows);

@@ -51,7 +51,7 @@ impl Chain {
             if constant_weights {
                 product = product.constant_weights();
             }
-            // The plain variant of a kernel, and that of all forms.
+            // A kernel for products alone, or for plain ones if K is cut into slices, and that of all forms.
             if number >= 3 {
                 product = product.bias(&self.bias).residual(&self.input);
             }

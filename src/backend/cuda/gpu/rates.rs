@@ -79,7 +79,7 @@ pub enum Kind {
 
 /// Rates of an H200.
 ///
-/// They are fitted to 270 shapes by all kernels, so that the kernel that is chosen is the fastest: what a kernel takes
+/// They are fitted to 270 shapes by 42 kernels, so that the kernel that is chosen is the fastest: what a kernel takes
 /// where others are far faster counts little. The links are fitted to 74 shapes (benches/NOTES.md).
 pub const H200: Rates = Rates {
     multiprocessors: 132,

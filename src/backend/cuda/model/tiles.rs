@@ -233,7 +233,7 @@ mod tests {
     use crate::schedule::{Chunking, Route};
 
     /// M, N, K, the shape, and the microseconds that an H200 took. Of the shapes for which a kernel was the fastest or
-    /// nearly so, this is the one at the third quartile of sizes.
+    /// nearly so, this is the one at the third quartile of sizes, or for the latest kernels a model's.
     type Alone = ([usize; 3], [usize; 4], f64);
 
     #[rustfmt::skip]

@@ -82,7 +82,7 @@ impl<'p> ProductLaunch<'p> {
         }
     }
 
-    /// Whether the kernel waits for no rows and no peers, has all of K, and notes nothing.
+    /// Whether the kernel waits for no rows and no peers, has no slices of K, and is not traced.
     fn is_alone(&self) -> bool {
         let params = &self.params;
         !self.kernel.awaits_rows
