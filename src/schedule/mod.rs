@@ -276,6 +276,11 @@ impl Schedule {
         &self.parts.tiles
     }
 
+    /// True if some tile's operands wait for chunk flags.
+    pub fn has_waiting_tiles(&self) -> bool {
+        self.tiles().iter().any(|tile| !tile.flags().is_empty())
+    }
+
     /// The rank whose rows a tile holds, as far as the schedule says.
     ///
     /// For partials that are pulled or sent in one step it is this rank, which makes them. For rows of several ranks,

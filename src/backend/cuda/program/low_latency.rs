@@ -31,9 +31,8 @@ impl LowLatencyRows {
         let [block] = &product.blocks[..] else {
             return None;
         };
-        let waits = schedule.tiles().iter().any(|tile| !tile.flags().is_empty());
         if !schedule.is_one_shot()
-            || waits
+            || schedule.has_waiting_tiles()
             || !fits(&product.config, [product.m, product.n()], world)
         {
             return None;

@@ -140,7 +140,7 @@ impl ProductKernel {
         let mut kernel = ProductKernel {
             clusters: clusters(&instance, shared, gpu.most_ctas(Some(product))),
             begins_early: places.is_none() && begins_early(gpu, shared, schedule, product),
-            awaits_rows: schedule.tiles().iter().any(|tile| !tile.flags().is_empty()),
+            awaits_rows: schedule.has_waiting_tiles(),
             sums: places.as_ref().map(|_| sums(shared, schedule, tables)),
             instance,
             entries,
