@@ -136,24 +136,22 @@ fn source_of(family: &Family, dtype: &str) -> String {
     for shape in family.shapes {
         for variant in family.variants(shape) {
             let head = match variant {
-                Variant::Forms => "GEMMESH_MATMUL",
-                Variant::Plain => "GEMMESH_MATMUL_PLAIN",
-                Variant::Alone => "GEMMESH_MATMUL_ALONE",
-                Variant::LowLatency => "GEMMESH_MATMUL_LOW_LATENCY",
                 Variant::Sums => "GEMMESH_MATMUL_SUMS",
+                _ => "GEMMESH_MATMUL",
             };
             let _ = writeln!(
                 source,
-                "{head}({}, {dtype}, {}, {}, {}, {}, {}, {}, {}, {})",
+                "{head}({}, {}, gemmesh::{dtype}, {}, {}, {}, {}, {}, {}, {}, {}, gemmesh::Variant::k{variant:?})",
                 family.kernel(dtype, shape, variant),
+                family.shared_bytes(shape),
                 shape.tile_m,
                 shape.tile_n,
                 shape.stages,
-                shape.cluster,
+                shape.cluster_m,
+                shape.cluster_n,
                 shape.split,
                 shape.is_pingpong(variant),
                 family.boxes(shape),
-                family.shared_bytes(shape),
             );
         }
     }

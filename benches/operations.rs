@@ -102,9 +102,12 @@ struct Args {
     /// Stages of a CTA's ring of loads.
     #[arg(long)]
     stages: Option<usize>,
-    /// CTAs that share the loads of b.
+    /// CTAs of a cluster that share the loads of b.
     #[arg(long)]
-    cluster: Option<usize>,
+    cluster_m: Option<usize>,
+    /// CTAs of a cluster that share the loads of a.
+    #[arg(long)]
+    cluster_n: Option<usize>,
     /// CTAs that share a tile, each with a part of K.
     #[arg(long)]
     split_k: Option<usize>,
@@ -318,7 +321,10 @@ impl Args {
         let last = self.last_chunks.or(self.chunks);
         let config = Config::new(
             tile.with_stages(self.stages.unwrap_or(default.tile.stages))
-                .with_cluster(self.cluster.unwrap_or(default.tile.cluster))
+                .with_cluster(
+                    self.cluster_m.unwrap_or(default.tile.cluster_m),
+                    self.cluster_n.unwrap_or(default.tile.cluster_n),
+                )
                 .with_split_k(self.split_k.unwrap_or(default.tile.split_k))
                 .with_k_slices(self.k_slices.unwrap_or(default.tile.k_slices))
                 .with_group_m(self.group_m.unwrap_or(default.tile.group_m)),

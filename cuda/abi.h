@@ -22,15 +22,15 @@
  *                              <name>(CUtensorMap a, CUtensorMap b, CUtensorMap added, GemmeshParams params,
  *                                     struct {CUtensorMap maps[2 * GEMMESH_MAX_TARGETS];} targets, GemmeshSums sums)
  *
- *              Every argument is __grid_constant__. kernels.rs lists the kernels, with the tile_m, tile_n, cluster and
- *              split of each. <name>_plain, <name>_alone and <name>_low_latency have the arguments of <name>. The first
- *              is for products whose params.activation, is_gated, is_f32 and b_is_kn are zero, without bias and
- *              residual. The second is for those of them that wait for no flags, and whose peers.push_epoch, slices and
- *              trace are null. The third is for those whose low_latency.share is not zero, which the others take for
- *              zero.
+ *              Every argument is __grid_constant__. kernels.rs lists the kernels, with the tile_m, tile_n, cluster_m,
+ *              cluster_n and split of each. <name>_plain, <name>_alone and <name>_low_latency have the arguments of
+ *              <name>. The first is for products whose params.activation, is_gated, is_f32 and b_is_kn are zero,
+ *              without bias and residual. The second is for those of them that wait for no flags, and whose
+ *              peers.push_epoch, slices and trace are null. The third is for those whose low_latency.share is not zero,
+ *              which the others take for zero.
  *
- * Launch:      grid    whole clusters of cluster * split CTAs, at most one on a multiprocessor: as many as the device
- *                      holds at a time, and no more than tile_count unless they have rows to push
+ * Launch:      grid    whole clusters of cluster_m * cluster_n * split CTAs, at most one on a multiprocessor: as many
+ *                      as the device holds at a time, and no more than tile_count unless they have rows to push
  *              block   GEMMESH_THREADS
  *              cluster compiled into the kernel
  *              attrs   PROGRAMMATIC_STREAM_SERIALIZATION, if params.constant_weights is not zero and the kernel adds no
@@ -43,8 +43,8 @@
  *              a box reads zeros past an edge, and writes there are dropped.
  *
  *              map   sizes    box                                             L2 promotion
- *              a     {K, M}   {GEMMESH_TILE_K, tile_m}                        128B
- *              b     {K, N}   {GEMMESH_TILE_K, tile_n / cluster}              128B
+ *              a     {K, M}   {GEMMESH_TILE_K, tile_m / cluster_n}            128B
+ *              b     {K, N}   {GEMMESH_TILE_K, tile_n / cluster_m}            128B
  *              out   {N, M}   {GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS}     none
  *               f32  {N, M}   {GEMMESH_STORE_COLUMNS / 2, GEMMESH_STORE_ROWS} none
  *
@@ -55,12 +55,13 @@
  *
  *              `tails` has maps of `a` and, by weight, of `b`, for tiles that have fewer rows than their boxes. TMA
  *              takes several times as long to write a row of zeros past an edge as to load a row. So the box of
- *              tails.a has M % tile_m rows, and that of tails.b the next multiple of 8 from N % (tile_n / cluster) on.
+ *              tails.a has M % (tile_m / cluster_n) rows, and that of tails.b the next multiple of 8 from
+ *              N % (tile_n / cluster_m) on.
  *              A kernel that adds partials loads whole boxes, and so does every kernel from `b` that is gated or
  *              [K, N].
  *
- *              A map that no load or store uses may hold anything. This is so for `out` of plain kernels, of kernels
- *              that swap operands, of f32 sums, and of gated products of the element type if Shape::gate_rows is less
+ *              A map that no load or store uses may hold anything. This is so for `out` of kernels that swap operands,
+ *              of f32 sums, and of gated products of the element type if Shape::gate_rows is less
  *              than GEMMESH_STORE_COLUMNS; and for tails of matrices that end with a whole box, or
  *              that are loaded by whole boxes.
  *
@@ -82,7 +83,7 @@
 
 /* Columns of `a` and `b` that one pipeline stage holds: 128 bytes, the width of the swizzle. */
 #define GEMMESH_TILE_K 64
-/* Threads of a CTA: a producer warpgroup and two consumer warpgroups. */
+/* Threads of a CTA: a warpgroup with the producers, and two consumer warpgroups. */
 #define GEMMESH_THREADS 384
 
 /* The box of one store: what one warp writes at a time. */
@@ -125,10 +126,10 @@
  * tiles become ready. Neighbours in it run at the same time, so they are grouped for the L2 cache. If K is cut into
  * slices, each slice has an entry of its own (GemmeshSlice). */
 typedef struct GemmeshTile {
-    uint32_t m;          /* tile row, in units of tile_m * cluster rows; CTA r of the cluster takes the r-th part,
-                          * or all of it and a part of K */
-    uint32_t n;          /* tile column, in units of tile_n columns, or of tile_n / 2 columns of `out` if the product
-                          * is gated */
+    uint32_t m;          /* tile row, in units of tile_m * cluster_m rows */
+    uint32_t n;          /* tile column, in units of tile_n * cluster_n columns, or of half as many columns of `out` if
+                          * the product is gated. CTA r of the cluster takes row r % cluster_m and column
+                          * r / cluster_m of the entry's tiles, or all of its tile and a part of K */
     uint32_t block;      /* the block whose rows m counts if the kernel adds partials; otherwise the weight's number */
     uint16_t flag_begin; /* rows of `a`, or addends, are there when flags[flag_begin..flag_end) have all reached the */
     uint16_t flag_end;   /* epoch; an empty range waits for nothing */
@@ -231,7 +232,7 @@ typedef struct GemmeshPeers {
 /* The times at which one CTA worked on one table entry, in nanoseconds of %globaltimer. It is the event
  * [entry * CTAs of a cluster + rank in the cluster]. */
 typedef struct GemmeshTraceEvent {
-    uint64_t wait_begin; /* the producer turned to this tile */
+    uint64_t wait_begin; /* the producer of `a` turned to this tile */
     uint64_t wait_end;   /* its flags had arrived, or the wait was given up */
     uint64_t load_begin; /* a stage was free, and the first load of `a` was issued; loads of `b` may come before */
     uint64_t math_begin; /* the first stage had arrived */
@@ -262,9 +263,8 @@ typedef struct GemmeshLowLatency {
  * Base addresses and pitches are multiples of 16 bytes, so rows of `residual` and `out` are padded to 16 bytes. */
 typedef struct GemmeshOutput {
     const void *bias;        /* [n] of the element type, or null */
-    void *out;               /* the same matrix as its map's, for stores without the map: of plain kernels, of kernels
-                              * that swap operands, of narrow gated tiles, of sums in low-latency areas, and of f32
-                              * sums */
+    void *out;               /* the same matrix as its map's, for stores without the map: of kernels that swap operands,
+                              * of narrow gated tiles, of sums in low-latency areas, and of f32 sums */
     uint64_t out_pitch;      /* bytes from row to row */
     const void *residual;    /* added last, of the element type, or null */
     uint64_t residual_pitch; /* bytes from row to row */

@@ -14,60 +14,69 @@ pub static FAMILIES: [Family; 1] = [Family {
 
 /// Shapes have about as many stages as shared memory holds beside the boxes. Wide tiles move the fewest bytes for a
 /// product. Which width is best depends on how evenly a problem's tiles fill the multiprocessors. Narrow tiles are for
-/// small problems, and for finer steps while rows arrive. Tiles of 64 rows are for few rows, where the speed of reading
-/// `b` counts. They come in many widths, because that speed needs as many tiles as there are multiprocessors, or twice
-/// as many, and models' weights have few widths. Tiles of any other height swap the operands (swap_ab). The high ones
-/// are for products of a few hundred rows, which tiles of 128 rows do not fit. The low ones are for products of one row
-/// of tiles: their rings are deep, and a CTA that shares K has little to send.
+/// small problems, and for finer steps while rows arrive. Small tiles in clusters of both directions read as little as
+/// large ones, and leave fewer multiprocessors idle. Tiles of 64 rows are for few rows, where the speed of reading `b`
+/// counts. They come in many widths, because that speed needs as many tiles as there are multiprocessors, or twice as
+/// many, and models' weights have few widths. Tiles of any other height swap the operands (swap_ab). The high ones are
+/// for products of a few hundred rows, which tiles of 128 rows do not fit. The low ones are for products of one row of
+/// tiles: their rings are deep, and a CTA that shares K has little to send.
 #[rustfmt::skip]
-const SM90: [Shape; 46] = [
-    //  tile_m  tile_n  stages  cluster  split
-    shape( 128,   256,      4,       2,     1),
-    shape( 128,   224,      4,       2,     1),
-    shape( 128,   208,      4,       2,     1),
-    shape( 128,   192,      4,       2,     1),
-    shape( 128,   160,      5,       2,     1),
-    shape( 128,   128,      6,       2,     1),
-    shape( 128,   256,      4,       1,     1),
-    shape( 128,    64,      8,       1,     1),
-    shape( 128,   192,      4,       1,     2),
-    shape( 128,   128,      5,       1,     2),
-    shape( 128,    64,      8,       1,     2),
-    shape( 128,    64,      7,       1,     4),
-    shape(  64,    64,     12,       1,     1),
-    shape(  64,    80,     11,       1,     1),
-    shape(  64,    96,     10,       1,     1),
-    shape(  64,   112,      9,       1,     1),
-    shape(  64,   128,      8,       1,     1),
-    shape(  64,   128,      8,       1,     2),
-    shape(  64,   128,      7,       1,     4),
-    shape(  64,   224,      5,       1,     1),
-    shape(  64,   256,      5,       1,     1),
-    shape(  64,   256,      4,       1,     2),
-    shape(  16,   128,     11,       1,     1),
-    shape(  16,   128,     11,       1,     2),
-    shape(  16,   128,     11,       1,     4),
-    shape(  16,   128,     11,       1,     8),
-    shape(  32,   128,     10,       1,     1),
-    shape(  32,   128,     10,       1,     2),
-    shape(  32,   128,      9,       1,     4),
-    shape(  32,   128,      9,       1,     8),
-    shape(  48,   128,      9,       1,     1),
-    shape(  48,   128,      8,       1,     4),
-    shape(  48,   128,      8,       1,     8),
-    shape(  80,    64,     10,       2,     1),
-    shape(  80,   128,      8,       2,     1),
-    shape(  96,    64,     10,       1,     1),
-    shape(  96,   128,      7,       1,     1),
-    shape(  96,   128,      6,       1,     2),
-    shape(  96,   128,      7,       2,     1),
-    shape( 112,   128,      7,       2,     1),
-    shape( 144,   128,      6,       1,     1),
-    shape( 144,   128,      6,       2,     1),
-    shape( 160,   128,      5,       1,     1),
-    shape( 176,   128,      5,       1,     1),
-    shape( 176,   128,      5,       2,     1),
-    shape( 208,   128,      5,       2,     1),
+const SM90: [Shape; 54] = [
+    //    tile_m   tile_n   stages   cluster_m   cluster_n   split
+    shape(   128,     256,       4,          2,          1,      1),
+    shape(   128,     224,       4,          2,          1,      1),
+    shape(   128,     208,       4,          2,          1,      1),
+    shape(   128,     192,       4,          2,          1,      1),
+    shape(   128,     160,       5,          2,          1,      1),
+    shape(   128,     128,       6,          2,          1,      1),
+    shape(   128,     256,       4,          1,          1,      1),
+    shape(   128,     192,       4,          1,          1,      1),
+    shape(   128,     160,       5,          1,          1,      1),
+    shape(   128,     128,       6,          1,          1,      1),
+    shape(   128,     112,       7,          2,          1,      1),
+    shape(   128,      96,       7,          2,          2,      1),
+    shape(   128,      96,       7,          1,          1,      1),
+    shape(   128,      80,       8,          1,          1,      1),
+    shape(   128,      64,       8,          1,          1,      1),
+    shape(   128,      64,       8,          2,          1,      1),
+    shape(   128,     192,       4,          1,          1,      2),
+    shape(   128,     128,       5,          1,          1,      2),
+    shape(   128,      64,       8,          1,          1,      2),
+    shape(   128,      64,       7,          1,          1,      4),
+    shape(    64,      64,      12,          1,          1,      1),
+    shape(    64,      64,      12,          2,          1,      1),
+    shape(    64,      64,      12,          2,          2,      1),
+    shape(    64,      80,      11,          1,          1,      1),
+    shape(    64,      96,      10,          1,          1,      1),
+    shape(    64,     112,       9,          1,          1,      1),
+    shape(    64,     128,       8,          1,          1,      1),
+    shape(    64,     128,       8,          1,          1,      2),
+    shape(    64,     128,       7,          1,          1,      4),
+    shape(    64,     224,       5,          1,          1,      1),
+    shape(    64,     256,       5,          1,          1,      1),
+    shape(    64,     256,       4,          1,          1,      2),
+    shape(    16,     128,      11,          1,          1,      1),
+    shape(    16,     128,      11,          1,          1,      2),
+    shape(    16,     128,      11,          1,          1,      4),
+    shape(    16,     128,      11,          1,          1,      8),
+    shape(    32,     128,      10,          1,          1,      1),
+    shape(    32,     128,      10,          1,          1,      2),
+    shape(    32,     128,       9,          1,          1,      4),
+    shape(    32,     128,       9,          1,          1,      8),
+    shape(    48,     128,       9,          1,          1,      1),
+    shape(    48,     128,       8,          1,          1,      8),
+    shape(    80,     128,       8,          2,          1,      1),
+    shape(    96,      64,      10,          1,          1,      1),
+    shape(    96,      64,      10,          2,          2,      1),
+    shape(    96,     128,       7,          1,          1,      1),
+    shape(    96,     128,       7,          2,          1,      1),
+    shape(   112,     128,       7,          2,          1,      1),
+    shape(   144,     128,       6,          1,          1,      1),
+    shape(   144,     128,       6,          2,          1,      1),
+    shape(   176,     128,       5,          1,          1,      1),
+    shape(   176,     128,       5,          2,          1,      1),
+    shape(   208,     128,       5,          2,          1,      1),
+    shape(   224,     128,       4,          1,          2,      1),
 ];
 
 /// Kernels of one source: cuda/NAME/matmul.cuh.
@@ -96,7 +105,9 @@ pub struct Shape {
     /// Depth of the ring of loads.
     pub stages: u32,
     /// CTAs, along M, that share each load of `b`.
-    pub cluster: u32,
+    pub cluster_m: u32,
+    /// CTAs, along N, that share each load of `a`.
+    pub cluster_n: u32,
     /// CTAs that share a tile, each with a part of K.
     pub split: u32,
 }
@@ -125,12 +136,20 @@ const VARIANTS: [Variant; 5] = [
     Variant::Sums,
 ];
 
-const fn shape(tile_m: u32, tile_n: u32, stages: u32, cluster: u32, split: u32) -> Shape {
+const fn shape(
+    tile_m: u32,
+    tile_n: u32,
+    stages: u32,
+    cluster_m: u32,
+    cluster_n: u32,
+    split: u32,
+) -> Shape {
     Shape {
         tile_m,
         tile_n,
         stages,
-        cluster,
+        cluster_m,
+        cluster_n,
         split,
     }
 }
@@ -174,6 +193,11 @@ impl Shape {
         swaps_ab(self.tile_m)
     }
 
+    /// CTAs of a cluster.
+    pub fn ctas(&self) -> u32 {
+        self.cluster_m * self.cluster_n * self.split
+    }
+
     /// Whether the consumers take tiles by turns.
     pub fn is_pingpong(&self, variant: Variant) -> bool {
         is_pingpong((self.tile_m, self.tile_n, self.split), variant)
@@ -213,13 +237,13 @@ impl Shape {
 
     /// Rows of gate, and of up, that are loaded at a time: of the boxes of their maps.
     pub fn gate_box(&self) -> u32 {
-        self.gate_rows().min(self.tile_n / self.cluster)
+        self.gate_rows().min(self.tile_n / self.cluster_m)
     }
 
     /// Whether `b` may be given as [K, N]: then each CTA that shares loads has whole boxes of it. A gated product needs
     /// besides that [`gate_rows`](Self::gate_rows) is a multiple of 64.
     pub fn takes_kn(&self) -> bool {
-        (self.tile_n / self.cluster).is_multiple_of(KN_COLUMNS)
+        (self.tile_n / self.cluster_m).is_multiple_of(KN_COLUMNS)
     }
 
     /// Boxes that each consumer warp can use.
@@ -241,9 +265,9 @@ impl Family {
             tile_m,
             tile_n,
             stages,
-            cluster,
+            cluster_m,
+            cluster_n,
             split,
-            ..
         } = shape;
         let variant = match variant {
             Variant::Forms => "",
@@ -252,15 +276,16 @@ impl Family {
             Variant::LowLatency => "_low_latency",
             Variant::Sums => "_sums",
         };
+        let cluster = format!("{cluster_m}x{cluster_n}");
         format!("matmul_{dtype}_{tile_m}x{tile_n}x{tile_k}_s{stages}_c{cluster}_k{split}{variant}")
     }
 
     /// The kernels of a shape. Partials are not added by those that swap operands, and few rows fit one low tile. Both
-    /// consumers have a half of each tile whose partials are moved.
+    /// consumers have a half of each tile whose partials are moved. None of these has CTAs that share `a`.
     pub fn variants(&self, shape: &Shape) -> impl Iterator<Item = Variant> + use<> {
-        let is_shared = shape.is_shared();
+        let is_shared = shape.is_shared() && shape.cluster_n == 1;
         let swaps_ab = shape.swaps_ab();
-        let is_low = shape.tile_m * shape.cluster <= BAND_ROWS;
+        let is_low = shape.tile_m * shape.cluster_m <= BAND_ROWS;
         let made = move |variant: &Variant| match variant {
             Variant::Forms | Variant::Plain | Variant::Alone => true,
             Variant::LowLatency => is_low && is_shared,
@@ -298,7 +323,8 @@ impl Family {
     pub fn check(&self) -> Result<(), String> {
         for (index, shape) in self.shapes.iter().enumerate() {
             let alike = |other: &Shape| {
-                let key = |s: &Shape| (s.tile_m, s.tile_n, s.stages, s.cluster, s.split);
+                let of = |s: &Shape| (s.tile_m, s.tile_n, s.stages);
+                let key = |s: &Shape| (of(s), s.cluster_m, s.cluster_n, s.split);
                 key(other) == key(shape)
             };
             let is_taken_whole = || shape.is_pingpong(Variant::Forms);
@@ -317,12 +343,20 @@ impl Family {
                 "tile_n of 64 rows is a multiple of 128, unless consumers take turns"
             } else if !(2..=64).contains(&shape.stages) {
                 "a product runs while the next stage is loaded: there are 2 stages or more, 64 at the most"
-            } else if ![1, 2, 4].contains(&shape.cluster) || ![1, 2, 4, 8].contains(&shape.split) {
-                "cluster is 1, 2 or 4, and split one of these or 8"
-            } else if shape.cluster > 1 && shape.split > 1 {
-                "CTAs share b or K, not both: cluster or split is 1"
-            } else if !(shape.tile_n / shape.cluster).is_multiple_of(8) {
-                "tile_n over cluster is a multiple of 8"
+            } else if ![shape.cluster_m, shape.cluster_n]
+                .iter()
+                .all(|ctas| [1, 2, 4].contains(ctas))
+                || ![1, 2, 4, 8].contains(&shape.split)
+            {
+                "cluster_m and cluster_n are 1, 2 or 4, and split one of these or 8"
+            } else if shape.cluster_m * shape.cluster_n > 1 && shape.split > 1 {
+                "CTAs share loads or K, not both: a cluster or split is 1"
+            } else if shape.ctas() > 8 {
+                "a cluster has 8 CTAs at the most"
+            } else if !(shape.tile_m / shape.cluster_n).is_multiple_of(8)
+                || !(shape.tile_n / shape.cluster_m).is_multiple_of(8)
+            {
+                "tile_m and tile_n over cluster_n and cluster_m are multiples of 8"
             } else if self.boxes(shape) == 0 {
                 "its stages leave no room in shared memory for the boxes of the stores"
             } else if self.shapes[..index].iter().any(alike) {

@@ -96,11 +96,18 @@ impl Explanation {
             write!(f, " and have up to {} steps on their way", tile.stages)?;
         }
         f.write_str(".")?;
-        if tile.cluster > 1 {
-            let count = tile.cluster;
+        if tile.cluster_m > 1 {
+            let count = tile.cluster_m;
             write!(
                 f,
                 "\n{count} tiles, one above the other, share what they load of the weight."
+            )?;
+        }
+        if tile.cluster_n > 1 {
+            let count = tile.cluster_n;
+            write!(
+                f,
+                "\n{count} tiles, side by side, share what they load of the rows."
             )?;
         }
         if tile.split_k > 1 {
@@ -224,7 +231,7 @@ mod tests {
 
     #[test]
     fn every_option_of_a_tile_has_a_sentence() {
-        let tile = TileShape::new(1, 1, 1).with_stages(4).with_cluster(2);
+        let tile = TileShape::new(1, 1, 1).with_stages(4).with_cluster(2, 1);
         let tile = tile.with_split_k(3).with_k_slices(5).with_group_m(8);
         let explanation = Explanation {
             config: Config::new(tile, Chunking::new(1), Route::Pull).with_max_ctas(64),

@@ -142,12 +142,13 @@ fn case() -> impl Strategy<Value = Case> {
     let chunks = || prop_oneof![1..=8usize, 1..=MAX_CHUNKS];
     let routes = vec![Route::Pull, Route::Push, Route::Store];
     let moved = (chunks(), chunks(), any::<bool>(), select(routes));
-    (tile(), tile(), 1..=2usize, group_m, moved)
+    let cluster = (1..=2usize, 1..=2usize);
+    (tile(), tile(), cluster, group_m, moved)
         .prop_flat_map(|(tile_m, tile_n, cluster, group_m, moved)| {
             let (chunks, last_chunks, cut_last, route) = moved;
             let config = Config::new(
                 TileShape::new(tile_m, tile_n, 5)
-                    .with_cluster(cluster)
+                    .with_cluster(cluster.0, cluster.1)
                     .with_group_m(group_m),
                 Chunking::new(chunks)
                     .with_last(last_chunks)
@@ -155,7 +156,7 @@ fn case() -> impl Strategy<Value = Case> {
                 route,
             );
             (
-                rows(tile_m * cluster),
+                rows(tile_m * cluster.0),
                 extent(tile_n, 5 * tile_n),
                 select(vec![1, 64, 65, 128, 129, 1000]),
                 Just(config),
@@ -200,9 +201,13 @@ fn ready_order(plan: &Schedule) -> Vec<usize> {
         .collect()
 }
 
-/// Rows of one entry of the table: a cluster's tiles stand one above the other.
+/// Rows of one entry of the table: a cluster's tiles stand one above the other, and side by side.
 fn entry_rows(case: &Case) -> usize {
-    case.config.tile.m * case.config.tile.cluster
+    case.config.tile.m * case.config.tile.cluster_m
+}
+
+fn entry_columns(case: &Case) -> usize {
+    case.config.tile.n * case.config.tile.cluster_n
 }
 
 proptest! {
@@ -218,7 +223,7 @@ proptest! {
         let tiles: Vec<_> = plan.tiles().iter().map(|tile| (tile.m, tile.n)).collect();
         let distinct: BTreeSet<_> = tiles.iter().copied().collect();
         let rows = case.m().div_ceil(entry_rows(&case)) as u32;
-        let columns = case.n.div_ceil(case.config.tile.n) as u32;
+        let columns = case.n.div_ceil(entry_columns(&case)) as u32;
         prop_assert_eq!(tiles.len(), rows as usize * columns as usize);
         prop_assert_eq!(distinct.len(), tiles.len());
         prop_assert!(distinct.iter().all(|&(m, n)| m < rows && n < columns));
@@ -227,7 +232,7 @@ proptest! {
     #[test]
     fn tiles_cover_the_output_once(case in case()) {
         let plan = case.plan();
-        let tile_n = case.config.tile.n;
+        let tile_n = entry_columns(&case);
         let tile_m = entry_rows(&case);
         let mut area = 0;
         for tile in plan.tiles() {
@@ -1024,12 +1029,21 @@ fn assert_problems_have_limits() {
 /// Each field of a configuration alone.
 fn assert_fields_have_limits() {
     type Field = (&'static str, fn(&mut Config) -> &mut usize, usize);
-    let fields: [Field; 10] = [
+    let fields: [Field; 11] = [
         ("Config::tile.m", |c| &mut c.tile.m, MAX_EXTENT),
         ("Config::tile.n", |c| &mut c.tile.n, MAX_EXTENT),
         ("Config::tile.k", |c| &mut c.tile.k, MAX_EXTENT),
         ("Config::tile.stages", |c| &mut c.tile.stages, MAX_EXTENT),
-        ("Config::tile.cluster", |c| &mut c.tile.cluster, MAX_CLUSTER),
+        (
+            "Config::tile.cluster_m",
+            |c| &mut c.tile.cluster_m,
+            MAX_CLUSTER,
+        ),
+        (
+            "Config::tile.cluster_n",
+            |c| &mut c.tile.cluster_n,
+            MAX_CLUSTER,
+        ),
         ("Config::tile.group_m", |c| &mut c.tile.group_m, MAX_EXTENT),
         ("Config::tile.split_k", |c| &mut c.tile.split_k, MAX_CLUSTER),
         (
@@ -1064,10 +1078,15 @@ fn assert_fields_have_limits() {
 /// Fields of which each is within its limits.
 fn assert_fields_have_limits_together() {
     let mut config = CONFIG;
-    config.tile = TileShape::new(MAX_EXTENT, 3, 1).with_cluster(2);
+    config.tile = TileShape::new(MAX_EXTENT, 3, 1).with_cluster(2, 1);
     let error = plan(&[3; 3], 9, 9, 0, config).unwrap_err();
-    let rows = "Config::tile.m · tile.cluster";
+    let rows = "Config::tile.m · tile.cluster_m";
     assert_limit(error, rows, 2 * MAX_EXTENT, 1, MAX_EXTENT);
+
+    config.tile = TileShape::new(3, MAX_EXTENT, 1).with_cluster(1, 2);
+    let error = plan(&[3; 3], 9, 9, 0, config).unwrap_err();
+    let columns = "Config::tile.n · tile.cluster_n";
+    assert_limit(error, columns, 2 * MAX_EXTENT, 1, MAX_EXTENT);
 
     let error = plan(&[3; 3], 9, 9, 0, CONFIG.with_max_ctas(0)).unwrap_err();
     assert_limit(error, "Config::max_ctas", 0, 1, MAX_EXTENT);

@@ -85,7 +85,7 @@ fn percentiles_are_values_and_the_geometric_mean_is_that_of_ratios() {
 
 fn line(m: usize, alone: f64, baseline: Option<f64>, fused: f64) -> Line {
     let config = Config::new(
-        TileShape::new(128, 224, 64).with_cluster(2),
+        TileShape::new(128, 224, 64).with_cluster(2, 1),
         Chunking::new(1).with_last(2).with_cut_last(true),
         Route::Push,
     );

@@ -213,8 +213,8 @@ pub fn in_short(config: &Config) -> String {
         slices => format!("k{slices}"),
     };
     format!(
-        "{route} {}×{} c{} {parts} {}/{}{cut}",
-        tile.m, tile.n, tile.cluster, chunking.count, chunking.last
+        "{route} {}×{} c{}×{} {parts} {}/{}{cut}",
+        tile.m, tile.n, tile.cluster_m, tile.cluster_n, chunking.count, chunking.last
     )
 }
 

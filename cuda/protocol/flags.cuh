@@ -71,7 +71,7 @@ __device__ inline bool await(const GemmeshParams& params, const volatile uint32_
     });
 }
 
-// The producer warp's view of the chunk flags.
+// The chunk flags as the producer of `a` sees them.
 class ChunkFlags {
 public:
     __device__ ChunkFlags(const GemmeshParams& params, uint32_t lane) : params_(params), lane_(lane) {}

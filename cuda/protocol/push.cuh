@@ -109,7 +109,7 @@ __device__ __forceinline__ GemmeshCopyTask load_task(const GemmeshCopyTask* at) 
 
 // The threads of a CTA that push. Together they take one task at a time.
 struct Pushers {
-    static constexpr uint32_t kThreads = 96;
+    static constexpr uint32_t kThreads = 64;
     static constexpr int kBarrier = 2;
     uint32_t index;  // of the task
 

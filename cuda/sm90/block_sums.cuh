@@ -56,8 +56,8 @@ constexpr uint32_t kNextBox = C::kSideBySide ? C::kConsumerN : kSumColumns;
 template <class C>
 constexpr uint32_t kSumBoxes = (C::kConsumerN + kSumColumns - 1) / kSumColumns;
 
-// One thread, the producer: loads a tile's addends through the ring, after its operands. `row` is the tile's first
-// row, counted from the block's first.
+// One thread, the producer of `a`: loads a tile's addends through the ring, after its operands. `row` is the tile's
+// first row, counted from the block's first.
 template <class C, class Stages>
 __device__ __forceinline__ void load_addends(const CUtensorMap& map_added, const GemmeshBlock& block, const Stages& stages,
                                              RingPosition<C::kStages>& at, uint32_t row, uint32_t column) {
@@ -78,6 +78,14 @@ __device__ __forceinline__ void load_addends(const CUtensorMap& map_added, const
             at.advance();
         }
     }
+}
+
+// One thread, the producer of `b`: passes through the stages of a tile's addends, to which it has nothing to add.
+template <class C, class Stages>
+__device__ __forceinline__ void pass_addends(const GemmeshBlock& block, const Stages& stages,
+                                             RingPosition<C::kStages>& at) {
+    constexpr uint32_t kOfAddend = (kSumBoxes<C> + kConsumerBoxes<C> - 1) / kConsumerBoxes<C>;
+    for (uint32_t left = kOfAddend * block.addends; left > 0; --left, at.advance()) stages.acquire(at, 0);
 }
 
 // One warp: adds its rows of a box to the accumulators of the box's columns, the first of which `sum` is.
@@ -156,7 +164,7 @@ __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kConsum
         // After this every lane has read and added its part of the boxes. So the neighbours may be told, and no load of
         // theirs overwrites what is still to be read.
         __syncwarp();
-        shared.pipeline.release(at.stage, lane);
+        shared.pipeline.release(at.stage, lane, 0);  // clusters have one column
         at.advance();
     }
 
@@ -206,8 +214,6 @@ public:
         __syncwarp();
         return boxes_[step % Boxes];
     }
-
-    static constexpr bool kByTma = true;
 
     __device__ void commit(int step) {
         if (!is_used_) return;

@@ -25,7 +25,7 @@ static_assert(GEMMESH_THREADS == (1 + kConsumers) * kWarpgroupThreads);
 // The CTA is launched with 65536 registers over its threads, in steps of 8. The warpgroups share them out, and the
 // consumers need most of them. A warpgroup that asks for more than the others have given up waits for ever.
 constexpr int kLaunchRegisters = 65536 / GEMMESH_THREADS / 8 * 8;
-constexpr int kProducerRegisters = 56;
+constexpr int kProducerRegisters = 56;  // with the warps beside the producers
 constexpr int kConsumerRegisters = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
 static_assert(kConsumerRegisters == 224);
 
@@ -53,8 +53,8 @@ enum class Variant {
     kSums,        // block sums
 };
 
-template <class Element_, int TileM, int TileN, int Stages, int Cluster, int Split, bool Pingpong, int Boxes,
-          Variant Kind>
+template <class Element_, int TileM, int TileN, int Stages, int ClusterM, int ClusterN, int Split, bool Pingpong,
+          int Boxes, Variant Kind>
 struct Config {
     using Element = Element_;
     static constexpr int kTileM = TileM;
@@ -71,10 +71,11 @@ struct Config {
     static_assert(!kSwapAb || (TileM % 16 == 0 && TileM <= 256 && Kind != Variant::kSums));
     static_assert(!kPingpong || (Split == 1 && Kind != Variant::kLowLatency && Kind != Variant::kSums));
     static constexpr int kStages = Stages;
-    static constexpr int kCluster = Cluster;        // CTAs that share the loads of b, on rows of their own
-    static constexpr int kSplit = Split;            // or: CTAs that share a tile, each with a part of K
-    static constexpr int kCtas = Cluster * Split;   // in a cluster, as the hardware sees it
-    static constexpr int kBoxes = Boxes;            // that a consumer warp has to store through
+    static constexpr int kClusterM = ClusterM;  // CTAs that share the loads of b, on rows of their own
+    static constexpr int kClusterN = ClusterN;  // CTAs that share the loads of a, on columns of their own
+    static constexpr int kSplit = Split;        // or: CTAs that share a tile, each with a part of K
+    static constexpr int kCtas = ClusterM * ClusterN * Split;  // in a cluster, as the hardware sees it
+    static constexpr int kBoxes = Boxes;        // that a consumer warp has to store through
     static constexpr bool kSums = Kind == Variant::kSums;
     static constexpr bool kLowLatency = Kind == Variant::kLowLatency;
     static constexpr bool kAlone = Kind == Variant::kAlone;
@@ -83,15 +84,17 @@ struct Config {
     static constexpr bool kPlain = Kind == Variant::kPlain || kAlone;
     // Slices of K may be added through memory.
     static constexpr bool kSliced = Split == 1 && (Kind == Variant::kForms || Kind == Variant::kPlain);
-    static_assert(Cluster == 1 || Split == 1);
+    static_assert(ClusterM * ClusterN == 1 || Split == 1);
+    static_assert(ClusterN == 1 || (Kind != Variant::kSums && Kind != Variant::kLowLatency));
     // Whether entries are computed if they can be. Kernels of high tiles and all forms have no registers for it.
     static constexpr bool kComputesEntries = kPlain || (!kSums && TileM < kBandRows);
     static constexpr uint32_t kBytesA = TileM * GEMMESH_TILE_K * sizeof(Element);  // of a stage
     static constexpr uint32_t kBytesB = TileN * GEMMESH_TILE_K * sizeof(Element);
 
-    static constexpr int kPartN = TileN / Cluster;  // what one CTA loads of the tile's b
+    static constexpr int kPartM = TileM / ClusterN;  // what one CTA loads of the tile's a
+    static constexpr int kPartN = TileN / ClusterM;  // and of its b
     static_assert(TileN % 16 == 0 && TileN <= 256);
-    static_assert(kPartN % 8 == 0, "a part of b begins on a whole swizzle pattern");
+    static_assert(kPartM % 8 == 0 && kPartN % 8 == 0, "a part begins on a whole swizzle pattern");
     static constexpr bool kTakesKn = kPartN % 64 == 0 && !kPlain;  // `b` may be given as [K, N]: see WeightLoads
 
     // In a gated tile, kGateRows rows of gate and as many of up alternate in `b`. So the first half of a consumer's
@@ -102,6 +105,32 @@ struct Config {
     static constexpr int kGateBox = kGateRows < kPartN ? kGateRows : kPartN;  // what is loaded at a time
     static_assert(kGateRows % 8 == 0 && kPartN % kGateBox == 0);
 };
+
+// A CTA's row and column in its cluster, whose CTAs are numbered column by column. CTAs that share K have one tile.
+template <class C>
+__device__ __forceinline__ uint32_t row_in_cluster(uint32_t cta) {
+    return cta % C::kClusterM;
+}
+
+template <class C>
+__device__ __forceinline__ uint32_t column_in_cluster(uint32_t cta) {
+    return C::kClusterN == 1 ? 0 : cta / C::kClusterM;
+}
+
+// The CTAs of one of the cluster's columns, or rows, as a mask for multicasts.
+template <class C>
+__device__ __forceinline__ uint16_t ctas_of_column(uint32_t column) {
+    constexpr uint32_t kFirst = (1 << C::kClusterM) - 1;
+    return kFirst << column * C::kClusterM;
+}
+
+template <class C>
+__device__ __forceinline__ uint16_t ctas_of_row(uint32_t row) {
+    uint32_t first = 0;
+#pragma unroll
+    for (uint32_t column = 0; column < C::kClusterN; ++column) first |= 1 << column * C::kClusterM;
+    return first << row;
+}
 
 // The accumulators of a consumer.
 template <class C>
@@ -144,12 +173,12 @@ struct Shared {
     alignas(1024) Element b[C::kStages][C::kTileN * GEMMESH_TILE_K];
     StoreBox<Element> boxes[kConsumerWarps][C::kBoxes];
     SplitSum<C::kSplit, C::kColumns, kConsumerWarps> sum;
-    Pipeline<C::kStages, C::kCluster> pipeline;
+    Pipeline<C::kStages, C::kClusterM, C::kClusterN> pipeline;
     Published<Entrance> entrance;
     Pushers pushers;
 };
 
-// The producer's view of the ring. It asks for stage after stage, and the tensor cores wait for it if it takes long. So
+// A producer's view of the ring. It asks for stage after stage, and the tensor cores wait for it if it takes long. So
 // it computes all addresses from one register. From `Shared` the compiler would compute each anew, with a read of a
 // special register.
 template <class C>
@@ -157,8 +186,9 @@ class Stages {
 public:
     __device__ explicit Stages(const Shared<C>& shared) : base_(ptx::shared_address(&shared)) { ptx::pin(base_); }
 
-    // Waits until the stage may be written, here and in the CTAs that share the load, and announces `bytes` to come. At
-    // the start every stage is free, as in the phase before the first, so the producer waits for the opposite parity.
+    // Waits until the stage may be written, here and in the CTAs that share the load, and announces this producer's
+    // `bytes` to come. At the start every stage is free, as in the phase before the first, so it waits for the opposite
+    // parity.
     __device__ void acquire(const RingPosition<C::kStages>& at, uint32_t bytes) const {
         wait_phase(at_offset(offsetof(Shared<C>, pipeline.empty), sizeof(uint64_t), at.stage), at.parity ^ 1);
         ptx::mbarrier_arrive_expect_tx(full(at.stage), bytes);

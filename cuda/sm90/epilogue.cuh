@@ -257,8 +257,8 @@ __device__ __forceinline__ void store_directly(const float* accumulators, const 
     }
 }
 
-// Stores the warp's 16 rows of N columns, box by box, through `stores`. If TMA stores them (kByTma), the tensor cores go
-// on with the next tile while it still reads the last boxes. Each warp has its own boxes, so the warps of a warpgroup
+// Stores the warp's 16 rows of N columns, box by box, through `stores`. TMA stores them, and the tensor cores go on
+// with the next tile while it still reads the last boxes. Each warp has its own boxes, so the warps of a warpgroup
 // never wait for each other.
 template <class Element, int N, class Stores>
 __device__ __forceinline__ void store_rows(const float* accumulators, Stores& stores, uint32_t lane) {
@@ -279,7 +279,7 @@ __device__ __forceinline__ void store_rows(const float* accumulators, Stores& st
             ptx::stmatrix_x4(target, upper_left, lower_left, upper_right, lower_right);
         }
 
-        if constexpr (Stores::kByTma) ptx::fence_proxy_async_shared_cta();
+        ptx::fence_proxy_async_shared_cta();
         __syncwarp();
         stores.commit(step);
     }
@@ -321,7 +321,6 @@ __device__ __forceinline__ void await_box(int step) {
 // A warp's own stores, to one matrix, by TMA. `row` is its first row, and `column` the consumer's first column.
 template <class Element, int N, int Boxes>
 struct OwnStores {
-    static constexpr bool kByTma = true;
     const CUtensorMap* out;
     StoreBox<Element> (&boxes)[Boxes];
     uint32_t row;
@@ -338,38 +337,6 @@ struct OwnStores {
         if (!ptx::elect_one()) return;
         ptx::cp_async_bulk_tensor_2d_store(out, column + store_column<Element, N>(step), row, boxes[step % Boxes].elements);
         ptx::cp_async_bulk_commit_group();
-    }
-};
-
-// The same by the warp's lanes, of which eight store a row's 128 bytes. A kernel whose last stores are these ends half a
-// microsecond sooner, and a kernel that stores nothing else needs no map of the output.
-template <class Element, int N, int Boxes>
-struct LaneStores {
-    static constexpr bool kByTma = false;
-    const GemmeshOutput& output;
-    StoreBox<Element> (&boxes)[Boxes];
-    const WarpPlace& place;
-    uint32_t lane;
-
-    // All lanes have read what the box had.
-    __device__ StoreBox<Element>& acquire(int step) {
-        __syncwarp();
-        return boxes[step % Boxes];
-    }
-
-    __device__ void commit(int step) {
-        using Box = StoreBox<Element>;
-        constexpr uint32_t kLanes = Box::kColumns / Box::kPiece;  // that store a row
-        const uint32_t piece = lane % kLanes;
-        const uint32_t column = place.column + store_column<Element, N>(step) + piece * Box::kPiece;
-        uint8_t* out = static_cast<uint8_t*>(output.out) + column * sizeof(Element);
-#pragma unroll
-        for (uint32_t row = lane / kLanes; row < Box::kRows; row += 32 / kLanes) {
-            // a piece that begins within the row is written whole, as by TMA
-            if (place.row + row >= place.end || column >= output.n) continue;
-            const uint4 values = *reinterpret_cast<const uint4*>(boxes[step % Boxes].piece(row, piece));
-            ptx::st_global(out + (place.row + row) * output.out_pitch, values);
-        }
     }
 };
 

@@ -11,21 +11,21 @@
 // memory. Each warp waits for itself. As every CTA has warps that wait, this kernel ends after those before it, and
 // whoever waits for this kernel's end need not ask for theirs.
 //
-// One persistent kernel. A cluster of one to eight CTAs takes entry after entry of the host's table. In each CTA a
-// producer warp waits for the flags of the tile and feeds a ring of stages by TMA. Two consumer warpgroups multiply
-// what arrives and store it. They share each tile, or take tiles by turns (Config::kPingpong). Only the producer waits
-// for a tile's flags. The ring fills with the next tile while the consumers store this one, and with the first tile's
-// `b` before that tile's flags are there. If the operation pushes or stores to peers, the other warps of the producer
-// warpgroup tell the peers that this kernel runs, and push rows to them.
+// One persistent kernel. A cluster of one to eight CTAs takes entry after entry of the host's table. In each CTA two
+// producer warps feed a ring of stages by TMA, one with rows of `a` and one with rows of `b`. Two consumer warpgroups
+// multiply what arrives and store it. They share each tile, or take tiles by turns (Config::kPingpong). Only the
+// producer of `a` waits for a tile's flags. The ring fills with the next tile while the consumers store this one, and
+// with `b` before a tile's flags are there. If the operation pushes or stores to peers, the other warps of the
+// producers' warpgroup tell the peers that this kernel runs, and push rows to them.
 //
 // In a kernel with block sums (kSums), the rows of `a` are cut into blocks. A block's product is stored to one or
 // several places on this GPU or on others, as partial sums or, if this rank owns the rows, as sums (block_sums.cuh).
-// The producer loads a tile's operands without waiting. Then it waits for the tile's flags, which stand for the
-// addends, and loads these through the same ring.
+// The producers load a tile's operands without waiting. Then the one of `a` waits for the tile's flags, which stand for
+// the addends, and loads these through the same ring.
 //
-// The CTAs of a cluster work on neighbouring rows and the same columns, so they share `b`. Each loads its part and
-// multicasts it to all. Each producer waits for its own tile's flags, because it alone loads its CTA's rows of `a`. Its
-// neighbours load only `b` for it, which needs no flag.
+// The CTAs of a cluster have neighbouring tiles. Those of a column have the same columns of the output, so they share
+// `b`: each loads its part and multicasts it to the others. Those of a row share `a` in the same way. They wait for the
+// same flags, each before it loads its part.
 //
 // If a problem has too few tiles, the CTAs of a cluster share K instead. Each multiplies its part of K, and then adds
 // up and stores a part of the tile (cluster_split_k.cuh). Or entries of the table have a slice of K each. For each
@@ -58,7 +58,7 @@
 
 namespace gemmesh {
 
-// The warps beside the producer: push rows. In the first CTA that has entered, one of them also tells the peers that
+// The warps beside the producers: push rows. In the first CTA that has entered, one of them also tells the peers that
 // this kernel runs. If tiles are stored or sent to peers, it then waits until the peers are ready.
 template <class C>
 __device__ __forceinline__ void serve_peers(const GemmeshParams& params, Shared<C>& shared) {
@@ -102,7 +102,7 @@ struct Turn {
 template <class C, bool BIsKn>
 __device__ __forceinline__ void multiply(Bands<C>& bands, Shared<C>& shared, RingPosition<C::kStages>& at,
                                          const Turn<C>& turn, Placed<C>& placed, uint32_t a, uint32_t b, uint32_t count,
-                                         uint32_t lane) {
+                                         uint32_t lane, uint32_t cta) {
     constexpr uint32_t kStageA = operand_distance(sizeof(shared.a[0]));
     constexpr uint32_t kStageB = operand_distance(sizeof(shared.b[0]));
     constexpr uint32_t kNextBand = operand_distance(kBandRows * GEMMESH_TILE_K * sizeof(typename C::Element));
@@ -127,7 +127,7 @@ __device__ __forceinline__ void multiply(Bands<C>& bands, Shared<C>& shared, Rin
         }
         if (step > 0) {
             ptx::wgmma_wait_group<C::kBands>();
-            shared.pipeline.release(previous, lane);
+            shared.pipeline.release(previous, lane, cta);
             if constexpr (C::kSums) {
                 if (step == placed.kReportStep) placed.report(lane);
             }
@@ -138,22 +138,22 @@ __device__ __forceinline__ void multiply(Bands<C>& bands, Shared<C>& shared, Rin
     turn.end();
 #pragma unroll
     for (uint32_t band = 0; band < C::kBands; ++band) bands[band].wait();
-    shared.pipeline.release(previous, lane);
+    shared.pipeline.release(previous, lane, cta);
 }
 
 // One warpgroup: the same, with the loop for the layout that `b` has in this call.
 template <class C>
 __device__ __forceinline__ void multiply_tile(Bands<C>& bands, const GemmeshParams& params, Shared<C>& shared,
                                               RingPosition<C::kStages>& at, const Turn<C>& turn, Placed<C>& placed,
-                                              uint32_t a, uint32_t b, uint32_t count, uint32_t lane) {
+                                              uint32_t a, uint32_t b, uint32_t count, uint32_t lane, uint32_t cta) {
     if constexpr (C::kTakesKn) {
         if (params.b_is_kn != 0) {
-            multiply<C, true>(bands, shared, at, turn, placed, a, b, count, lane);
+            multiply<C, true>(bands, shared, at, turn, placed, a, b, count, lane, cta);
         } else {
-            multiply<C, false>(bands, shared, at, turn, placed, a, b, count, lane);
+            multiply<C, false>(bands, shared, at, turn, placed, a, b, count, lane, cta);
         }
     } else {
-        multiply<C, false>(bands, shared, at, turn, placed, a, b, count, lane);
+        multiply<C, false>(bands, shared, at, turn, placed, a, b, count, lane, cta);
     }
 }
 
@@ -243,7 +243,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
         }
         // what follows the product comes while it is made
         const uint32_t row = first_row<C>(walk.tile(), cta);
-        const uint32_t column = first_column<C>(params, walk.tile());
+        const uint32_t column = first_column<C>(params, walk.tile(), cta);
         const uint32_t left = column + (is_gated<C>(params) ? own_column / 2 : own_column);
         ColumnBias<Element, C::kSwapAb ? 8 : C::kConsumerN> bias;  // not used with swap_ab, nor by plain kernels
         if constexpr (!C::kSwapAb && !C::kPlain) {
@@ -251,10 +251,10 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
         }
         turn.begin();
         note_begin<C>(params, walk, shared, at, cta, tracer);
-        multiply_tile<C>(bands, params, shared, at, turn, placed, a, b, count, self.lane);
+        multiply_tile<C>(bands, params, shared, at, turn, placed, a, b, count, self.lane, cta);
         if (tracer) event_of<C>(params, walk.index(), cta).math_end = ptx::globaltimer();
 
-        // store the tile; the producer is loading the next one
+        // store the tile; the producers are loading the next one
         if constexpr (C::kSums) {
             const bool has_all_of_k = shared.sum.gather(bands[0], number, cta, self.number(), self.lane);
             const uint32_t index = walk.tile().block;
@@ -304,7 +304,7 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
         if constexpr (C::kSums) {
             ptx::prefetch_tensormap(partials.added);
         } else {
-            if (!C::kPlain && !is_f32<C>(params)) ptx::prefetch_tensormap(maps.out);
+            if (!C::kSwapAb && !is_f32<C>(params)) ptx::prefetch_tensormap(maps.out);
             if (is_gated<C>(params)) ptx::prefetch_tensormap(maps.b_of(1));
         }
         shared.pipeline.init(C::kSharing * 4);
@@ -313,18 +313,21 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
         ptx::fence_mbarrier_init();
     }
     // the first entry is on its way from memory while the CTAs meet
-    TableWalk walk(params, C::kCtas, C::kComputesEntries ? params.tile_rows : 0, columns_of<C>(params));
+    TableWalk walk(params, C::kCtas, C::kComputesEntries ? params.tile_rows : 0, C::kClusterN * columns_of<C>(params));
     meet<C>();
 
     if (warpgroup == 0) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
-        // Thread 32 enters and publishes the epoch, so that the producer's first loads, which need no epoch, do not
+        // A warp that produces nothing enters and publishes the epoch, so that first loads, which need no epoch, do not
         // wait.
+        constexpr uint32_t kProducerThreads = kProducers * 32;
         if (threadIdx.x < 32) {
-            produce<C>(maps, params, partials, walk, shared, cta);
+            produce_rows<C>(maps, params, partials, walk, shared, cta);
+        } else if (threadIdx.x < kProducerThreads) {
+            produce_weights<C>(maps, params, partials, walk, shared, cta);
         } else {
             await_predecessors(params);
-            if (!C::kAlone && threadIdx.x == 32) shared.entrance.publish(enter_push(params));
+            if (!C::kAlone && threadIdx.x == kProducerThreads) shared.entrance.publish(enter_push(params));
             serve_peers(params, shared);
         }
         __syncwarp();
@@ -346,44 +349,29 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
 
 }  // namespace gemmesh
 
-// The configuration of a kernel. It is the variadic argument of GEMMESH_HEAD, because the preprocessor splits it at its
-// commas.
-#define GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, kind) \
-    gemmesh::Config<gemmesh::Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, gemmesh::Variant::kind>
-
-#define GEMMESH_HEAD(name, Cluster, Split, shared_bytes, ...)                                              \
-    static_assert(sizeof(gemmesh::Shared<__VA_ARGS__>) == shared_bytes,                                    \
-                  #name ": cuda/kernels.rs gives it less shared memory than it uses, or more");            \
-    extern "C" __global__ void __cluster_dims__(Cluster * Split, 1, 1) __launch_bounds__(GEMMESH_THREADS, 1) name
-
-#define GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes, kind)    \
-    GEMMESH_HEAD(name, Cluster, Split, shared_bytes,                                                       \
-                 GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, kind))               \
+// Each of these two defines a kernel of the list in cuda/kernels.rs, which says how much shared memory it is launched
+// with. The arguments after that are its Config's. build.rs writes a source that includes this one and has such a line
+// for each kernel.
+#define GEMMESH_MATMUL(name, shared_bytes, ...)                                                            \
+    GEMMESH_HEAD(name, shared_bytes, gemmesh::Config<__VA_ARGS__>)                                         \
     (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                         \
      const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params,                \
      const __grid_constant__ gemmesh::MoreWeights more, const __grid_constant__ gemmesh::Tails tails) {    \
-        gemmesh::matmul<GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, kind)>( \
-            gemmesh::Maps{&a, &b, &out, &more, &tails}, params, gemmesh::SumArguments{});                  \
+        gemmesh::matmul<gemmesh::Config<__VA_ARGS__>>(gemmesh::Maps{&a, &b, &out, &more, &tails}, params,  \
+                                                      gemmesh::SumArguments{});                            \
     }
 
-// Each of these defines one kernel of the list in cuda/kernels.rs. build.rs writes a source that includes this one and
-// has such a line for each kernel. The list says how much shared memory a kernel is launched with, and how many boxes
-// fit into it.
-#define GEMMESH_MATMUL(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes)           \
-    GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes, kForms)
-#define GEMMESH_MATMUL_PLAIN(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes)     \
-    GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes, kPlain)
-#define GEMMESH_MATMUL_ALONE(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes)     \
-    GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes, kAlone)
-#define GEMMESH_MATMUL_LOW_LATENCY(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes) \
-    GEMMESH_PRODUCT(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes, kLowLatency)
-#define GEMMESH_MATMUL_SUMS(name, Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, shared_bytes)      \
-    GEMMESH_HEAD(name, Cluster, Split, shared_bytes,                                                       \
-                 GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, kSums))              \
+#define GEMMESH_MATMUL_SUMS(name, shared_bytes, ...)                                                       \
+    GEMMESH_HEAD(name, shared_bytes, gemmesh::Config<__VA_ARGS__>)                                         \
     (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                         \
      const __grid_constant__ CUtensorMap added, const __grid_constant__ GemmeshParams params,              \
      const __grid_constant__ gemmesh::Targets targets, const __grid_constant__ GemmeshSums sums) {         \
-        gemmesh::matmul<GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Pingpong, Boxes, kSums)>( \
-            gemmesh::Maps{&a, &b, nullptr, nullptr, nullptr}, params,                                      \
-            gemmesh::SumArguments{&added, &targets, &sums});                                               \
+        gemmesh::matmul<gemmesh::Config<__VA_ARGS__>>(gemmesh::Maps{&a, &b, nullptr, nullptr, nullptr}, params, \
+                                                      gemmesh::SumArguments{&added, &targets, &sums});     \
     }
+
+// The configuration is the variadic argument, because the preprocessor splits it at its commas.
+#define GEMMESH_HEAD(name, shared_bytes, ...)                                                              \
+    static_assert(sizeof(gemmesh::Shared<__VA_ARGS__>) == shared_bytes,                                    \
+                  #name ": cuda/kernels.rs gives it less shared memory than it uses, or more");            \
+    extern "C" __global__ void __cluster_dims__(__VA_ARGS__::kCtas, 1, 1) __launch_bounds__(GEMMESH_THREADS, 1) name

@@ -1,4 +1,4 @@
-// The ring of stages between the producer and the consumers.
+// The ring of stages between the producers and the consumers.
 #pragma once
 
 #include "ptx.cuh"
@@ -53,9 +53,13 @@ struct RingPosition {
     }
 };
 
-// Two barriers a stage. `full` completes when the producer has announced the stage's bytes and all of them are there.
+// One warp for each operand. A step takes a producer longer than the tensor cores need for a small tile, and the one
+// for `b` need not wait for rows of `a`.
+constexpr int kProducers = 2;
+
+// Two barriers a stage. `full` completes when both producers have announced their bytes and all of them are there.
 // `empty` completes when every warp that multiplies the tile has read the stage, in every CTA that this CTA writes to.
-template <int Stages, int Cluster>
+template <int Stages, int ClusterM, int ClusterN>
 struct Pipeline {
     uint64_t full[Stages];
     uint64_t empty[Stages];
@@ -63,23 +67,38 @@ struct Pipeline {
     // One thread; before a fence for the barriers, and the CTAs of the cluster must meet before anyone uses them.
     __device__ void init(uint32_t warps) {
         for (int stage = 0; stage < Stages; ++stage) {
-            ptx::mbarrier_init(&full[stage], 1);
-            ptx::mbarrier_init(&empty[stage], warps * Cluster);
+            ptx::mbarrier_init(&full[stage], kProducers);
+            ptx::mbarrier_init(&empty[stage], warps * kWriters);
         }
     }
 
     // Consumer: waits until the stage's bytes are there.
     __device__ void wait_full(const RingPosition<Stages>& at) { wait_phase(&full[at.stage], at.parity); }
 
-    // Consumer, whole warp: this warp has read the stage. With a shared load every CTA's producer writes here, so each
-    // of them is told. All of the warp's reads are over: its wgmmas are complete, and what it loaded with ldmatrix has
-    // been used. So the arrival need not order memory for a neighbour, and the default scope, the CTA, is enough.
-    __device__ void release(uint32_t stage, uint32_t lane) {
-        if constexpr (Cluster == 1) {
+    // Consumer, whole warp: this warp of CTA `cta` has read the stage. With shared loads the producers of the CTAs in
+    // the same row and column of the cluster write here, so each of them is told. All of the warp's reads are over: its
+    // wgmmas are complete, and what it loaded with ldmatrix has been used. So the arrival need not order memory for a
+    // neighbour, and the default scope, the CTA, is enough.
+    __device__ void release(uint32_t stage, uint32_t lane, uint32_t cta) {
+        if constexpr (kWriters == 1) {
             if (lane == 0) ptx::mbarrier_arrive(&empty[stage]);
         } else {
-            if (lane < Cluster) ptx::mbarrier_arrive_cluster(ptx::mapa(ptx::shared_address(&empty[stage]), lane));
+            if (lane >= kWriters) return;
+            ptx::mbarrier_arrive_cluster(ptx::mapa(ptx::shared_address(&empty[stage]), writer(lane, cta)));
         }
+    }
+
+private:
+    static constexpr uint32_t kWriters = ClusterM + ClusterN - 1;  // CTAs that write to one of them, itself among them
+
+    // Of these CTAs the one with this number: first those of the column, then the others of the row.
+    __device__ static uint32_t writer(uint32_t number, uint32_t cta) {
+        if constexpr (ClusterN == 1) return number;
+        const uint32_t row = cta % ClusterM;
+        const uint32_t column = cta / ClusterM;
+        if (number < ClusterM) return column * ClusterM + number;
+        const uint32_t other = number - ClusterM;
+        return (other < column ? other : other + 1) * ClusterM + row;
     }
 };
 

@@ -36,9 +36,6 @@ __device__ __forceinline__ void store_own(const float* accumulators, const CUten
         store_f32_rows<N>(accumulators, stores, lane);
     } else if constexpr (N < StoreBox<Element>::kColumns) {
         store_directly<Element, N>(accumulators, output, Place(place, lane));
-    } else if constexpr (C::kPlain) {
-        LaneStores<Element, N, C::kBoxes> stores{output, boxes, place, lane};
-        store_rows<Element, N>(accumulators, stores, lane);
     } else {
         OwnStores<Element, N, C::kBoxes> stores{map, boxes, place.row, place.column, lane};
         store_rows<Element, N>(accumulators, stores, lane);
@@ -64,7 +61,7 @@ __device__ __forceinline__ bool add_slices(Accumulators<typename C::Element, C::
                                            const GemmeshParams& params, const TableWalk& walk,
                                            const ConsumerWarp<C>& self, uint32_t band, bool has_rows) {
     constexpr int kAtATime = C::kBands * C::kColumns > 256 ? 8 : 16;
-    const SliceSum<C::kCluster * C::kParts, kAtATime> sum{walk.index(), self.cta * C::kParts + self.part(band)};
+    const SliceSum<C::kCtas * C::kParts, kAtATime> sum{walk.index(), self.cta * C::kParts + self.part(band)};
     return sum.add(accumulators, params, has_rows, self.lane);
 }
 

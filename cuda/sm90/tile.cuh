@@ -34,10 +34,10 @@ __device__ __forceinline__ Steps steps_of(const GemmeshParams& params, uint32_t 
 }
 
 // The first row of a CTA's tile: of the matrix or, in a kernel with block sums, of the block. An entry has one tile for
-// each of the kCluster CTAs that share `b`, one below the other.
+// each CTA of the cluster, as they are arranged there.
 template <class C>
 __device__ __forceinline__ uint32_t first_row(const GemmeshTile& tile, uint32_t cta) {
-    return (tile.m * C::kCluster + (C::kSplit == 1 ? cta : 0)) * C::kTileM;
+    return (tile.m * C::kClusterM + row_in_cluster<C>(cta)) * C::kTileM;
 }
 
 template <class C>
@@ -75,10 +75,10 @@ __device__ __forceinline__ uint32_t columns_of(const GemmeshParams& params) {
     return is_gated<C>(params) ? C::kTileN / 2 : C::kTileN;
 }
 
-// The first column of a tile in its output.
+// The first column of a CTA's tile in its output.
 template <class C>
-__device__ __forceinline__ uint32_t first_column(const GemmeshParams& params, const GemmeshTile& tile) {
-    return tile.n * columns_of<C>(params);
+__device__ __forceinline__ uint32_t first_column(const GemmeshParams& params, const GemmeshTile& tile, uint32_t cta) {
+    return (tile.n * C::kClusterN + column_in_cluster<C>(cta)) * columns_of<C>(params);
 }
 
 // The number of a tile's weight, which an entry of a kernel without block sums has in `block`.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../abi.h"
+#include "config.cuh"
 #include "ptx.cuh"
 
 namespace gemmesh {
@@ -39,8 +40,8 @@ enum class WeightRows {
     kAlongK,   // as [K, N], of one weight or of gate and up by turns
 };
 
-// One thread, the producer: loads a CTA's part of a tile's `b`, for all CTAs that share it. It loads whole boxes, but
-// of one weight [N, K] only the rows that there are, rounded up to a multiple of 8.
+// One thread, the producer of `b`: loads a CTA's part of a tile's `b`, for all CTAs that share it. It loads whole
+// boxes, but of one weight [N, K] only the rows that there are, rounded up to a multiple of 8.
 template <class C, WeightRows Rows>
 class WeightLoads {
 public:
@@ -53,7 +54,8 @@ public:
           cta_(cta),
           rows_(C::kTileN) {
         if constexpr (Rows == WeightRows::kOfOne && !C::kSums) {
-            rows_ = min(rows_, (n - column + 7) / 8 * 8);
+            // the last CTAs of a cluster's row may have no columns
+            rows_ = C::kClusterN > 1 && column >= n ? 0 : min(rows_, (n - column + 7) / 8 * 8);
             if (rows_ < (place() + 1) * C::kPartN) map_ = &maps.tails->b[weight];
         }
     }
@@ -92,7 +94,7 @@ private:
 
     // The CTA's blocks of columns of [K, N]. The CTAs that share loads get blocks in turn, and as many each.
     __device__ void load_blocks(ptx::SharedAddress b, uint32_t k, ptx::SharedAddress full) const {
-        constexpr uint32_t kTurn = kBlock * C::kCluster;
+        constexpr uint32_t kTurn = kBlock * C::kClusterM;
         const uint32_t own = place() * kBlock;
         if (!is_gated_) {
 #pragma unroll
@@ -113,18 +115,19 @@ private:
     // The CTA's number among those that share loads. Values that depend on it are computed where they are needed, and
     // take no registers elsewhere.
     __device__ uint32_t place() const {
-        if constexpr (C::kCluster == 1) return 0;
-        uint32_t place = cta_;
-        ptx::pin(place);
-        return place;
+        if constexpr (C::kClusterM == 1) return 0;
+        uint32_t cta = cta_;
+        ptx::pin(cta);
+        return row_in_cluster<C>(cta);
     }
 
-    __device__ static void load_box(ptx::SharedAddress to, const CUtensorMap* map, uint32_t left, uint32_t top, ptx::SharedAddress full) {
-        if constexpr (C::kCluster == 1) {
+    __device__ void load_box(ptx::SharedAddress to, const CUtensorMap* map, uint32_t left, uint32_t top,
+                             ptx::SharedAddress full) const {
+        if constexpr (C::kClusterM == 1) {
             ptx::cp_async_bulk_tensor_2d_load(to, map, left, top, full);
         } else {
-            constexpr uint16_t kEveryCta = (1 << C::kCluster) - 1;
-            ptx::cp_async_bulk_tensor_2d_load_multicast(to, map, left, top, full, kEveryCta);
+            const uint16_t ctas = ctas_of_column<C>(column_in_cluster<C>(cta_));
+            ptx::cp_async_bulk_tensor_2d_load_multicast(to, map, left, top, full, ctas);
         }
     }
 

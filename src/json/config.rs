@@ -28,7 +28,11 @@ struct TileShapeJson {
     n: usize,
     k: usize,
     stages: usize,
-    cluster: usize,
+    // Older tables have only this number, as `cluster`.
+    #[serde(alias = "cluster")]
+    cluster_m: usize,
+    #[serde(default = "one")]
+    cluster_n: usize,
     split_k: usize,
     // Older tables have no `k_slices`.
     #[serde(default = "one")]

@@ -90,7 +90,10 @@ pub struct TileShape {
     pub stages: usize,
     /// CTAs of a cluster that share the loads of `b`. Each has a tile of its own, one above the other. The host backend
     /// has one.
-    pub cluster: usize,
+    pub cluster_m: usize,
+    /// CTAs of a cluster that share the loads of `a`. Each has a tile of its own, side by side. The cluster has
+    /// `cluster_m` rows of them. The host backend has one.
+    pub cluster_n: usize,
     /// CTAs that share a tile if there are few tiles. Each has a part of K. The host backend has one.
     pub split_k: usize,
     /// Slices of K that are multiplied separately and added through memory. They help if there are few tiles, or if
@@ -106,7 +109,8 @@ impl fmt::Debug for TileShape {
         write!(f, "TileShape({m}x{n}x{k}")?;
         let options = [
             ("stages", self.stages),
-            ("cluster", self.cluster),
+            ("cluster_m", self.cluster_m),
+            ("cluster_n", self.cluster_n),
             ("split_k", self.split_k),
             ("k_slices", self.k_slices),
             ("group_m", self.group_m),
@@ -196,7 +200,12 @@ impl Config {
 
     /// Rows of one entry of the table.
     pub(crate) fn entry_rows(&self) -> usize {
-        self.tile.m * self.tile.cluster
+        self.tile.m * self.tile.cluster_m
+    }
+
+    /// Columns of the product in one entry of the table.
+    pub(crate) fn entry_columns(&self) -> usize {
+        self.tile.n * self.tile.cluster_n
     }
 
     pub(crate) fn check(&self) -> Result<()> {
@@ -205,7 +214,8 @@ impl Config {
             n,
             k,
             stages,
-            cluster,
+            cluster_m,
+            cluster_n,
             split_k,
             k_slices,
             group_m,
@@ -214,9 +224,12 @@ impl Config {
         limit("Config::tile.n", n, 1, MAX_EXTENT)?;
         limit("Config::tile.k", k, 1, MAX_EXTENT)?;
         limit("Config::tile.stages", stages, 1, MAX_EXTENT)?;
-        limit("Config::tile.cluster", cluster, 1, MAX_CLUSTER)?;
-        let rows = "Config::tile.m · tile.cluster";
+        limit("Config::tile.cluster_m", cluster_m, 1, MAX_CLUSTER)?;
+        limit("Config::tile.cluster_n", cluster_n, 1, MAX_CLUSTER)?;
+        let rows = "Config::tile.m · tile.cluster_m";
         limit(rows, self.entry_rows(), 1, MAX_EXTENT)?;
+        let columns = "Config::tile.n · tile.cluster_n";
+        limit(columns, self.entry_columns(), 1, MAX_EXTENT)?;
         limit("Config::tile.split_k", split_k, 1, MAX_CLUSTER)?;
         limit("Config::tile.k_slices", k_slices, 1, MAX_SLICES)?;
         if k_slices > 1 {
@@ -267,7 +280,8 @@ impl TileShape {
             n,
             k,
             stages: 1,
-            cluster: 1,
+            cluster_m: 1,
+            cluster_n: 1,
             split_k: 1,
             k_slices: 1,
             group_m: 1,
@@ -280,10 +294,19 @@ impl TileShape {
         TileShape { stages, ..self }
     }
 
-    /// Sets the number of CTAs that share the loads of `b`.
+    /// Sets the CTAs of a cluster: `m` of them share the loads of `b`, and `n` those of `a`.
     #[must_use]
-    pub const fn with_cluster(self, cluster: usize) -> TileShape {
-        TileShape { cluster, ..self }
+    pub const fn with_cluster(self, m: usize, n: usize) -> TileShape {
+        TileShape {
+            cluster_m: m,
+            cluster_n: n,
+            ..self
+        }
+    }
+
+    /// CTAs of a cluster.
+    pub const fn ctas(&self) -> usize {
+        self.cluster_m * self.cluster_n * self.split_k
     }
 
     /// Sets the number of CTAs that share a tile.

@@ -47,9 +47,10 @@ impl Product {
         extent(tile.n, self.tile_columns(), n)
     }
 
-    /// Columns of the output in a tile. In a gated product they are half of the columns that are multiplied.
+    /// Columns of the output in an entry of the table. In a gated product they are half of the columns that are
+    /// multiplied.
     pub fn tile_columns(&self) -> usize {
-        self.config.tile.n >> usize::from(self.gated)
+        self.config.entry_columns() >> usize::from(self.gated)
     }
 
     /// The number of outputs: one for each weight, or one for both weights of a gated product.
@@ -174,13 +175,13 @@ pub struct DeferredChunk {
     pub column: usize,
 }
 
-/// One entry of the table: a tile of the output, or one tile for each CTA of a cluster, one above the other.
+/// One entry of the table: a tile of the output, or one tile for each CTA of a cluster, in rows and columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct Tile {
-    /// The tile's row: rows of the block from `m * tile_m * cluster`.
+    /// The tile's row: rows of the block from `m * tile_m * cluster_m`.
     pub m: u32,
-    /// The tile's column: output columns from `n * tile_n`.
+    /// The tile's column: output columns from `n * tile_n * cluster_n`.
     pub n: u32,
     /// The number of its block in the product.
     pub block: u32,

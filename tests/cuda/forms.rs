@@ -47,7 +47,7 @@ fn sums_are_finished_by_their_owners() {
     let routes = ROUTES.into_iter();
     let by_routes = routes.flat_map(|route| {
         let low_and_high = configs_of_sums(Variant::Sums, route, 1).into_iter();
-        low_and_high.filter(|config| (config.tile.n, config.tile.cluster) == (128, 1))
+        low_and_high.filter(|config| (config.tile.n, config.tile.cluster_m) == (128, 1))
     });
     let splits = [1, 2, 4, 8].into_iter();
     let low = splits.flat_map(|parts| configs_of_sums(Variant::LowLatency, Route::Store, parts));

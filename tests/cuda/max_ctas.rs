@@ -52,10 +52,7 @@ fn a_group_takes_no_more_ctas_than_it_may_and_its_products_are_right() {
             let a = group.sharded::<bf16>(M, K)?;
             let config = AllGatherMatmul::new().prepare(&a, N)?.config();
             assert_eq!(config.max_ctas, Some(most));
-            assert!(
-                config.tile.cluster * config.tile.split_k <= most,
-                "{config:?}"
-            );
+            assert!(config.tile.ctas() <= most, "{config:?}");
             let used = multiprocessors(&group, config)?;
             assert!((1..=most).contains(&used.len()), "{used:?}");
             // A part of the group has the same limit.
@@ -76,7 +73,7 @@ fn a_call_may_take_fewer_ctas_than_the_group() {
         let a = group.sharded::<bf16>(M, K)?;
         let config = AllGatherMatmul::new().prepare(&a, N)?.config();
         assert_eq!(config.max_ctas, None);
-        let ctas = config.tile.cluster * config.tile.split_k;
+        let ctas = config.tile.ctas();
         let used = multiprocessors(&group, config.with_max_ctas(2 * ctas))?;
         assert!((1..=2 * ctas).contains(&used.len()), "{used:?}");
         Ok(format!("{} of {}", used.len(), 2 * ctas))
@@ -119,13 +116,13 @@ fn a_limit_below_a_cluster_or_of_none_is_refused() {
         assert!(words.contains(expected), "{words:?}");
         let group = connect(rank, TIMEOUT)?;
         let a = group.sharded::<bf16>(M, K)?;
-        for config in SHAPES.iter().filter(|config| config.tile.cluster > 1) {
+        for config in SHAPES.iter().filter(|config| config.tile.ctas() > 1) {
             let one = AllGatherMatmul::new().config(config.with_max_ctas(1));
             let words = one.prepare(&a, N).err().map(|error| error.to_string());
             let words = words.unwrap_or_default();
             let expected = format!(
                 "max_ctas of a kernel whose clusters have {} CTAs",
-                config.tile.cluster
+                config.tile.ctas()
             );
             assert!(words.contains(&expected), "{words:?}");
         }

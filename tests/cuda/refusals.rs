@@ -23,12 +23,13 @@ fn what_cannot_be_done_is_refused_and_the_group_goes_on() {
             multiple: 8,
         };
         assert_eq!(group.sharded::<bf16>(20, 12).unwrap_err(), unaligned);
-        let changes: [fn(&mut TileShape); 5] = [
+        let changes: [fn(&mut TileShape); 6] = [
             |tile| tile.n = 100,
             |tile| tile.m = 64,
             |tile| tile.k = 32,
             |tile| tile.stages = 3,
-            |tile| tile.cluster = 4,
+            |tile| tile.cluster_m = 4,
+            |tile| tile.cluster_n = 4,
         ];
         let own = group.zeros::<bf16>(20, 16)?;
         for change in changes {

@@ -109,16 +109,16 @@ fn products_that_end_within_a_tile_have_the_bits_of_larger_ones() {
         for config in SHAPES.iter() {
             let config = config.with_route(Route::Pull);
             let [high, wide] = [config.tile.m, config.tile.n];
-            let rows = high * config.tile.cluster;
-            let [m, n] = [3 * rows, 3 * wide];
+            let [rows, entry] = [high * config.tile.cluster_m, wide * config.tile.cluster_n];
+            let [m, n] = [3 * rows, 3 * entry];
             let (a, b) = (normal::<bf16>(5, m * K), normal::<bf16>(6, n * K));
             let nans = [vec![nan(); m * K], vec![nan(); n * K]];
             let whole = product_by(&group, config, [&a, &b], [m, n, K])?;
             for [within, columns] in [
                 [1, 8],
                 [high - 1, wide - 3],
-                [rows + 1, wide + 1],
-                [2 * rows + high / 2, 2 * wide + 9],
+                [rows + 1, entry + 1],
+                [2 * rows + high / 2, 2 * entry + 9],
             ] {
                 // Stages keep what they had where a tile has no rows. It must not reach any result.
                 product_by(&group, config, [&nans[0], &nans[1]], [m, n, K])?;

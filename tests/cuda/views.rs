@@ -131,7 +131,9 @@ fn sums_of_matrices_in_memory_of_the_callers_are_right_and_nothing_beside_them_i
         let mut out = view(&out_memory, own, n, out_pitch)?;
         a.copy_from_host(&a_values)?;
         b.copy_from_host(&b_values)?;
-        let tile = TileShape::new(128, 128, 64).with_stages(6).with_cluster(2);
+        let tile = TileShape::new(128, 128, 64)
+            .with_stages(6)
+            .with_cluster(2, 1);
         let config = |route| Config::new(tile, Chunking::new(1), route);
         let (plain_a, plain_b) = (
             group.upload(&a_values, m, k)?,

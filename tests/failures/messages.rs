@@ -584,9 +584,9 @@ const CONFIGURATIONS: &[Mistake] = &[
         "rank 0: matmul: Config::tile.stages is 0; it must be from 1 to 2147483647",
     ),
     (
-        "tile.cluster of 17",
-        |g| configured(g, |c| c.tile.cluster = 17),
-        "rank 0: matmul: Config::tile.cluster is 17; it must be from 1 to 16",
+        "tile.cluster_m of 17",
+        |g| configured(g, |c| c.tile.cluster_m = 17),
+        "rank 0: matmul: Config::tile.cluster_m is 17; it must be from 1 to 16",
     ),
     (
         "tile.split_k of 17",

@@ -28,7 +28,7 @@ fn check_on_ranks(check: impl Fn(&Group<Host>) -> Result<(), Error> + Sync) {
 
 fn config() -> Config {
     let tile = TileShape::new(128, 256, 64);
-    let tile = tile.with_stages(4).with_cluster(2).with_split_k(16);
+    let tile = tile.with_stages(4).with_cluster(2, 1).with_split_k(16);
     let tile = tile.with_k_slices(64);
     let chunking = Chunking::new(64).with_cut_last(true);
     Config::new(tile.with_group_m(16), chunking, Route::Store).with_max_ctas(100)

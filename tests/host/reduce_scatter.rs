@@ -272,13 +272,13 @@ fn any_asked(route: &'static [Route]) -> impl Strategy<Value = Asked> {
     let rows = prop::collection::vec(0usize..40, 1..6)
         .prop_filter("rows", |rows| rows.iter().sum::<usize>() > 0);
     // No low tiles, by which few rows are exchanged.
-    let tile = (1usize..8, 1usize..9, 1usize..4, 1usize..4);
+    let tile = (1usize..8, 1usize..9, (1usize..4, 1usize..3), 1usize..4);
     let chunks = (1usize..5, 1usize..5);
     let route = prop::sample::select(route);
     (rows, 1usize..30, tile, chunks, route).prop_map(|(rows, n, tile, chunks, route)| {
         let (m, tile_n, cluster, group) = tile;
         let tile = TileShape::new(m, tile_n, 8)
-            .with_cluster(cluster)
+            .with_cluster(cluster.0, cluster.1)
             .with_group_m(group);
         let chunking = Chunking::new(chunks.0).with_last(chunks.1);
         Asked {
@@ -516,7 +516,7 @@ proptest! {
         high in 1usize..3,
     ) {
         let m: usize = problem.rows.iter().sum();
-        let tile = TileShape::new(64 / high, problem.config.tile.n, 8).with_cluster(high);
+        let tile = TileShape::new(64 / high, problem.config.tile.n, 8).with_cluster(high, 1);
         let config = Config::new(tile, problem.config.chunking, Route::Store);
         let description = problem.description();
         let world = problem.rows.len();

@@ -126,7 +126,7 @@ fn widths(problem: &Problem, config: &Config) -> Result<Widths> {
     let rows = problem.layout.m().div_ceil(config.entry_rows());
     let columns = widths
         .iter()
-        .map(|&n| form.multiplied(n).div_ceil(config.tile.n));
+        .map(|&n| form.multiplied(n).div_ceil(config.entry_columns()));
     let count = rows.saturating_mul(columns.sum());
     limit("the number of tiles of the output", count, 0, 1 << 28)?;
     Ok(widths)

@@ -60,7 +60,7 @@ impl SumPlan<'_> {
             1,
         )?;
         let entries = problem.layout.m().div_ceil(config.entry_rows()) + problem.layout.world();
-        let tiles = entries.saturating_mul(problem.n.div_ceil(config.tile.n));
+        let tiles = entries.saturating_mul(problem.n.div_ceil(config.entry_columns()));
         limit("the number of tiles of the output", tiles, 1, 1 << 28)?;
         let partials = match sums {
             SumOwners::Own | SumOwners::All => Partials::of(problem, &config),

@@ -10,7 +10,7 @@ pub fn bytes(problem: &Problem, config: &Config) -> usize {
     let columns = problem
         .form
         .multiplied(problem.n)
-        .div_ceil(config.tile.n.max(1));
+        .div_ceil(config.entry_columns().max(1));
     rows.saturating_mul(columns)
         .saturating_mul(size_of::<Tile>())
 }

@@ -14,7 +14,7 @@ pub static SHAPES: LazyLock<Vec<Config>> = LazyLock::new(|| {
     let base = Config::new(
         TileShape::new(0, 0, 0)
             .with_stages(0)
-            .with_cluster(0)
+            .with_cluster(0, 1)
             .with_split_k(0),
         Chunking::new(1),
         Route::Pull,
@@ -72,8 +72,8 @@ pub fn random_case(random: &mut StdRng, world: usize, index: usize) -> Case {
         let n = extent(
             random,
             &[
-                1, 2, 7, 8, 9, 31, 63, 64, 65, 127, 128, 129, 191, 193, 207, 208, 209, 223, 225,
-                255, 256, 257, 416, 449, 511, 513, 600,
+                1, 2, 7, 8, 9, 31, 63, 64, 65, 79, 81, 95, 97, 111, 113, 127, 128, 129, 159, 161,
+                191, 193, 207, 208, 209, 223, 225, 255, 256, 257, 385, 416, 449, 511, 513, 600,
             ],
             600,
         );

@@ -76,7 +76,7 @@ impl Instance {
             _ => None,
         };
         let function = function(variant)?;
-        let ctas = shape.cluster * shape.split;
+        let ctas = shape.ctas();
         let resident = module.resident_clusters(function, ctas, family.threads, shared_bytes)?;
         Ok(Instance {
             function,
@@ -100,7 +100,7 @@ impl Instance {
 
     /// CTAs of a cluster.
     pub fn ctas(&self) -> usize {
-        (self.shape.cluster * self.shape.split) as usize
+        self.shape.ctas() as usize
     }
 }
 
@@ -248,14 +248,14 @@ impl Kernels {
 fn words(config: &Config) -> String {
     let tile = &config.tile;
     format!(
-        "{}x{}x{} with {} stages, cluster {} and K split by {}",
-        tile.m, tile.n, tile.k, tile.stages, tile.cluster, tile.split_k
+        "{}x{}x{} with {} stages, cluster {}x{} and K split by {}",
+        tile.m, tile.n, tile.k, tile.stages, tile.cluster_m, tile.cluster_n, tile.split_k
     )
 }
 
 /// Warps that store rows of one entry of the table.
 pub fn storing_warps(config: &Config) -> u32 {
-    list::CONSUMER_WARPS * config.tile.cluster as u32
+    list::CONSUMER_WARPS * config.tile.cluster_m as u32
 }
 
 /// Whether the configuration's kernel swaps the operands.
@@ -311,7 +311,8 @@ fn configured(family: &Family, shape: &Shape, base: &Config) -> Config {
     tile.n = shape.tile_n as usize;
     tile.k = family.tile_k as usize;
     tile.stages = shape.stages as usize;
-    tile.cluster = shape.cluster as usize;
+    tile.cluster_m = shape.cluster_m as usize;
+    tile.cluster_n = shape.cluster_n as usize;
     tile.split_k = shape.split as usize;
     // CTAs share K in only one way.
     if shape.split > 1 {
@@ -331,7 +332,7 @@ fn embedded(rank: usize, cubin: &'static [u8]) -> Result<&'static [u8]> {
 /// The tile shape that is best if there are many tiles.
 pub const WIDEST: TileShape = TileShape::new(128, 256, GEMMESH_TILE_K as usize)
     .with_stages(4)
-    .with_cluster(2)
+    .with_cluster(2, 1)
     .with_group_m(8);
 
 #[cfg(test)]
@@ -364,8 +365,8 @@ mod tests {
             head.starts_with("GEMMESH_MATMUL").then_some(arguments)
         });
         let words = kernels.map(|line| {
-            let mut words = line.split(", ").map(String::from);
-            (words.next().unwrap(), words.next().unwrap())
+            let words: Vec<&str> = line.split(", ").collect();
+            (words[0].to_string(), words[2].replace("gemmesh::", ""))
         });
         words.collect()
     }
@@ -383,8 +384,11 @@ mod tests {
             let loaded: Vec<String> = family.shapes.iter().flat_map(all).collect();
             let count = |is: fn(&&Shape) -> bool| family.shapes.iter().filter(is).count();
             // Of tiles of 64 rows, those of other widths are for one consumer alone.
-            let adding = count(|s| s.tile_m == 128 || s.tile_m == 64 && s.tile_n % 128 == 0);
-            let low = count(|s| s.tile_m <= 64 && s.cluster == 1 && s.tile_n % 128 == 0);
+            let adding = count(|s| {
+                let has_halves = s.tile_m == 128 || s.tile_m == 64 && s.tile_n % 128 == 0;
+                has_halves && s.cluster_n == 1
+            });
+            let low = count(|s| s.tile_m <= 64 && s.ctas() == s.split && s.tile_n % 128 == 0);
             assert_eq!(loaded.len(), 3 * family.shapes.len() + adding + low);
             let expected = loaded.iter().map(|name| (name.clone(), dtype.to_string()));
             assert_eq!(compiled(cubin), expected.collect::<Vec<_>>());
@@ -426,19 +430,22 @@ mod tests {
         refused(|s| s.tile_n = 272, "from 64 to 256");
         refused(|s| s.stages = 1, "2 stages or more");
         refused(|s| s.stages = 5, "no room in shared memory");
-        refused(|s| s.cluster = 3, "cluster is 1, 2 or 4");
+        refused(|s| s.cluster_m = 3, "cluster_m and cluster_n are 1, 2 or 4");
         refused(|s| s.split = 0, "split one of these or 8");
         refused(|s| s.tile_m = 96, "tile_m is 64 or 128");
         let odd = |s: &mut Shape| (s.tile_m, s.tile_n) = (88, 128);
         refused(odd, "a multiple of 16 up to 256");
-        let flat_split = |s: &mut Shape| (s.tile_m, s.tile_n, s.cluster, s.split) = (64, 192, 1, 2);
+        let flat_split =
+            |s: &mut Shape| (s.tile_m, s.tile_n, s.cluster_m, s.split) = (64, 192, 1, 2);
         refused(flat_split, "tile_n of 64 rows is a multiple of 128");
         let narrow_split =
-            |s: &mut Shape| (s.tile_m, s.tile_n, s.cluster, s.split) = (96, 64, 1, 2);
+            |s: &mut Shape| (s.tile_m, s.tile_n, s.cluster_m, s.split) = (96, 64, 1, 2);
         refused(narrow_split, "64 where consumers take turns");
-        refused(|s| s.split = 2, "cluster or split is 1");
-        let narrow = |s: &mut Shape| (s.tile_n, s.cluster) = (80, 4);
-        refused(narrow, "tile_n over cluster is a multiple of 8");
+        refused(|s| s.split = 2, "a cluster or split is 1");
+        let large = |s: &mut Shape| (s.cluster_m, s.cluster_n) = (4, 4);
+        refused(large, "8 CTAs at the most");
+        let narrow = |s: &mut Shape| (s.tile_n, s.cluster_m) = (80, 4);
+        refused(narrow, "over cluster_n and cluster_m are multiples of 8");
         let twice = vec![FAMILIES[0].shapes[0]; 2];
         assert!(check(twice).unwrap_err().contains("twice"));
         assert!(FAMILIES.iter().all(|family| family.check().is_ok()));

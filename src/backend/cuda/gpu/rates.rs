@@ -79,38 +79,38 @@ pub enum Kind {
 
 /// Rates of an H200.
 ///
-/// They are fitted to 270 shapes by 42 kernels, so that the kernel that is chosen is the fastest: what a kernel takes
+/// They are fitted to 290 shapes by all kernels, so that the kernel that is chosen is the fastest: what a kernel takes
 /// where others are far faster counts little. The links are fitted to 74 shapes (benches/NOTES.md).
 pub const H200: Rates = Rates {
     multiprocessors: 132,
-    start: 5.01,
-    cluster: 0.31,
+    start: 4.40,
+    cluster: 0.36,
     operations: 7.66e6,
-    step: 0.069,
-    loaded: 124e3,
-    cached: 10.7e6,
+    step: 0.062,
+    loaded: 125e3,
+    cached: 9.87e6,
     read: 4.88e6,
-    column: 0.0089,
-    swap_ab_column: 0.0100,
-    join: 0.60,
-    split: 2.62,
-    slice_join: 2.40,
-    summed: 70e3,
-    summed_cached: 10.7e6,
+    column: 0.0075,
+    swap_ab_column: 0.0142,
+    join: 0.58,
+    split: 2.64,
+    slice_join: 2.65,
+    summed: 116e3,
+    summed_cached: 4.23e6,
     pull: Link {
-        around: 17.6,
+        around: 18.3,
         start: 0.0,
         bytes: 378e3,
         chunk: 5.2,
     },
     push: Link {
-        around: 10.6,
+        around: 11.3,
         start: 3.9,
         bytes: 377e3,
         chunk: 4.2,
     },
     store: Link {
-        around: 8.9,
+        around: 9.6,
         start: 0.0,
         bytes: 313e3,
         chunk: 0.0,

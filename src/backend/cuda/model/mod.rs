@@ -96,8 +96,7 @@ fn configs_with_room(
     form: &Form,
 ) -> impl Iterator<Item = Config> + use<> {
     let most = rates.multiprocessors;
-    configs(base, variant, form)
-        .filter(move |config| config.tile.cluster * config.tile.split_k <= most)
+    configs(base, variant, form).filter(move |config| config.tile.ctas() <= most)
 }
 
 /// `base` with the tile shape and the slices of K that take the shortest time, of the kernels of this variant, and that
@@ -162,7 +161,16 @@ mod testing {
 
     /// A configuration with the kernel of this shape: rows, columns, CTAs that share `b`, and CTAs that share K.
     pub fn config(shape: [usize; 4], route: Route, chunking: Chunking) -> Config {
-        let has_shape = |c: &Config| [c.tile.m, c.tile.n, c.tile.cluster, c.tile.split_k] == shape;
+        let [m, n, cluster, split_k] = shape;
+        config_of([m, n, cluster, 1, split_k], route, chunking)
+    }
+
+    /// The same for clusters in both directions.
+    pub fn config_of(shape: [usize; 5], route: Route, chunking: Chunking) -> Config {
+        let has_shape = |c: &Config| {
+            let tile = c.tile;
+            [tile.m, tile.n, tile.cluster_m, tile.cluster_n, tile.split_k] == shape
+        };
         let mut all = configs(
             Config::new(WIDEST, chunking, route),
             Variant::Forms,
@@ -254,7 +262,7 @@ mod tests {
         };
         let time = |rates: &Rates, problem: &Problem| {
             let config = choose(rates, problem, Numerics::Fast, true, None);
-            let ctas = config.tile.cluster * config.tile.split_k;
+            let ctas = config.tile.ctas();
             assert!(ctas <= rates.multiprocessors, "{problem:?}: {config:?}");
             predict(rates, problem, &config).last().unwrap().micros
         };

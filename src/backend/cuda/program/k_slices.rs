@@ -31,8 +31,8 @@ pub fn cut(config: &Config, tiles: usize, k: usize) -> Result<Vec<SliceEntry>> {
 
 /// Bytes of the partial sums of the slices of `tiles` tiles.
 fn bytes(config: &Config, tiles: usize) -> usize {
-    let tile = &config.tile;
-    let factors = [tile.k_slices, config.entry_rows(), tile.n, size_of::<f32>()];
+    let (rows, columns) = (config.entry_rows(), config.entry_columns());
+    let factors = [config.tile.k_slices, rows, columns, size_of::<f32>()];
     factors.into_iter().fold(tiles, usize::saturating_mul)
 }
 
@@ -81,7 +81,7 @@ mod tests {
     #[test]
     fn slices_that_there_is_no_room_for_are_refused() {
         for config in with_slices(4) {
-            let of_tile = config.entry_rows() * config.tile.n * 4 * size_of::<f32>();
+            let of_tile = config.entry_rows() * config.entry_columns() * 4 * size_of::<f32>();
             let most = BYTES / of_tile;
             assert_eq!(cut(&config, most, 4096).unwrap().len(), 4 * most);
             match cut(&config, most + 1, 4096).map(|entries| entries.len()) {

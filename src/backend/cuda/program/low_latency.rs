@@ -86,7 +86,8 @@ pub fn areas(control: &Control, world: usize) -> GemmeshLowLatency {
 /// Whether areas have room for partials of M rows and N columns, and the configuration's kernel can send them.
 pub fn fits(config: &Config, [m, n]: [usize; 2], world: usize) -> bool {
     let tile = &config.tile;
-    let has_kernel = has_low_tiles(config) && (tile.cluster, tile.k_slices) == (1, 1);
+    let clusters = (tile.cluster_m, tile.cluster_n);
+    let has_kernel = has_low_tiles(config) && (clusters, tile.k_slices) == ((1, 1), 1);
     let units = m.saturating_mul(n.next_multiple_of(PADDED_COLUMNS)) / ELEMENTS;
     has_kernel && world <= GEMMESH_MAX_TARGETS as usize && units <= share(world)
 }

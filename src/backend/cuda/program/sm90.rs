@@ -112,7 +112,7 @@ impl Encoder<'_> {
         let [b, more_b @ ..] = each(&matrices.weights, |matrix| self.weight(matrix))?;
         let [out, more_out @ ..] = each(&matrices.outputs, |matrix| self.out_or_added(matrix))?;
         Ok(Maps {
-            operands: [self.loaded(matrices.a, self.shape.tile_m)?, b, out],
+            operands: [self.loaded(matrices.a, self.part_m())?, b, out],
             more: [more_b, more_out],
             tails: self.tails()?,
             targets: self.targets()?,
@@ -131,7 +131,12 @@ impl Encoder<'_> {
 
     /// Rows of `b` that a CTA loads at a time, as [N, K] without a gate.
     fn part_n(&self) -> u32 {
-        self.shape.tile_n / self.shape.cluster
+        self.shape.tile_n / self.shape.cluster_m
+    }
+
+    /// Rows of `a` that a CTA loads at a time.
+    fn part_m(&self) -> u32 {
+        self.shape.tile_m / self.shape.cluster_n
     }
 
     fn weight(&self, matrix: DeviceMatrix) -> Result<TensorMap> {
@@ -170,7 +175,7 @@ impl Encoder<'_> {
             0 => Ok(TensorMap::none()),
             left => self.loaded(matrix, left.next_multiple_of(of)),
         };
-        tails.a = tail(matrices.a, self.shape.tile_m, 1)?;
+        tails.a = tail(matrices.a, self.part_m(), 1)?;
         if (matrices.weight_layout, matrices.gated) == (WeightLayout::Nk, false) {
             tails.b = each(&matrices.weights, |matrix| tail(matrix, self.part_n(), 8))?;
         }
