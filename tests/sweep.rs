@@ -142,6 +142,6 @@ fn what_cannot_be_timed_has_no_column_and_the_others_stand_below_their_titles() 
         assert!(!head.contains("cuBLASLt"));
         assert_eq!(head.contains("baseline"), baseline.is_some());
         assert_eq!(head.chars().count(), row.chars().count(), "{head}\n{row}");
-        assert!(row.contains("push 128×224 c2 s1 1/2+cut"), "{row}");
+        assert!(row.contains("push 128×224 c2×1 s1 1/2+cut"), "{row}");
     }
 }

@@ -190,7 +190,7 @@ fn row(
 ) -> String {
     let there = COLUMNS.iter().filter(|(.., value)| value(times).is_some());
     let cells: Vec<String> = there.map(cell).collect();
-    let problem = format!("{number:>4} {m:>6} {n:>6} {k:>6}  {config:<29}");
+    let problem = format!("{number:>4} {m:>6} {n:>6} {k:>6}  {config:<31}");
     format!("{problem} {}", cells.join(" "))
 }
 
