@@ -297,16 +297,16 @@ mod tests {
     ];
 
     #[test]
-    fn products_are_predicted_within_a_fifth_of_what_was_measured() {
-        for (shape, tile, measured) in PRODUCTS {
+    fn products_are_predicted_within_a_fifth_and_most_within_seven_percent() {
+        let mut offs = PRODUCTS.map(|(shape, tile, measured)| {
             let config = config_of(tile, Route::Pull, Chunking::new(1));
             let time = Tiles::new(&H200, &config, Variant::Forms, shape, 2).alone();
-            let off = measured / time - 1.0;
-            assert!(
-                off.abs() < 0.2,
-                "{shape:?} {tile:?}: {time} µs, not {measured}"
-            );
-        }
+            let off = (measured / time - 1.0).abs();
+            assert!(off < 0.2, "{shape:?} {tile:?}: {time} µs, not {measured}");
+            off
+        });
+        offs.sort_by(f64::total_cmp);
+        assert!(offs[offs.len() / 2] < 0.07, "{offs:?}");
     }
 
     #[test]
