@@ -397,8 +397,10 @@ struct Matrix {
 
 // The shape of a kernel, and how many clusters a launch has.
 struct Shape {
-    int tile_m, tile_n, cluster, split;
+    int tile_m, tile_n, cluster_m, cluster_n, split;
     uint32_t clusters;
+
+    uint32_t ctas() const { return cluster_m * cluster_n * split; }
 };
 
 // The operands and outputs of a product, by weight.
@@ -435,7 +437,8 @@ void multiply(const Operands& operands, const GemmeshParams& params, const Shape
         // The first slice of K does the others' work too: they wait for the same flags.
         if (!waiting || (params.slices != nullptr && params.slices[i].number != 0)) continue;
         const bool is_gated = params.is_gated != 0;
-        const uint32_t rows = shape.tile_m * shape.cluster, columns = is_gated ? shape.tile_n / 2 : shape.tile_n;
+        const uint32_t rows = shape.tile_m * shape.cluster_m;
+        const uint32_t columns = shape.tile_n * shape.cluster_n / (is_gated ? 2 : 1);
         const GemmeshOutput& output = params.outputs[tile.block];
         const Matrix& out = operands.out[tile.block];
         for (uint32_t row = tile.m * rows; row < std::min(params.m, (tile.m + 1) * rows); ++row) {
@@ -446,7 +449,7 @@ void multiply(const Operands& operands, const GemmeshParams& params, const Shape
                 store(out.rows + row * out.pitch, column, sum, params.is_f32 != 0 ? Kind::f32 : kind);
             }
         }
-        const uint32_t ctas = shape.cluster * shape.split;
+        const uint32_t ctas = shape.ctas();
         for (uint32_t cta = 0; params.trace != nullptr && cta < ctas; ++cta) {
             const uint64_t from = static_cast<uint64_t>(begin), to = static_cast<uint64_t>(now_ns());
             // As if each CTA of the grid had a multiprocessor of its own.
@@ -484,10 +487,10 @@ Work work_of(const std::string& name, unsigned grid, void** arguments) {
     }
     Shape shape{};
     char dtype[8], rest[32] = "";
-    const int found = sscanf(name.c_str(), "matmul_%7[^_]_%dx%dx64_s%*d_c%d_k%d%31s", dtype, &shape.tile_m, &shape.tile_n,
-                             &shape.cluster, &shape.split, rest);
-    if (found < 5 || strstr(rest, "_sums") != nullptr) return nullptr;
-    shape.clusters = grid / (shape.cluster * shape.split);
+    const int found = sscanf(name.c_str(), "matmul_%7[^_]_%dx%dx64_s%*d_c%dx%d_k%d%31s", dtype, &shape.tile_m, &shape.tile_n,
+                             &shape.cluster_m, &shape.cluster_n, &shape.split, rest);
+    if (found < 6 || strstr(rest, "_sums") != nullptr) return nullptr;
+    shape.clusters = grid / shape.ctas();
     Operands operands{argument<Matrix>(arguments, 0), {argument<Matrix>(arguments, 1)}, {argument<Matrix>(arguments, 2)}};
     const auto* more = static_cast<const CUtensorMap*>(arguments[4]);
     for (int weight = 1; weight < GEMMESH_MAX_WEIGHTS; ++weight) {
