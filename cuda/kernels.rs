@@ -328,6 +328,7 @@ impl Family {
                 key(other) == key(shape)
             };
             let is_taken_whole = || shape.is_pingpong(Variant::Forms);
+            let of_few = |ctas: u32| [1, 2, 4].contains(&ctas);
             // Small enough for the sums below.
             let refused = if !(64..=256).contains(&shape.tile_n) || !shape.tile_n.is_multiple_of(16)
             {
@@ -343,10 +344,8 @@ impl Family {
                 "tile_n of 64 rows is a multiple of 128, unless consumers take turns"
             } else if !(2..=64).contains(&shape.stages) {
                 "a product runs while the next stage is loaded: there are 2 stages or more, 64 at the most"
-            } else if ![shape.cluster_m, shape.cluster_n]
-                .iter()
-                .all(|ctas| [1, 2, 4].contains(ctas))
-                || ![1, 2, 4, 8].contains(&shape.split)
+            } else if !(of_few(shape.cluster_m) && of_few(shape.cluster_n))
+                || !(of_few(shape.split) || shape.split == 8)
             {
                 "cluster_m and cluster_n are 1, 2 or 4, and split one of these or 8"
             } else if shape.cluster_m * shape.cluster_n > 1 && shape.split > 1 {

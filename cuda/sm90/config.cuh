@@ -3,6 +3,7 @@
 
 #include "../abi.h"
 #include "../protocol/push.cuh"
+#include "cluster.cuh"
 #include "cluster_split_k.cuh"
 #include "epilogue.cuh"
 #include "pipeline.cuh"
@@ -73,6 +74,7 @@ struct Config {
     static constexpr int kStages = Stages;
     static constexpr int kClusterM = ClusterM;  // CTAs that share the loads of b, on rows of their own
     static constexpr int kClusterN = ClusterN;  // CTAs that share the loads of a, on columns of their own
+    using InCluster = Cluster<ClusterM, ClusterN>;
     static constexpr int kSplit = Split;        // or: CTAs that share a tile, each with a part of K
     static constexpr int kCtas = ClusterM * ClusterN * Split;  // in a cluster, as the hardware sees it
     static constexpr int kBoxes = Boxes;        // that a consumer warp has to store through
@@ -105,32 +107,6 @@ struct Config {
     static constexpr int kGateBox = kGateRows < kPartN ? kGateRows : kPartN;  // what is loaded at a time
     static_assert(kGateRows % 8 == 0 && kPartN % kGateBox == 0);
 };
-
-// A CTA's row and column in its cluster, whose CTAs are numbered column by column. CTAs that share K have one tile.
-template <class C>
-__device__ __forceinline__ uint32_t row_in_cluster(uint32_t cta) {
-    return cta % C::kClusterM;
-}
-
-template <class C>
-__device__ __forceinline__ uint32_t column_in_cluster(uint32_t cta) {
-    return C::kClusterN == 1 ? 0 : cta / C::kClusterM;
-}
-
-// The CTAs of one of the cluster's columns, or rows, as a mask for multicasts.
-template <class C>
-__device__ __forceinline__ uint16_t ctas_of_column(uint32_t column) {
-    constexpr uint32_t kFirst = (1 << C::kClusterM) - 1;
-    return kFirst << column * C::kClusterM;
-}
-
-template <class C>
-__device__ __forceinline__ uint16_t ctas_of_row(uint32_t row) {
-    uint32_t first = 0;
-#pragma unroll
-    for (uint32_t column = 0; column < C::kClusterN; ++column) first |= 1 << column * C::kClusterM;
-    return first << row;
-}
 
 // The accumulators of a consumer.
 template <class C>
@@ -173,7 +149,7 @@ struct Shared {
     alignas(1024) Element b[C::kStages][C::kTileN * GEMMESH_TILE_K];
     StoreBox<Element> boxes[kConsumerWarps][C::kBoxes];
     SplitSum<C::kSplit, C::kColumns, kConsumerWarps> sum;
-    Pipeline<C::kStages, C::kClusterM, C::kClusterN> pipeline;
+    Pipeline<C::kStages, typename C::InCluster> pipeline;
     Published<Entrance> entrance;
     Pushers pushers;
 };

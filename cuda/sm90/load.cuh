@@ -22,9 +22,9 @@ class RowLoads {
 public:
     // `row` is the first of the tile's rows. The last CTAs of a cluster's column may have none.
     __device__ RowLoads(const Maps& maps, const GemmeshParams& params, uint32_t row, uint32_t cta)
-        : map_(maps.a), ctas_(ctas_of_row<C>(row_in_cluster<C>(cta))), rows_(C::kTileM) {
+        : map_(maps.a), ctas_(C::InCluster::ctas_of_row(C::InCluster::row(cta))), rows_(C::kTileM) {
         if (!C::kSums) rows_ = C::kClusterM > 1 && row >= params.m ? 0 : min(rows_, params.m - row);
-        part_ = column_in_cluster<C>(cta) * C::kPartM;
+        part_ = C::InCluster::column(cta) * C::kPartM;
         row_ = row + part_;
         if (!C::kSums && rows_ < part_ + C::kPartM) map_ = &maps.tails->a;
     }

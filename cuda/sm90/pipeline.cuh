@@ -59,7 +59,7 @@ constexpr int kProducers = 2;
 
 // Two barriers a stage. `full` completes when both producers have announced their bytes and all of them are there.
 // `empty` completes when every warp that multiplies the tile has read the stage, in every CTA that this CTA writes to.
-template <int Stages, int ClusterM, int ClusterN>
+template <int Stages, class InCluster>
 struct Pipeline {
     uint64_t full[Stages];
     uint64_t empty[Stages];
@@ -68,7 +68,7 @@ struct Pipeline {
     __device__ void init(uint32_t warps) {
         for (int stage = 0; stage < Stages; ++stage) {
             ptx::mbarrier_init(&full[stage], kProducers);
-            ptx::mbarrier_init(&empty[stage], warps * kWriters);
+            ptx::mbarrier_init(&empty[stage], warps * InCluster::kWriters);
         }
     }
 
@@ -80,25 +80,13 @@ struct Pipeline {
     // wgmmas are complete, and what it loaded with ldmatrix has been used. So the arrival need not order memory for a
     // neighbour, and the default scope, the CTA, is enough.
     __device__ void release(uint32_t stage, uint32_t lane, uint32_t cta) {
-        if constexpr (kWriters == 1) {
+        if constexpr (InCluster::kWriters == 1) {
             if (lane == 0) ptx::mbarrier_arrive(&empty[stage]);
         } else {
-            if (lane >= kWriters) return;
-            ptx::mbarrier_arrive_cluster(ptx::mapa(ptx::shared_address(&empty[stage]), writer(lane, cta)));
+            if (lane >= InCluster::kWriters) return;
+            const uint32_t writer = InCluster::writer(lane, cta);
+            ptx::mbarrier_arrive_cluster(ptx::mapa(ptx::shared_address(&empty[stage]), writer));
         }
-    }
-
-private:
-    static constexpr uint32_t kWriters = ClusterM + ClusterN - 1;  // CTAs that write to one of them, itself among them
-
-    // Of these CTAs the one with this number: first those of the column, then the others of the row.
-    __device__ static uint32_t writer(uint32_t number, uint32_t cta) {
-        if constexpr (ClusterN == 1) return number;
-        const uint32_t row = cta % ClusterM;
-        const uint32_t column = cta / ClusterM;
-        if (number < ClusterM) return column * ClusterM + number;
-        const uint32_t other = number - ClusterM;
-        return (other < column ? other : other + 1) * ClusterM + row;
     }
 };
 

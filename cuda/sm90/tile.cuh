@@ -37,7 +37,7 @@ __device__ __forceinline__ Steps steps_of(const GemmeshParams& params, uint32_t 
 // each CTA of the cluster, as they are arranged there.
 template <class C>
 __device__ __forceinline__ uint32_t first_row(const GemmeshTile& tile, uint32_t cta) {
-    return (tile.m * C::kClusterM + row_in_cluster<C>(cta)) * C::kTileM;
+    return (tile.m * C::kClusterM + C::InCluster::row(cta)) * C::kTileM;
 }
 
 template <class C>
@@ -78,7 +78,7 @@ __device__ __forceinline__ uint32_t columns_of(const GemmeshParams& params) {
 // The first column of a CTA's tile in its output.
 template <class C>
 __device__ __forceinline__ uint32_t first_column(const GemmeshParams& params, const GemmeshTile& tile, uint32_t cta) {
-    return (tile.n * C::kClusterN + column_in_cluster<C>(cta)) * columns_of<C>(params);
+    return (tile.n * C::kClusterN + C::InCluster::column(cta)) * columns_of<C>(params);
 }
 
 // The number of a tile's weight, which an entry of a kernel without block sums has in `block`.

@@ -118,7 +118,7 @@ private:
         if constexpr (C::kClusterM == 1) return 0;
         uint32_t cta = cta_;
         ptx::pin(cta);
-        return row_in_cluster<C>(cta);
+        return C::InCluster::row(cta);
     }
 
     __device__ void load_box(ptx::SharedAddress to, const CUtensorMap* map, uint32_t left, uint32_t top,
@@ -126,7 +126,7 @@ private:
         if constexpr (C::kClusterM == 1) {
             ptx::cp_async_bulk_tensor_2d_load(to, map, left, top, full);
         } else {
-            const uint16_t ctas = ctas_of_column<C>(column_in_cluster<C>(cta_));
+            const uint16_t ctas = C::InCluster::ctas_of_column(C::InCluster::column(cta_));
             ptx::cp_async_bulk_tensor_2d_load_multicast(to, map, left, top, full, ctas);
         }
     }

@@ -117,7 +117,8 @@ pub const H200: Rates = Rates {
     },
 };
 
-/// Rates of an H100, fitted to 84 shapes by all kernels. Its links could not be measured, so they are the H200's.
+/// Rates of an H100, fitted to 84 shapes by the kernels of before, which had one producer. Its links could not be
+/// measured, so they are the H200's.
 pub const H100: Rates = Rates {
     start: 5.06,
     operations: 7.67e6,
