@@ -141,9 +141,10 @@ fn source_of(family: &Family, dtype: &str) -> String {
             };
             let _ = writeln!(
                 source,
-                "{head}({}, {}, gemmesh::{dtype}, {}, {}, {}, {}, {}, {}, {}, {}, gemmesh::Variant::k{variant:?})",
+                "{head}({}, {}, {}, gemmesh::{dtype}, {}, {}, {}, {}, {}, {}, {}, {}, gemmesh::Variant::k{variant:?})",
                 family.kernel(dtype, shape, variant),
                 family.shared_bytes(shape),
+                shape.ctas(),
                 shape.tile_m,
                 shape.tile_n,
                 shape.stages,

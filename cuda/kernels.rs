@@ -13,70 +13,77 @@ pub static FAMILIES: [Family; 1] = [Family {
 }];
 
 /// Shapes have about as many stages as shared memory holds beside the boxes. Wide tiles move the fewest bytes for a
-/// product. Which width is best depends on how evenly a problem's tiles fill the multiprocessors. Narrow tiles are for
-/// small problems, and for finer steps while rows arrive. Small tiles in clusters of both directions read as little as
-/// large ones, and leave fewer multiprocessors idle. Tiles of 64 rows are for few rows, where the speed of reading `b`
-/// counts. They come in many widths, because that speed needs as many tiles as there are multiprocessors, or twice as
-/// many, and models' weights have few widths. Tiles of any other height swap the operands (swap_ab). The high ones are
-/// for products of a few hundred rows, which tiles of 128 rows do not fit. The low ones are for products of one row of
-/// tiles: their rings are deep, and a CTA that shares K has little to send.
+/// product. In long products they do so in pairs, which share loads. Which width or height is best depends on how evenly
+/// a problem's tiles fill the multiprocessors, so there are many of each. Tiles of any height but 64 and 128 swap the
+/// operands (swap_ab). Narrow ones are for small problems, and for finer steps while rows arrive. Tiles of 64 rows and
+/// fewer are for few rows, where the speed of reading `b` counts. They come in many widths too, because that speed needs
+/// as many tiles as there are multiprocessors, or twice as many, and models' weights have few widths. The low ones have
+/// deep rings, and a CTA that shares K has little to send.
 #[rustfmt::skip]
-const SM90: [Shape; 54] = [
+const SM90: [Shape; 62] = [
     //    tile_m   tile_n   stages   cluster_m   cluster_n   split
-    shape(   128,     256,       4,          2,          1,      1),
-    shape(   128,     224,       4,          2,          1,      1),
-    shape(   128,     208,       4,          2,          1,      1),
-    shape(   128,     192,       4,          2,          1,      1),
-    shape(   128,     160,       5,          2,          1,      1),
-    shape(   128,     128,       6,          2,          1,      1),
-    shape(   128,     256,       4,          1,          1,      1),
-    shape(   128,     192,       4,          1,          1,      1),
-    shape(   128,     160,       5,          1,          1,      1),
-    shape(   128,     128,       6,          1,          1,      1),
-    shape(   128,     112,       7,          2,          1,      1),
-    shape(   128,      96,       7,          2,          2,      1),
-    shape(   128,      96,       7,          1,          1,      1),
-    shape(   128,      80,       8,          1,          1,      1),
-    shape(   128,      64,       8,          1,          1,      1),
-    shape(   128,      64,       8,          2,          1,      1),
-    shape(   128,     192,       4,          1,          1,      2),
-    shape(   128,     128,       5,          1,          1,      2),
-    shape(   128,      64,       8,          1,          1,      2),
-    shape(   128,      64,       7,          1,          1,      4),
-    shape(    64,      64,      12,          1,          1,      1),
-    shape(    64,      64,      12,          2,          1,      1),
-    shape(    64,      64,      12,          2,          2,      1),
-    shape(    64,      80,      11,          1,          1,      1),
-    shape(    64,      96,      10,          1,          1,      1),
-    shape(    64,     112,       9,          1,          1,      1),
-    shape(    64,     128,       8,          1,          1,      1),
-    shape(    64,     128,       8,          1,          1,      2),
-    shape(    64,     128,       7,          1,          1,      4),
-    shape(    64,     224,       5,          1,          1,      1),
-    shape(    64,     256,       5,          1,          1,      1),
-    shape(    64,     256,       4,          1,          1,      2),
-    shape(    16,     128,      11,          1,          1,      1),
-    shape(    16,     128,      11,          1,          1,      2),
-    shape(    16,     128,      11,          1,          1,      4),
-    shape(    16,     128,      11,          1,          1,      8),
-    shape(    32,     128,      10,          1,          1,      1),
-    shape(    32,     128,      10,          1,          1,      2),
-    shape(    32,     128,       9,          1,          1,      4),
-    shape(    32,     128,       9,          1,          1,      8),
-    shape(    48,     128,       9,          1,          1,      1),
-    shape(    48,     128,       8,          1,          1,      8),
-    shape(    80,     128,       8,          2,          1,      1),
-    shape(    96,      64,      10,          1,          1,      1),
-    shape(    96,      64,      10,          2,          2,      1),
-    shape(    96,     128,       7,          1,          1,      1),
-    shape(    96,     128,       7,          2,          1,      1),
-    shape(   112,     128,       7,          2,          1,      1),
-    shape(   144,     128,       6,          1,          1,      1),
-    shape(   144,     128,       6,          2,          1,      1),
-    shape(   176,     128,       5,          1,          1,      1),
-    shape(   176,     128,       5,          2,          1,      1),
-    shape(   208,     128,       5,          2,          1,      1),
-    shape(   224,     128,       4,          1,          2,      1),
+    shape(   128,     256,       4,          2,          1,       1),
+    shape(   128,     224,       4,          2,          1,       1),
+    shape(   128,     192,       4,          2,          1,       1),
+    shape(   128,     160,       5,          2,          1,       1),
+    shape(   128,     128,       6,          2,          1,       1),
+    shape(   112,     128,       7,          2,          1,       1),
+    shape(   144,     128,       6,          2,          1,       1),
+    shape(    64,      64,      12,          2,          2,       1),
+    shape(    88,     128,       7,          4,          1,       1),
+    shape(   128,     256,       4,          1,          1,       1),
+    shape(   128,     208,       5,          1,          1,       1),
+    shape(   128,     192,       4,          1,          1,       1),
+    shape(   128,     160,       5,          1,          1,       1),
+    shape(   128,     128,       6,          1,          1,       1),
+    shape(   128,     112,       7,          1,          1,       1),
+    shape(   128,      96,       7,          1,          1,       1),
+    shape(   128,      80,       8,          1,          1,       1),
+    shape(   128,      64,       8,          1,          1,       1),
+    shape(    64,     256,       5,          1,          1,       1),
+    shape(    64,     224,       5,          1,          1,       1),
+    shape(    64,     160,       7,          1,          1,       1),
+    shape(    64,     128,       8,          1,          1,       1),
+    shape(    64,     112,       9,          1,          1,       1),
+    shape(    64,      96,      10,          1,          1,       1),
+    shape(    64,      80,      11,          1,          1,       1),
+    shape(    64,      64,      12,          1,          1,       1),
+    shape(    16,     128,      11,          1,          1,       1),
+    shape(    32,     128,      10,          1,          1,       1),
+    shape(    48,     128,       9,          1,          1,       1),
+    shape(    16,      64,      20,          1,          1,       1),
+    shape(    32,      64,      16,          1,          1,       1),
+    shape(    48,      64,      15,          1,          1,       1),
+    shape(    80,     128,       8,          1,          1,       1),
+    shape(    96,     128,       7,          1,          1,       1),
+    shape(   112,     128,       7,          1,          1,       1),
+    shape(   144,     128,       6,          1,          1,       1),
+    shape(   208,     128,       5,          1,          1,       1),
+    shape(   240,     128,       4,          1,          1,       1),
+    shape(    80,      64,      11,          1,          1,       1),
+    shape(    96,      64,      10,          1,          1,       1),
+    shape(   144,      64,       8,          1,          1,       1),
+    shape(   176,      64,       7,          1,          1,       1),
+    shape(   104,     128,       7,          1,          1,       1),
+    shape(   136,     128,       6,          1,          1,       1),
+    shape(   152,     128,       6,          1,          1,       1),
+    shape(   168,     128,       5,          1,          1,       1),
+    shape(    72,      64,      12,          1,          1,       1),
+    shape(   136,      64,       8,          1,          1,       1),
+    shape(   152,      64,       7,          1,          1,       1),
+    shape(   128,     176,       5,          1,          1,       1),
+    shape(   128,     128,       5,          1,          1,       2),
+    shape(   128,      64,       7,          1,          1,       4),
+    shape(    64,     128,       8,          1,          1,       2),
+    shape(    64,     128,       7,          1,          1,       4),
+    shape(    64,     256,       4,          1,          1,       2),
+    shape(    16,     128,      11,          1,          1,       2),
+    shape(    16,     128,      11,          1,          1,       4),
+    shape(    16,     128,      11,          1,          1,       8),
+    shape(    32,     128,      10,          1,          1,       2),
+    shape(    32,     128,       9,          1,          1,       4),
+    shape(    32,     128,       9,          1,          1,       8),
+    shape(    48,     128,       8,          1,          1,       8),
 ];
 
 /// Kernels of one source: cuda/NAME/matmul.cuh.
@@ -337,9 +344,9 @@ impl Family {
                 && !((shape.tile_n == CONSUMERS * BAND_ROWS
                     || shape.tile_n == BAND_ROWS && is_taken_whole())
                     && (16..=256).contains(&shape.tile_m)
-                    && shape.tile_m.is_multiple_of(16))
+                    && shape.tile_m.is_multiple_of(8))
             {
-                "tile_m is 64 or 128, or a multiple of 16 up to 256 and tile_n 128, or 64 where consumers take turns"
+                "tile_m is 64 or 128, or a multiple of 8 up to 256 and tile_n 128, or 64 where consumers take turns"
             } else if shape.tile_m == BAND_ROWS && !(shape.is_shared() || is_taken_whole()) {
                 "tile_n of 64 rows is a multiple of 128, unless consumers take turns"
             } else if !(2..=64).contains(&shape.stages) {

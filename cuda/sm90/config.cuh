@@ -32,7 +32,7 @@ static_assert(kConsumerRegisters == 224);
 
 // A wgmma multiplies 64 rows, a band, by columns. With swap_ab the operands are swapped: rows of `b` are the wgmma's
 // rows, and the tile's rows are its columns. A tile whose height is neither 64 nor 128 has swap_ab. Its height may be
-// any other multiple of 16 for which ptx.cuh has a wgmma, so it fits M more closely.
+// any other multiple of 8 for which ptx.cuh has a wgmma, so it fits M more closely.
 //
 // Pingpong: the consumers take tiles by turns. While one stores its tile, the other multiplies. One consumer alone
 // multiplies all bands of its tile, so it needs registers for all accumulators.
@@ -69,7 +69,7 @@ struct Config {
     static constexpr int kConsumerN = kSideBySide ? TileN / kConsumers : TileN;
     static constexpr int kColumns = kSwapAb ? TileM : kConsumerN;  // of the accumulators of a band
     static_assert(kSideBySide || (kSwapAb ? TileN : TileM) == kSharing * kBands * kBandRows);
-    static_assert(!kSwapAb || (TileM % 16 == 0 && TileM <= 256 && Kind != Variant::kSums));
+    static_assert(!kSwapAb || (TileM % 8 == 0 && TileM <= 256 && Kind != Variant::kSums));
     static_assert(!kPingpong || (Split == 1 && Kind != Variant::kLowLatency && Kind != Variant::kSums));
     static constexpr int kStages = Stages;
     static constexpr int kClusterM = ClusterM;  // CTAs that share the loads of b, on rows of their own

@@ -350,10 +350,10 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
 }  // namespace gemmesh
 
 // Each of these two defines a kernel of the list in cuda/kernels.rs, which says how much shared memory it is launched
-// with. The arguments after that are its Config's. build.rs writes a source that includes this one and has such a line
-// for each kernel.
-#define GEMMESH_MATMUL(name, shared_bytes, ...)                                                            \
-    GEMMESH_HEAD(name, shared_bytes, gemmesh::Config<__VA_ARGS__>)                                         \
+// with, and how many CTAs a cluster has. The arguments after that are its Config's. build.rs writes a source that
+// includes this one and has such a line for each kernel.
+#define GEMMESH_MATMUL(name, shared_bytes, ctas, ...)                                                      \
+    GEMMESH_HEAD(name, shared_bytes, ctas, gemmesh::Config<__VA_ARGS__>)                                   \
     (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                         \
      const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params,                \
      const __grid_constant__ gemmesh::MoreWeights more, const __grid_constant__ gemmesh::Tails tails) {    \
@@ -361,8 +361,8 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
                                                       gemmesh::SumArguments{});                            \
     }
 
-#define GEMMESH_MATMUL_SUMS(name, shared_bytes, ...)                                                       \
-    GEMMESH_HEAD(name, shared_bytes, gemmesh::Config<__VA_ARGS__>)                                         \
+#define GEMMESH_MATMUL_SUMS(name, shared_bytes, ctas, ...)                                                 \
+    GEMMESH_HEAD(name, shared_bytes, ctas, gemmesh::Config<__VA_ARGS__>)                                   \
     (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                         \
      const __grid_constant__ CUtensorMap added, const __grid_constant__ GemmeshParams params,              \
      const __grid_constant__ gemmesh::Targets targets, const __grid_constant__ GemmeshSums sums) {         \
@@ -371,7 +371,16 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
     }
 
 // The configuration is the variadic argument, because the preprocessor splits it at its commas.
-#define GEMMESH_HEAD(name, shared_bytes, ...)                                                              \
+#define GEMMESH_HEAD(name, shared_bytes, ctas, ...)                                                        \
     static_assert(sizeof(gemmesh::Shared<__VA_ARGS__>) == shared_bytes,                                    \
                   #name ": cuda/kernels.rs gives it less shared memory than it uses, or more");            \
-    extern "C" __global__ void __cluster_dims__(__VA_ARGS__::kCtas, 1, 1) __launch_bounds__(GEMMESH_THREADS, 1) name
+    static_assert(__VA_ARGS__::kCtas == ctas, #name ": a cluster has other CTAs");                         \
+    extern "C" __global__ void GEMMESH_CLUSTER_OF_##ctas __launch_bounds__(GEMMESH_THREADS, 1) name
+
+// A kernel of single CTAs has no cluster, not one of a single CTA. Without clusters, CTAs with successive numbers lie on
+// one GPC, 16 at a time, and what several of them read at about the same time reaches the GPC once. Clusters, even of
+// one CTA, go to the GPCs in turn.
+#define GEMMESH_CLUSTER_OF_1
+#define GEMMESH_CLUSTER_OF_2 __cluster_dims__(2, 1, 1)
+#define GEMMESH_CLUSTER_OF_4 __cluster_dims__(4, 1, 1)
+#define GEMMESH_CLUSTER_OF_8 __cluster_dims__(8, 1, 1)

@@ -66,25 +66,25 @@ public:
         if (output_.residual == nullptr) return;
         const uint8_t* residual = static_cast<const uint8_t*>(output_.residual) + piece_column() * sizeof(Element);
 #pragma unroll
-        for (uint32_t begin = 0; begin < N / kRows; begin += kTurns) {
+        for (uint32_t begin = 0; begin < kAllTurns; begin += kTurns) {
             // several loads are under way at a time
             uint4 loaded[kTurns];
 #pragma unroll
-            for (uint32_t i = 0; i < kTurns && begin + i < N / kRows; ++i) {
+            for (uint32_t i = 0; i < kTurns && begin + i < kAllTurns; ++i) {
                 const uint32_t row = piece_row(begin + i);
-                const bool is_there = row < params_.m && piece_column() < output_.n;
+                const bool is_there = has_piece(begin + i) && row < params_.m && piece_column() < output_.n;
                 loaded[i] = is_there ? *reinterpret_cast<const uint4*>(residual + row * output_.residual_pitch) : uint4{};
             }
             __syncwarp();
 #pragma unroll
-            for (uint32_t i = 0; i < kTurns && begin + i < N / kRows; ++i) *piece(box, i) = loaded[i];
+            for (uint32_t i = 0; i < kTurns && begin + i < kAllTurns; ++i) *piece(box, i) = loaded[i];
             __syncwarp();
 #pragma unroll
-            for (uint32_t i = 0; i < kTurns && begin + i < N / kRows; ++i) {
+            for (uint32_t i = 0; i < kTurns && begin + i < kAllTurns; ++i) {
                 uint32_t words[4];
                 ptx::ldmatrix_x4_trans(matrix_row(box, i), words[0], words[1], words[2], words[3]);
 #pragma unroll
-                for (uint32_t of = 0; of < 4; ++of) {
+                for (uint32_t of = 0; of < 4 && (begin + i) * 8 + of * 2 < N / 2; ++of) {
                     const float2 addend = ptx::unpack<Element>(words[of]);
                     float* d = &d_[(begin + i) * 8 + of * 2];
                     d[0] += addend.x;
@@ -126,18 +126,20 @@ public:
 
     static constexpr uint32_t kRows = 16;  // at a time
 
-    // Rounds 16 rows at a time, and calls `use` with their number and this lane's piece of one of them.
+    // Rounds 16 rows at a time, and calls `use` with their number and this lane's piece of one of them. The last time
+    // there may be 8.
     template <class Use>
     __device__ void each_piece(Box& box, const Use& use) const {
 #pragma unroll
-        for (uint32_t i = 0; i < N / kRows; ++i) {
-            const float* d = &d_[i * 8];
+        for (uint32_t i = 0; i < kAllTurns; ++i) {
+            const auto pair = [&](uint32_t of) {
+                const uint32_t first = i * 8 + of * 2;
+                return first < N / 2 ? ptx::cvt_rn_x2<Element>(d_[first], d_[first + 1]) : 0;
+            };
             if (i >= kTurns) __syncwarp();
-            ptx::stmatrix_x4_trans(matrix_row(box, i % kTurns), ptx::cvt_rn_x2<Element>(d[0], d[1]),
-                                   ptx::cvt_rn_x2<Element>(d[2], d[3]), ptx::cvt_rn_x2<Element>(d[4], d[5]),
-                                   ptx::cvt_rn_x2<Element>(d[6], d[7]));
+            ptx::stmatrix_x4_trans(matrix_row(box, i % kTurns), pair(0), pair(1), pair(2), pair(3));
             __syncwarp();
-            use(i, *piece(box, i % kTurns));
+            if (has_piece(i)) use(i, *piece(box, i % kTurns));
         }
         // the box is filled for the next tile only after all lanes have read it
         __syncwarp();
@@ -151,7 +153,11 @@ private:
     static constexpr uint32_t kColumns = 16;
     static constexpr uint32_t kPieces = kColumns / Box::kPiece;                          // of a row
     static constexpr uint32_t kTurns = Box::kRows * Box::kColumns / (kRows * kColumns);  // by 16 rows, through a box
+    static constexpr uint32_t kAllTurns = (N + kRows - 1) / kRows;
     static constexpr uint32_t kMetAtATime = sizeof(Box::elements) / (32 * sizeof(float4));  // fours of accumulators
+
+    // False for the lanes that would have the other half of 16 rows, where the tile has 8.
+    __device__ bool has_piece(uint32_t turn) const { return N % kRows == 0 || turn * kRows + lane_ / kPieces < N; }
 
     __device__ uint4* piece(Box& box, uint32_t turn) const {
         Element* rows = box.elements + turn * (kRows * kColumns);

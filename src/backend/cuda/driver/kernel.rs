@@ -114,12 +114,20 @@ impl Module {
         let _bound = self.device.bind()?;
         let mut clusters = 0;
         // SAFETY: a plain struct.
-        let mut attribute = unsafe { MaybeUninit::zeroed().assume_init() };
+        let mut attribute: sys::CUlaunchAttribute = unsafe { MaybeUninit::zeroed().assume_init() };
         let shape = LaunchShape {
             shared_bytes,
             ..LaunchShape::new(ctas, block)
         };
-        let config = shape.config(std::ptr::null_mut(), &mut attribute);
+        let mut config = shape.config(std::ptr::null_mut(), &mut attribute);
+        // A kernel of single CTAs is compiled without clusters, so the driver must be told of them.
+        attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+        attribute.value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 {
+            x: ctas,
+            y: 1,
+            z: 1,
+        };
+        (config.attrs, config.numAttrs) = (&mut attribute, 1);
         // SAFETY: writes the local; the function is of this module, which lives.
         unsafe {
             cuda!(

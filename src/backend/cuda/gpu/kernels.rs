@@ -366,7 +366,7 @@ mod tests {
         });
         let words = kernels.map(|line| {
             let words: Vec<&str> = line.split(", ").collect();
-            (words[0].to_string(), words[2].replace("gemmesh::", ""))
+            (words[0].to_string(), words[3].replace("gemmesh::", ""))
         });
         words.collect()
     }
@@ -433,8 +433,8 @@ mod tests {
         refused(|s| s.cluster_m = 3, "cluster_m and cluster_n are 1, 2 or 4");
         refused(|s| s.split = 0, "split one of these or 8");
         refused(|s| s.tile_m = 96, "tile_m is 64 or 128");
-        let odd = |s: &mut Shape| (s.tile_m, s.tile_n) = (88, 128);
-        refused(odd, "a multiple of 16 up to 256");
+        let odd = |s: &mut Shape| (s.tile_m, s.tile_n) = (84, 128);
+        refused(odd, "a multiple of 8 up to 256");
         let flat_split =
             |s: &mut Shape| (s.tile_m, s.tile_n, s.cluster_m, s.split) = (64, 192, 1, 2);
         refused(flat_split, "tile_n of 64 rows is a multiple of 128");

@@ -25,6 +25,10 @@ pub struct Rates {
     pub loaded: f64,
     /// Bytes that all multiprocessors load through the L2 cache.
     pub cached: f64,
+    /// How many single CTAs' loads of the same bytes count once. They lie on one GPC, and load at about the same time.
+    pub merged: f64,
+    /// Steps through K in which single CTAs drift apart, so that few of their loads still count once.
+    pub drift: f64,
     /// Bytes that come from device memory.
     pub read: f64,
     /// What a tile takes beside its products, for each of its columns of 128 rows.
@@ -71,7 +75,7 @@ pub struct Field<'a> {
 
 #[derive(Clone, Copy, Debug)]
 pub enum Kind {
-    /// Per microsecond: above 0.
+    /// Per microsecond, or a number of CTAs or steps: above 0.
     Rate,
     /// Microseconds: not below 0.
     Time,
@@ -79,24 +83,26 @@ pub enum Kind {
 
 /// Rates of an H200.
 ///
-/// They are fitted to 290 shapes by all kernels, so that the kernel that is chosen is the fastest: what a kernel takes
+/// They are fitted to 306 shapes by all kernels, so that the kernel that is chosen is the fastest: what a kernel takes
 /// where others are far faster counts little. The links are fitted to 74 shapes (benches/NOTES.md).
 pub const H200: Rates = Rates {
     multiprocessors: 132,
-    start: 4.40,
-    cluster: 0.36,
+    start: 4.52,
+    cluster: 0.085,
     operations: 7.66e6,
-    step: 0.062,
-    loaded: 125e3,
-    cached: 9.87e6,
-    read: 4.88e6,
-    column: 0.0075,
-    swap_ab_column: 0.0142,
-    join: 0.58,
-    split: 2.64,
-    slice_join: 2.65,
-    summed: 116e3,
-    summed_cached: 4.23e6,
+    step: 0.060,
+    loaded: 122e3,
+    cached: 8.67e6,
+    merged: 10.4,
+    drift: 232.0,
+    read: 4.77e6,
+    column: 0.0059,
+    swap_ab_column: 0.0092,
+    join: 0.26,
+    split: 6.2,
+    slice_join: 2.15,
+    summed: 78e3,
+    summed_cached: 4.05e6,
     pull: Link {
         around: 18.3,
         start: 0.0,
@@ -117,22 +123,23 @@ pub const H200: Rates = Rates {
     },
 };
 
-/// Rates of an H100, fitted to 84 shapes by the kernels of before, which had one producer. Its links could not be
-/// measured, so they are the H200's.
+/// Rates of an H100, fitted to the same 306 shapes. Its links were not measured, so they are the H200's.
 pub const H100: Rates = Rates {
-    start: 5.06,
-    operations: 7.67e6,
-    step: 0.056,
-    loaded: 131e3,
-    cached: 9.29e6,
-    read: 3.20e6,
-    column: 0.0102,
-    swap_ab_column: 0.0141,
-    join: 1.09,
-    split: 2.52,
-    slice_join: 2.72,
-    summed: 84e3,
-    summed_cached: 11.3e6,
+    start: 4.55,
+    cluster: 0.21,
+    step: 0.0727,
+    loaded: 113e3,
+    cached: 7.53e6,
+    merged: 11.9,
+    drift: 181.0,
+    read: 3.05e6,
+    column: 0.0042,
+    swap_ab_column: 0.0073,
+    join: 0.62,
+    split: 5.87,
+    slice_join: 2.63,
+    summed: 87.6e3,
+    summed_cached: 3.82e6,
     ..H200
 };
 
@@ -194,7 +201,7 @@ impl Rates {
     }
 
     /// All rates, without the number of multiprocessors.
-    pub fn fields(&mut self) -> [Field<'_>; 26] {
+    pub fn fields(&mut self) -> [Field<'_>; 28] {
         use Kind::{Rate, Time};
         fn field<'a>(name: &'static str, kind: Kind, value: &'a mut f64) -> Field<'a> {
             Field { name, kind, value }
@@ -207,6 +214,8 @@ impl Rates {
             step,
             loaded,
             cached,
+            merged,
+            drift,
             read,
             column,
             swap_ab_column,
@@ -226,6 +235,8 @@ impl Rates {
             field("step", Time, step),
             field("loaded", Rate, loaded),
             field("cached", Rate, cached),
+            field("merged", Rate, merged),
+            field("drift", Rate, drift),
             field("read", Rate, read),
             field("column", Time, column),
             field("swap_ab_column", Time, swap_ab_column),

@@ -10,7 +10,7 @@ use crate::error::Result;
 /// Bytes of partial sums: enough for 512 slices of the largest tiles.
 pub const BYTES: usize = 64 << 20;
 /// Elements of a CTA's smallest tile.
-const SMALLEST: usize = 16 * 128;
+const SMALLEST: usize = 16 * 64;
 /// Counts of arrivals: one for each warp's part of as many of the smallest tiles as there is room for. A tile has at most
 /// as many parts as there are warps.
 pub const COUNTS: usize = BYTES / (SMALLEST * size_of::<f32>()) * CONSUMER_WARPS as usize;
