@@ -103,6 +103,18 @@ fn merged(rates: &Rates, steps: f64) -> f64 {
     1.0 + (rates.merged - 1.0) * (-(steps / rates.drift).powi(2)).exp()
 }
 
+/// The time in the L2 cache that a step takes, for each entry that is made at the same time.
+fn step_of_cached(
+    rates: &Rates,
+    tile: &TileShape,
+    bytes: usize,
+    entries: [usize; 2],
+    merged: f64,
+) -> f64 {
+    let loaded = loaded_rows(tile, entries, merged) * (tile.k * bytes) as f64;
+    tile.ctas() as f64 * loaded / rates.cached
+}
+
 /// Rows of `a` and `b` that each CTA loads through the L2 cache in a step, of a product with so many rows and columns of
 /// entries.
 ///
@@ -135,9 +147,16 @@ impl<'a> Tiles<'a> {
         let shape = [problem.layout.m(), n, problem.layout.k()];
         let variant = variant_of(problem, config);
         let bytes = problem.dtypes.operands.bytes();
+        let tiles = Tiles::new(rates, config, variant, shape, bytes);
+        // Rows arrive at some CTAs' tiles before others', so these CTAs do not load at the same time.
+        let arrive = !problem.operation.is_sum() && problem.layout.world() > 1;
         Tiles {
             uneven: if begins_early(problem) { UNEVEN } else { 0.0 },
-            ..Tiles::new(rates, config, variant, shape, bytes)
+            step_of_cached: match arrive {
+                true => step_of_cached(rates, &config.tile, bytes, [1, 1], 1.0),
+                false => tiles.step_of_cached,
+            },
+            ..tiles
         }
     }
 
@@ -168,7 +187,6 @@ impl<'a> Tiles<'a> {
             false => 1.0,
         };
         let counts = [m.div_ceil(rows), n.div_ceil(config.entry_columns())];
-        let cached = loaded_rows(tile, counts, merged) * of_k;
         let read = ((m + n) * k * bytes) as f64 / (entries as f64 * steps);
         let products = 2.0 * area * tile.k as f64 / rates.operations + rates.step;
         let column = match kernels::swaps_ab(config) {
@@ -192,7 +210,7 @@ impl<'a> Tiles<'a> {
             entries,
             steps,
             step: products.max((tile.m + tile.n) as f64 * of_k / rates.loaded),
-            step_of_cached: ctas as f64 * cached / rates.cached,
+            step_of_cached: step_of_cached(rates, tile, bytes, counts, merged),
             step_of_read: read / rates.read,
             uneven: 0.0,
             share: ctas as f64 / multiprocessors as f64,
