@@ -8,12 +8,13 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::backend::cuda::gpu::kernels::{Variant, configs};
 use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::json::DTypeJson;
 use crate::json::config::{self, ConfigJson};
 use crate::schedule::plan::partial_sums;
-use crate::schedule::{Config, Operation, Problem, Route};
+use crate::schedule::{Config, Form, Operation, Problem, Route};
 
 /// The table that the library carries.
 const SHIPPED: &str = include_str!("tuned.jsonl");
@@ -106,7 +107,8 @@ impl Table {
         if let Some(path) = value.map(PathBuf::from) {
             let action = format!("read {} ({VARIABLE})", path.display());
             let text = fs::read_to_string(&path).map_err(Error::system(rank, &action))?;
-            parse(&text, gpu, world, &mut lines).map_err(|reason| Error::System {
+            let parsed = parse(&text, gpu, world, &mut lines).and_then(|()| has_kernels(&lines));
+            parsed.map_err(|reason| Error::System {
                 rank: Some(rank),
                 action,
                 reason,
@@ -147,6 +149,22 @@ impl Table {
                 .find(|line| agrees(&line.config))
                 .map(|line| line.config),
         })
+    }
+}
+
+/// Checks that the library still has the kernels that were the fastest.
+fn has_kernels(lines: &[Winner]) -> Result<(), String> {
+    let is_there = |line: &Winner| {
+        let mut configs = configs(line.config, Variant::Forms, &Form::default());
+        configs.any(|config| config == line.config)
+    };
+    match lines.iter().find(|line| !is_there(line)) {
+        Some(Winner {
+            m, n, k, config, ..
+        }) => Err(format!(
+            "the library has no such kernel any more: {m}x{n}x{k}, {config:?}; tune again"
+        )),
+        None => Ok(()),
     }
 }
 
@@ -211,8 +229,25 @@ mod tests {
     }
 
     #[test]
-    fn the_shipped_table_can_be_read() {
+    fn the_shipped_table_can_be_read_and_its_kernels_are_there() {
         table(SHIPPED, "", 0).unwrap();
+        let lines = SHIPPED.lines().filter(|line| line.starts_with('{'));
+        let lines: Vec<Winner> = lines
+            .map(|line| serde_json::from_str(line).unwrap())
+            .collect();
+        assert!(lines.len() > 10);
+        assert_eq!(has_kernels(&lines), Ok(()));
+    }
+
+    #[test]
+    fn a_line_of_a_kernel_that_is_gone_is_refused_and_the_error_names_it() {
+        let of = |line: &str| has_kernels(&table(line, "GPU", 4).unwrap().0);
+        assert_eq!(of(LINE), Ok(()));
+        let error = of(&line(4096, 1792, 2, 48)).unwrap_err();
+        assert!(
+            error.contains("4096x1792x4096") && error.contains("128x48x64"),
+            "{error}"
+        );
     }
 
     #[test]
