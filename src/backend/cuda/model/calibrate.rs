@@ -23,7 +23,7 @@ impl Sample {
     fn off(&self, rates: &Rates) -> f64 {
         let predicted = match self.gathers {
             true => gathered(rates, &self.problem, &self.config),
-            false => Tiles::of(rates, &self.problem, &self.config).alone(),
+            false => Tiles::of(rates, &self.problem, &self.config).cold(),
         };
         (predicted / self.micros).ln()
     }

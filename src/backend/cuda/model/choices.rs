@@ -49,15 +49,15 @@ impl Choices {
 ///
 /// It is a function of `problem` alone, so no choice depends on earlier calls.
 ///
-/// M is rounded up to a multiple of 8 rows or, if that is more, of M / 128 to M / 64 rows. Every tile's height is a
-/// multiple of 8, so up to M = 1024 the prediction counts the same tiles. The rows are split evenly, because the
+/// M is rounded up to a multiple of 8 rows or, if that is more, of M / 256 to M / 128 rows. Every tile's height is a
+/// multiple of 8, so up to M = 2048 the prediction counts the same tiles. The rows are split evenly, because the
 /// prediction takes rank 0's view as every rank's. If one rank waits for more rows, the others have more rows of their
 /// own.
 fn representative(problem: &Problem) -> Problem {
     const STEP: usize = 8;
     let layout = &problem.layout;
     let m = layout.m();
-    let step = STEP.max(m.next_power_of_two() / 128);
+    let step = STEP.max(m.next_power_of_two() / 256);
     let rounded = m.next_multiple_of(step).min(MAX_EXTENT);
     let layout = Layout::balanced(rounded, layout.k(), layout.world())
         .and_then(|even| even.staged(layout.stages(), layout.order()))
@@ -102,16 +102,16 @@ mod tests {
     }
 
     #[test]
-    fn few_rows_are_rounded_to_as_many_tiles_of_every_shape_and_many_by_a_sixty_fourth_at_most() {
+    fn few_rows_are_rounded_to_as_many_tiles_of_every_shape_and_many_by_a_128th_at_most() {
         let base = Config::new(WIDEST, Chunking::new(1), Route::Pull);
-        for m in (0..1030).chain([4095, 4096, 4097, 100_001, MAX_EXTENT]) {
+        for m in (0..2050).chain([4095, 4096, 4097, 100_001, MAX_EXTENT]) {
             let real = problem(&[m, 0]);
             let rounded = representative(&real);
             assert!(rounded.layout.is_balanced());
             let [real_m, rounded_m] = [&real, &rounded].map(|problem| problem.layout.m());
             let more = rounded_m - real_m;
-            assert!(more < 8 || more < m / 64, "{m}: {more}");
-            if m > 1024 {
+            assert!(more < 8 || more < m / 128, "{m}: {more}");
+            if m > 2048 {
                 continue;
             }
             for config in configs(base, Variant::Forms, &Default::default()) {

@@ -144,7 +144,7 @@ pub fn gathered(rates: &Rates, problem: &Problem, config: &Config) -> f64 {
 fn gathered_by(tiles: &Tiles, problem: &Problem, config: &Config, groups: &[ArrivalGroup]) -> f64 {
     let layout = &problem.layout;
     if layout.world() == 1 {
-        return tiles.alone();
+        return tiles.cold();
     }
     let around = tiles.start + tiles.rates.link(config.route).around;
     if tile_order::reads_once(
@@ -187,7 +187,7 @@ pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Predict
     let parts = [
         (
             "of the product alone",
-            Tiles::of(rates, problem, config).alone(),
+            Tiles::of(rates, problem, config).cold(),
         ),
         ("until the last rows have come", rates.start + arrived),
         (
@@ -325,15 +325,14 @@ mod tests {
 
     #[test]
     fn few_rows_are_stored_and_read_by_low_tiles_and_many_copied() {
-        for (m, n, k) in [
-            (1, 3584, 8192),
-            (16, 1792, 4096),
-            (30, 4096, 4096),
-            (64, 8192, 3584),
+        for (m, n, k, rows) in [
+            (1, 3584, 8192, 16),
+            (16, 1792, 4096, 16),
+            (30, 4096, 4096, 32),
+            (64, 8192, 3584, 64),
         ] {
             let Config { tile, route, .. } = chosen(m, n, k, 2);
-            let low = m.next_multiple_of(16);
-            assert!(tile.m <= low && route == Route::Store, "{m}x{n}x{k}");
+            assert_eq!((tile.m, route), (rows, Route::Store), "{m}x{n}x{k}");
         }
         for (m, n, k) in [(4096, 1792, 4096), (8192, 3584, 8192), (16_384, 512, 8192)] {
             let Config {
