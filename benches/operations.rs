@@ -28,8 +28,8 @@ use clap::{Parser, ValueEnum};
 use common::gather::AllGather;
 use common::{Check, Failure, Operation, Row};
 use gemmesh::{
-    Backend, Chunking, Config, Element, Error, Explanation, Group, Host, Result, Route, TileShape,
-    bf16, f16, launch,
+    Backend, Chunking, Config, Element, Error, Explanation, Group, Host, Numerics, Result, Route,
+    TileShape, bf16, f16, launch,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
@@ -90,6 +90,9 @@ struct Args {
     #[cfg(feature = "cuda")]
     #[arg(long, value_name = "FILE", conflicts_with_all = ["tune", "sweep"])]
     calibrate: Option<PathBuf>,
+    /// What the bits of products may depend on: Builder::numerics.
+    #[arg(long, value_enum, default_value_t = NumericsName::Fast)]
+    numerics: NumericsName,
     /// Type of the elements.
     #[arg(long, value_enum, default_value_t = DTypeName::Bf16)]
     dtype: DTypeName,
@@ -195,6 +198,12 @@ enum DTypeName {
     F16,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum NumericsName {
+    Fast,
+    Invariant,
+}
+
 #[derive(Clone, Copy, ValueEnum)]
 enum Sweep {
     Large,
@@ -248,6 +257,20 @@ impl Args {
             ));
         }
         Ok(())
+    }
+
+    /// The group that the arguments ask for.
+    fn group<B: Backend>(&self) -> Result<Group<B>> {
+        let builder = Group::<B>::builder().numerics(match self.numerics {
+            NumericsName::Fast => Numerics::Fast,
+            NumericsName::Invariant => Numerics::Invariant,
+        });
+        #[cfg(feature = "cuda")]
+        let builder = match self.max_ctas {
+            Some(most) => builder.max_ctas(most),
+            None => builder,
+        };
+        builder.from_env()
     }
 
     /// True if the arguments ask for a product that is not of the plain form, or for one of each rank alone, which is
@@ -385,12 +408,12 @@ fn launch_or_run(args: &Args) -> Result<(), Failure> {
         },
         #[cfg(feature = "cuda")]
         (true, BackendName::Cuda, _) if matches!(args.op, Op::Collectives) => {
-            let group = Group::<gemmesh::Cuda>::from_env()?;
+            let group = args.group::<gemmesh::Cuda>()?;
             cuda::collectives::run(&group, [args.warmup, args.iters], args.json.as_deref())
         }
         #[cfg(feature = "cuda")]
         (true, BackendName::Cuda, _) if matches!(args.op, Op::Decoding) => {
-            let group = Group::<gemmesh::Cuda>::from_env()?;
+            let group = args.group::<gemmesh::Cuda>()?;
             cuda::decoding::run(&group, [args.warmup, args.iters], args.json.as_deref())
         }
         #[cfg(feature = "cuda")]
@@ -516,13 +539,7 @@ where
 }
 
 fn run<B: Backend, T: Element, O: Timed<B, T>>(args: &Args) -> Result<(), Failure> {
-    let builder = Group::<B>::builder();
-    #[cfg(feature = "cuda")]
-    let builder = match args.max_ctas {
-        Some(most) => builder.max_ctas(most),
-        None => builder,
-    };
-    let group = builder.from_env()?;
+    let group = args.group::<B>()?;
     #[cfg(feature = "cuda")]
     if let Some(path) = &args.tune {
         let mut shapes = args.shapes().into_iter();
@@ -736,7 +753,7 @@ fn record<B: Backend, T: Element, O: Operation<B, T>>(
     } = run;
     let problem = json!({
         "op": O::NAME, "backend": B::NAME, "world": group.world_size(), "m": m, "n": n, "k": k,
-        "dtype": T::DTYPE.to_string(), "stages": args.gather_stages, "max_rel_err": check.max_rel_err,
+        "dtype": T::DTYPE.to_string(), "numerics": format!("{:?}", args.numerics), "stages": args.gather_stages, "max_rel_err": check.max_rel_err,
         "max_abs_err": check.max_abs_err, "ok": check.ok(), "commit": commit(),
         "config": format!("{:?}", explanation.config), "predicted_us": explanation.micros(), "iters": args.iters, "unix_time": unix_time(),
     });

@@ -580,7 +580,7 @@ const RATIOS: [(&str, usize); 3] = [("/ plain", 1), ("/ calls", 2), ("/ cuBLASLt
 /// Times products of the form that is asked for.
 pub fn run<B: Backend, T: Element, C: Clock<B, T>>(args: &Args) -> Result<(), Failure> {
     check(args)?;
-    let group = Group::<B>::builder().from_env()?;
+    let group = args.group::<B>()?;
     let clock = C::new(&group)?;
     let is_sweep = args.sweep.is_some_and(Sweep::is_drawn);
     let products = if is_sweep { 1 << 30 } else { PRODUCTS };
@@ -615,7 +615,7 @@ pub fn run<B: Backend, T: Element, C: Clock<B, T>>(args: &Args) -> Result<(), Fa
                 .map(|(&(name, key), time)| Row::new(name, key, time));
             let mut object = json!({
                 "op": format!("{:?}", args.op), "form": described(args), "backend": B::NAME, "world": group.world_size(),
-                "m": m, "widths": form.widths, "k": k, "dtype": T::DTYPE.to_string(), "max_rel_err": check.max_rel_err,
+                "m": m, "widths": form.widths, "k": k, "dtype": T::DTYPE.to_string(), "numerics": format!("{:?}", args.numerics), "max_rel_err": check.max_rel_err,
                 "ok": check.ok(), "config": format!("{config:?}"), "iters": args.iters, "commit": commit(), "unix_time": unix_time(),
             });
             rows.for_each(|row| object[row.key] = json!(row.time));
