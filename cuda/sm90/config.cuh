@@ -135,6 +135,9 @@ struct ConsumerWarp {
     // SplitSum gives both to one CTA.
     __device__ uint32_t number() const { return consumer * 4 + (C::kSwapAb ? warp % 2 * 2 + warp / 2 : warp); }
 
+    // Whether this CTA stores the warp's rows, if CTAs share K: see SplitSum.
+    __device__ bool stores() const { return C::kSplit == 1 || number() / (kConsumerWarps / C::kSplit) == cta; }
+
     // True for one lane of all that store a tile here: of the first warp whose rows this CTA stores.
     __device__ bool is_first() const {
         const uint32_t first = C::kPingpong ? consumer * 4 : C::kSplit == 1 ? 0 : cta * (kConsumerWarps / C::kSplit);

@@ -220,8 +220,8 @@ __device__ __forceinline__ void finish(float* accumulators, const GemmeshParams&
     float* second = accumulators + kOfHalf;
     const bool is_gated = Gates && params.is_gated != 0;
     Residual<Element, N, Boxes> residual(output, boxes, place, lane);
-    residual.begin();
     bias.add(accumulators, output, lane);
+    residual.begin();
     activate<kOfHalf>(accumulators, params.activation, params.is_f32 != 0);
     if (is_gated) {
 #pragma unroll

@@ -181,6 +181,9 @@ public:
         }
         // As above, all lanes send before any lane waits.
         __syncwarp();
+        // these loads take as long as the peers' parts
+        Addends addends;
+        load(addends);
 
         float sums[kTurns][kPiece];
 #pragma unroll
@@ -194,7 +197,7 @@ public:
         }
 #pragma unroll
         for (uint32_t turn = 0; turn < kTurns; ++turn) {
-            if (is_of(peers.rank, turn)) finish_and_store(sums[turn], tile_.piece_row(turn), tile_.piece_column());
+            if (is_of(peers.rank, turn)) finish_and_store(sums[turn], addends, turn);
         }
         __syncwarp();
     }
@@ -260,20 +263,37 @@ private:
         }
     }
 
-    // One lane: adds bias and residual to the sums of a piece, applies the activation, and stores it.
-    __device__ void finish_and_store(float (&sums)[kPiece], uint32_t row, uint32_t column) const {
-        if (output_.bias != nullptr) {
-            const Element* bias = static_cast<const Element*>(output_.bias) + column;
+    // What is added to the sums of a lane's pieces.
+    struct Addends {
+        Element bias[kPiece] = {};
+        uint4 residual[kTurns];
+    };
+
+    __device__ void load(Addends& addends) const {
+        const uint32_t column = tile_.piece_column();
+        const Element* bias = static_cast<const Element*>(output_.bias);
 #pragma unroll
-            for (uint32_t i = 0; i < kPiece; ++i) {
-                if (column + i < output_.n) sums[i] += static_cast<float>(bias[i]);
-            }
+        for (uint32_t i = 0; i < kPiece; ++i) {
+            if (bias != nullptr && column + i < output_.n) addends.bias[i] = bias[column + i];
+        }
+        if (output_.residual == nullptr) return;
+#pragma unroll
+        for (uint32_t turn = 0; turn < kTurns; ++turn) {
+            const bool is_own = is_of(params_.peers.rank, turn);
+            addends.residual[turn] = residual_piece<Element>(output_, tile_.piece_row(turn), column, is_own);
+        }
+    }
+
+    // One lane: adds bias and residual to the sums of a piece, applies the activation, and stores it.
+    __device__ void finish_and_store(float (&sums)[kPiece], const Addends& addends, uint32_t turn) const {
+        const uint32_t row = tile_.piece_row(turn);
+        const uint32_t column = tile_.piece_column();
+        if (output_.bias != nullptr) {
+#pragma unroll
+            for (uint32_t i = 0; i < kPiece; ++i) sums[i] += static_cast<float>(addends.bias[i]);
         }
         activate<kPiece>(sums, params_.activation, params_.is_f32 != 0);
-        if (output_.residual != nullptr) {
-            const uint8_t* residual = static_cast<const uint8_t*>(output_.residual) + row * output_.residual_pitch;
-            add_piece(sums, *reinterpret_cast<const uint4*>(residual + column * sizeof(Element)));
-        }
+        if (output_.residual != nullptr) add_piece(sums, addends.residual[turn]);
 
         uint8_t* out = static_cast<uint8_t*>(output_.out) + row * output_.out_pitch;
         if (params_.is_f32 == 0) {

@@ -157,21 +157,36 @@ __device__ __forceinline__ void multiply_tile(Bands<C>& bands, const GemmeshPara
     }
 }
 
-// One warp: loads what the epilogue adds, while the product is made. It loads the bias except with block sums, where
-// only this rank's blocks add it (store_sums loads it). It fetches the residual into the cache except with block sums,
-// with CTAs that share K and with low-latency areas, where a warp may finish none of the rows that it multiplies.
-// `row` is the tile's first row, and `left` the warp's first column.
-template <class C, class Bias>
-__device__ __forceinline__ void load_epilogue(Bias& bias, const GemmeshParams& params, const ConsumerWarp<C>& self,
-                                              uint32_t weight, uint32_t row, uint32_t left) {
-    using Element = typename C::Element;
+// One warp: loads the bias of its columns, while the product is made. With block sums only this rank's blocks have a
+// bias, and store_sums loads it. Where consumers take turns, it also fetches the residual into the cache. Elsewhere that
+// takes longer than it saves, because these tiles are large. `row` is the tile's first row, and `left` the warp's first
+// column.
+template <class C>
+__device__ __forceinline__ void load_addends(Addends<C>& bias, const GemmeshParams& params, const ConsumerWarp<C>& self,
+                                             uint32_t weight, uint32_t row, uint32_t left) {
     if constexpr (!C::kSums) bias.load(params, params.outputs[weight], is_gated<C>(params), left, self.lane);
-    if constexpr (!C::kSums && !C::kLowLatency && C::kSplit == 1) {
+    if constexpr (C::kPingpong) {
 #pragma unroll
         for (uint32_t band = 0; band < C::kBands; ++band) {
             const uint32_t own = row + self.row(band);
-            prefetch_residual<Element, C::kConsumerN>(params.outputs[weight], params.m, own, left, self.lane);
+            prefetch_residual<typename C::Element, C::kConsumerN>(params.outputs[weight], params.m, own, left, self.lane);
         }
+    }
+}
+
+// One warp: the same for swapped operands, by band. With low-latency areas, other lanes add than those that multiply,
+// so SwapAbLowLatencySums loads. Of CTAs that share K, the one that stores the warp's columns loads. `column` is the
+// tile's first column.
+template <class C>
+__device__ __forceinline__ void load_swap_ab_addends(Addends<C> (&addends)[C::kBands], const GemmeshParams& params,
+                                                     const ConsumerWarp<C>& self, uint32_t weight, uint32_t row,
+                                                     uint32_t column) {
+    if (C::kLowLatency || !self.stores()) return;
+#pragma unroll
+    for (uint32_t band = 0; band < C::kBands; ++band) {
+        const SwapAbPart<C> part(params, self, band);
+        const void* bias = part.bias(params, weight);
+        addends[band].load(params, params.outputs[weight], bias, row, column + part.column(), self.lane);
     }
 }
 
@@ -194,11 +209,11 @@ __device__ __forceinline__ void note_done(GemmeshTraceEvent& event, uint32_t ind
 
 // One warp: adds up the parts of K of a band of its tile, and stores the band. `row` and `column` are the tile's first
 // ones, and `left` is the warp's first column.
-template <class C, class Bias>
+template <class C>
 __device__ __forceinline__ void store_band(Accumulators<typename C::Element, C::kColumns>& accumulators, const Maps& maps,
                                            const GemmeshParams& params, const TableWalk& walk, Shared<C>& shared,
-                                           Bias& bias, const ConsumerWarp<C>& self, uint32_t turn, uint32_t band,
-                                           uint32_t row, uint32_t column, uint32_t left) {
+                                           const Addends<C>& addends, const ConsumerWarp<C>& self, uint32_t turn,
+                                           uint32_t band, uint32_t row, uint32_t column, uint32_t left) {
     const uint32_t own = row + self.row(band);
     bool has_all_of_k;
     if constexpr (C::kSliced) {
@@ -207,7 +222,7 @@ __device__ __forceinline__ void store_band(Accumulators<typename C::Element, C::
         has_all_of_k = shared.sum.gather(accumulators, turn, self.cta, self.number(), self.lane);
     }
     if (!has_all_of_k) return;
-    store_product<C>(accumulators, maps, params, shared, bias, weight_of<C>(walk.tile()), self, band, own, column, left);
+    store_product<C>(accumulators, maps, params, shared, addends, weight_of<C>(walk.tile()), self, band, own, column, left);
 }
 
 // One warpgroup: multiplies its part of each tile, or each tile whose turn it is, and stores it.
@@ -245,9 +260,11 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
         const uint32_t row = first_row<C>(walk.tile(), cta);
         const uint32_t column = first_column<C>(params, walk.tile(), cta);
         const uint32_t left = column + (is_gated<C>(params) ? own_column / 2 : own_column);
-        ColumnBias<Element, C::kSwapAb ? 8 : C::kConsumerN> bias;  // not used with swap_ab, nor by plain kernels
-        if constexpr (!C::kSwapAb && !C::kPlain) {
-            load_epilogue<C>(bias, params, self, weight_of<C>(walk.tile()), row, left);
+        Addends<C> addends[C::kSwapAb ? C::kBands : 1];  // all bands of rows have the same bias
+        if constexpr (C::kSwapAb && !C::kPlain) {
+            load_swap_ab_addends<C>(addends, params, self, weight_of<C>(walk.tile()), row, column);
+        } else if constexpr (!C::kPlain) {
+            load_addends<C>(addends[0], params, self, weight_of<C>(walk.tile()), row, left);
         }
         turn.begin();
         note_begin<C>(params, walk, shared, at, cta, tracer);
@@ -258,13 +275,14 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
         if constexpr (C::kSums) {
             const bool has_all_of_k = shared.sum.gather(bands[0], number, cta, self.number(), self.lane);
             const uint32_t index = walk.tile().block;
-            store_sums<C>(bands[0], params, block, index, shared, at, placed, bias, self, row, left, has_all_of_k);
+            store_sums<C>(bands[0], params, block, index, shared, at, placed, addends[0], self, row, left, has_all_of_k);
         } else {
 #pragma unroll 1
             for (uint32_t band = 0; band < C::kBands; ++band) {
-                store_band<C>(bands[0], maps, params, walk, shared, bias, self, number, band, row, column, left);
+                store_band<C>(bands[0], maps, params, walk, shared, addends[0], self, number, band, row, column, left);
                 // one code stores all bands
                 if constexpr (C::kBands > 1) bands[0] = bands[1];
+                if constexpr (C::kBands > 1 && C::kSwapAb) addends[0] = addends[1];
             }
         }
         if (tracer) note_done(event_of<C>(params, walk.index(), cta), walk.index());

@@ -42,6 +42,11 @@ __device__ __forceinline__ void store_own(const float* accumulators, const CUten
     }
 }
 
+// What a warp loads while the tensor cores multiply, and adds to a band of its tile afterwards.
+template <class C>
+using Addends = std::conditional_t<C::kSwapAb, SwapAbAddends<typename C::Element, C::kColumns>,
+                                   ColumnBias<typename C::Element, C::kSwapAb ? 8 : C::kConsumerN>>;
+
 // One warp: turns to the block of a tile that a kernel with block sums is about to make.
 template <class C>
 __device__ __forceinline__ GemmeshBlock begin_block(Placed<C>& placed, const SumArguments& partials,
@@ -67,12 +72,12 @@ __device__ __forceinline__ bool add_slices(Accumulators<typename C::Element, C::
 
 // One warp: stores its rows of a block's tile: sums if the block is this rank's, else partial sums. `tile_row` is the
 // tile's first row in the block. A warp without rows passes through the addends' stages too.
-template <class C, class Bias>
+template <class C>
 __device__ __forceinline__ void store_sums(Accumulators<typename C::Element, C::kColumns>& accumulators,
                                            const GemmeshParams& params, const GemmeshBlock& block, uint32_t index,
                                            Shared<C>& shared, RingPosition<C::kStages>& at, Placed<C>& placed,
-                                           Bias& bias, const ConsumerWarp<C>& self, uint32_t tile_row, uint32_t left,
-                                           bool has_all_of_k) {
+                                           Addends<C>& bias, const ConsumerWarp<C>& self, uint32_t tile_row,
+                                           uint32_t left, bool has_all_of_k) {
     using Element = typename C::Element;
     const uint32_t lane = self.lane;
     const uint32_t row = tile_row + self.row(0);
@@ -130,34 +135,50 @@ __device__ __forceinline__ void store_tile(Accumulators<typename C::Element, C::
     }
 }
 
-// One warp: the same for a band of swapped operands. `row` and `column` are the tile's first ones. In a gated tile,
-// warps 0 and 1 of each consumer have gate's columns, and warps 2 and 3 have the same columns of up. A CTA needs the
-// sums of both warps. SplitSum gives both to the same CTA. With SliceSum the two warps may be last in different
-// entries, so K of gated products is not cut into slices here.
+// A warp's part of a band of swapped operands. In a gated tile warps 0 and 1 of each consumer have gate's columns, and
+// warps 2 and 3 have the same columns of up.
+template <class C>
+struct SwapAbPart {
+    bool gated;
+    bool is_up;
+    uint32_t number;  // of its 16 columns in the tile
+
+    __device__ SwapAbPart(const GemmeshParams& params, const ConsumerWarp<C>& self, uint32_t band)
+        : gated(is_gated<C>(params)),
+          is_up(gated && self.warp >= 2),
+          number(gated ? self.part(band) / 4 * 2 + self.warp % 2 : self.part(band)) {}
+
+    __device__ uint32_t column() const { return number * 16; }
+    __device__ const void* bias(const GemmeshParams& params, uint32_t weight) const {
+        return params.outputs[is_up ? 1 : weight].bias;
+    }
+};
+
+// One warp: the same for a band of swapped operands. `row` and `column` are the tile's first ones. Of a gated tile, a CTA
+// needs the sums of gate's and of up's warp. SplitSum gives both to the same CTA. With SliceSum the two warps may be
+// last in different entries, so K of gated products is not cut into slices here.
 template <class C>
 __device__ __forceinline__ void store_swap_ab(Accumulators<typename C::Element, C::kColumns>& accumulators,
-                                                const GemmeshParams& params, Shared<C>& shared, uint32_t weight,
-                                                const ConsumerWarp<C>& self, uint32_t band, uint32_t row, uint32_t column) {
-    const bool gated = is_gated<C>(params);
-    const bool is_up = gated && self.warp >= 2;
-    // the columns' number in the tile, by 16
-    const uint32_t part = gated ? self.part(band) / 4 * 2 + self.warp % 2 : self.part(band);
+                                              const GemmeshParams& params, Shared<C>& shared, const Addends<C>& addends,
+                                              uint32_t weight, const ConsumerWarp<C>& self, uint32_t band, uint32_t row,
+                                              uint32_t column) {
+    const SwapAbPart<C> part(params, self, band);
     const uint32_t barrier = kPairBarrier + self.consumer * 2 + self.warp % 2;
     const uint32_t gate_box = self.consumer * 4 + self.warp % 2;
     const GemmeshOutput& output = params.outputs[weight];
     auto& own = shared.boxes[self.box()][0];
     auto& gates = shared.boxes[gate_box][0];
     auto& ups = shared.boxes[gate_box + 2][0];
-    SwapAbTile<typename C::Element, C::kColumns> tile(accumulators, params, output, row, column + part * 16, self.lane);
+    SwapAbTile<typename C::Element, C::kColumns> tile(accumulators, params, output, row, column + part.column(), self.lane);
     if constexpr (!C::kPlain) {
-        tile.add_bias(is_up ? params.outputs[1].bias : output.bias);
-        if (is_up) {
+        tile.add_bias(part.bias(params, weight), addends);
+        if (part.is_up) {
             tile.give(ups, gates, barrier);
             return;
         }
         activate<C::kColumns / 2>(accumulators.d, params.activation, is_f32<C>(params));
-        if (gated) tile.multiply(ups, gates, barrier);
-        tile.add_residual(own);
+        if (part.gated) tile.multiply(ups, gates, barrier);
+        tile.add_residual(own, addends);
     }
     if (is_f32<C>(params)) {
         tile.store_f32();
@@ -180,17 +201,17 @@ __device__ __forceinline__ void send_swap_ab(Accumulators<typename C::Element, C
 
 // One warp: finishes and stores its rows of a band, with or without swap_ab. `row` is its first row. `column` is the
 // tile's first column, and `left` the warp's.
-template <class C, class Bias>
+template <class C>
 __device__ __forceinline__ void store_product(Accumulators<typename C::Element, C::kColumns>& accumulators,
                                               const Maps& maps, const GemmeshParams& params, Shared<C>& shared,
-                                              const Bias& bias, uint32_t weight, const ConsumerWarp<C>& self,
+                                              const Addends<C>& addends, uint32_t weight, const ConsumerWarp<C>& self,
                                               uint32_t band, uint32_t row, uint32_t column, uint32_t left) {
     if constexpr (C::kSwapAb && C::kLowLatency) {
         send_swap_ab<C>(accumulators, params, shared, self, row, column);
     } else if constexpr (C::kSwapAb) {
-        store_swap_ab<C>(accumulators, params, shared, weight, self, band, row, column);
+        store_swap_ab<C>(accumulators, params, shared, addends, weight, self, band, row, column);
     } else if (row < params.m) {
-        store_tile<C>(accumulators, maps, params, shared, bias, weight, self, row, left);
+        store_tile<C>(accumulators, maps, params, shared, addends, weight, self, row, left);
     }
 }
 

@@ -16,6 +16,47 @@ namespace gemmesh {
 constexpr uint32_t kPairBarrier = 3;
 static_assert(kPairBarrier > Pushers::kBarrier);
 
+// Eight columns of a row of the residual. Zeros if the row is not there, or begins after the last column. A piece that
+// begins within the row may be read whole.
+template <class Element>
+__device__ __forceinline__ uint4 residual_piece(const GemmeshOutput& output, uint32_t row, uint32_t column, bool has_row) {
+    const uint8_t* of_row = static_cast<const uint8_t*>(output.residual) + row * output.residual_pitch;
+    const uint4* piece = reinterpret_cast<const uint4*>(of_row + column * sizeof(Element));
+    return has_row && column < output.n ? *piece : uint4{};
+}
+
+// What is added to a warp's 16 columns of a tile of N rows: bias and residual. A tile of few rows has registers for all
+// of it, so it is loaded while the tensor cores multiply. Loading it afterwards takes a microsecond, a twentieth of such
+// a product. Of higher tiles the residual is loaded afterwards, because to fetch it into the cache takes longer.
+template <class Element, int N>
+class SwapAbAddends {
+public:
+    static constexpr bool kHoldsResidual = N <= 48;
+
+    // `bias` is of the warp's weight. `row` and `column` are the warp's first, of `out`.
+    __device__ void load(const GemmeshParams& params, const GemmeshOutput& output, const void* bias, uint32_t row,
+                         uint32_t column, uint32_t lane) {
+        const uint32_t first = column + lane / 4;
+        const Element* of_column = static_cast<const Element*>(bias) + first;
+        if (bias != nullptr && first < output.n) left = of_column[0];
+        if (bias != nullptr && first + 8 < output.n) right = of_column[8];
+        if constexpr (kHoldsResidual) {
+            if (output.residual == nullptr) return;
+#pragma unroll
+            for (uint32_t turn = 0; turn < kTurns; ++turn) {
+                const uint32_t of_tile = turn * 16 + lane / 2;
+                const bool is_there = of_tile < N && row + of_tile < params.m;
+                residual[turn] = residual_piece<Element>(output, row + of_tile, column + lane % 2 * 8, is_there);
+            }
+        }
+    }
+
+    Element left{};   // the bias of this lane's accumulators' columns
+    Element right{};  // eight columns further
+    static constexpr uint32_t kTurns = kHoldsResidual ? (N + 15) / 16 : 1;
+    uint4 residual[kTurns];  // by 16 rows: SwapAbTile's pieces
+};
+
 // One warp's columns of a tile of N rows. Each four of this lane's accumulators lie in two columns, eight apart, and
 // two neighbouring rows. The next four lie eight rows further.
 template <class Element, int N>
@@ -28,12 +69,11 @@ public:
                              uint32_t row, uint32_t column, uint32_t lane)
         : d_(accumulators.d), params_(params), output_(output), row_(row), column_(column), lane_(lane) {}
 
-    __device__ void add_bias(const void* of_columns) {
-        if (of_columns == nullptr) return;
-        const Element* bias = static_cast<const Element*>(of_columns);
-        const uint32_t first = column_ + lane_ / 4;
-        const float left = first < output_.n ? static_cast<float>(bias[first]) : 0.0f;
-        const float right = first + 8 < output_.n ? static_cast<float>(bias[first + 8]) : 0.0f;
+    // `bias` is the one that was loaded.
+    __device__ void add_bias(const void* bias, const SwapAbAddends<Element, N>& addends) {
+        if (bias == nullptr) return;
+        const float left = static_cast<float>(addends.left);
+        const float right = static_cast<float>(addends.right);
 #pragma unroll
         for (int i = 0; i < N / 8; ++i) {
             float* d = &d_[i * 4];
@@ -62,18 +102,21 @@ public:
     }
 
     // Adds the residual: the reverse of `store`.
-    __device__ void add_residual(Box& box) {
+    __device__ void add_residual(Box& box, const SwapAbAddends<Element, N>& addends) {
         if (output_.residual == nullptr) return;
-        const uint8_t* residual = static_cast<const uint8_t*>(output_.residual) + piece_column() * sizeof(Element);
 #pragma unroll
         for (uint32_t begin = 0; begin < kAllTurns; begin += kTurns) {
             // several loads are under way at a time
             uint4 loaded[kTurns];
 #pragma unroll
             for (uint32_t i = 0; i < kTurns && begin + i < kAllTurns; ++i) {
-                const uint32_t row = piece_row(begin + i);
-                const bool is_there = has_piece(begin + i) && row < params_.m && piece_column() < output_.n;
-                loaded[i] = is_there ? *reinterpret_cast<const uint4*>(residual + row * output_.residual_pitch) : uint4{};
+                if constexpr (addends.kHoldsResidual) {
+                    loaded[i] = addends.residual[begin + i];
+                } else {
+                    const uint32_t row = piece_row(begin + i);
+                    const bool is_there = has_piece(begin + i) && row < params_.m;
+                    loaded[i] = residual_piece<Element>(output_, row, piece_column(), is_there);
+                }
             }
             __syncwarp();
 #pragma unroll
