@@ -273,7 +273,7 @@ mod tests {
     type Gathered = ([usize; 3], Route, usize, bool, [usize; 4], f64);
 
     #[rustfmt::skip]
-    const GATHERS: [Gathered; 29] = [
+    const GATHERS: [Gathered; 33] = [
         ([2048, 512, 28672], Route::Pull, 1, false, [64, 256, 1, 2], 264.9),
         ([13129, 768, 1600], Route::Pull, 1, false, [128, 128, 2, 1], 110.5),
         ([11406, 8384, 1536], Route::Pull, 1, false, [128, 192, 2, 1], 414.0),
@@ -302,6 +302,10 @@ mod tests {
         ([1924, 304, 1280], Route::Store, 1, false, [128, 64, 1, 1], 23.8),
         ([32, 24064, 5696], Route::Store, 1, false, [64, 128, 1, 2], 89.9),
         ([143, 384, 1024], Route::Store, 1, false, [64, 128, 1, 4], 15.2),
+        ([24, 20992, 4480], Route::Store, 1, false, [64, 256, 1, 1], 76.7),
+        ([26, 24400, 20096], Route::Store, 1, false, [64, 256, 1, 1], 293.6),
+        ([26, 24400, 20096], Route::Store, 1, false, [32, 128, 1, 2], 248.2),
+        ([31, 17464, 16192], Route::Store, 1, false, [64, 224, 1, 1], 188.3),
         ([8518, 512, 1024], Route::Store, 1, false, [128, 128, 2, 1], 51.9),
     ];
 

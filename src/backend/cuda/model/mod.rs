@@ -82,7 +82,7 @@ fn tiled(rates: &Rates, problem: &Problem, numerics: Numerics, base: Config) -> 
     fastest(rates, problem, numerics, of, |tiles, config, _| {
         // Pieces that are sent are cut by tiles. Ranks must agree on them, although their K may differ.
         match partial_sums::agree(problem, config, &base) {
-            true => tiles.alone(),
+            true => tiles.cold(),
             false => f64::INFINITY,
         }
     })

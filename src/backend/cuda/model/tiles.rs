@@ -9,8 +9,9 @@ use crate::schedule::{Config, Operation, Problem, TileShape};
 const MOST_WAVES: usize = 12;
 /// More slices are considered only if they take less than this share of the time of fewer slices.
 const WORTH: f64 = 0.95;
-/// Reads take longer by this factor times the share of multiprocessors that are idle, if the kernel begins early. Its
-/// CTAs then lie where multiprocessors became free, not evenly. Measured on an H200 in chains of products.
+/// Reads take longer by this factor times the share of multiprocessors that are idle, if these do not lie evenly: those of
+/// a kernel that begins early, whose CTAs lie where others became free, and those of a gather by single CTAs, of which some
+/// read at half the speed of others. Measured on an H200 in chains of products, and in a trace on two.
 const UNEVEN: f64 = 0.4;
 /// The fewest steps through K of a slice.
 const LEAST_STEPS: f64 = 4.0;
@@ -43,7 +44,7 @@ pub struct Tiles<'a> {
     step_of_cached: f64,
     /// The time in device memory that a step takes, for each entry that is made at the same time.
     step_of_read: f64,
-    /// [`UNEVEN`] if the kernel begins early, or 0.
+    /// [`UNEVEN`] or 0.
     uneven: f64,
     /// The share of multiprocessors that an entry takes.
     share: f64,
@@ -154,11 +155,15 @@ impl<'a> Tiles<'a> {
         let variant = variant_of(problem, config);
         let bytes = problem.dtypes.operands.bytes();
         let tiles = Tiles::new(rates, config, variant, shape, bytes);
+        let gathered = !problem.operation.is_sum() && problem.layout.world() > 1;
         // Rows arrive at some CTAs' tiles before others', so these CTAs do not load at the same time.
-        let arrive = !problem.operation.is_sum() && problem.layout.world() > 1;
+        let apart = gathered && problem.layout.m() > tiles.rows;
         Tiles {
-            uneven: if begins_early(problem) { UNEVEN } else { 0.0 },
-            step_of_cached: match arrive {
+            uneven: match begins_early(problem) || (gathered && config.tile.ctas() == 1) {
+                true => UNEVEN,
+                false => 0.0,
+            },
+            step_of_cached: match apart {
                 true => step_of_cached(rates, &config.tile, bytes, [1, 1], 1.0),
                 false => tiles.step_of_cached,
             },
