@@ -204,27 +204,24 @@ fn time_behind(rates: &Rates, problem: &Problem, numerics: Numerics, depth: usiz
 }
 
 /// The configuration of the models with the shortest time, and the time. Each is a configuration's models for several K,
-/// and its time is their geometric mean. Of equals, the first.
+/// and its time is their geometric mean.
 ///
 /// Most models are too slow already by their lower bound, and are not played through.
 fn fastest<'a, const N: usize>(
-    models: impl Iterator<Item = [Model<'a>; N]> + Clone,
+    models: impl Iterator<Item = [Model<'a>; N]>,
 ) -> Option<(Config, f64)> {
     let least_of = |models: &[Model; N]| mean(models.each_ref().map(Model::least));
-    let time_of = |models: &[Model; N]| mean(models.each_ref().map(Model::time));
-    let promising = models
-        .clone()
-        .min_by(|one, other| least_of(one).total_cmp(&least_of(other)));
-    let reached = time_of(&promising?);
+    let mut models: Vec<_> = models.map(|models| (least_of(&models), models)).collect();
+    models.sort_by(|(one, _), (other, _)| one.total_cmp(other));
     let mut best: Option<(Config, f64)> = None;
-    for models in models {
+    for (least, models) in models {
+        let reached = best.map_or(f64::INFINITY, |(_, time)| time);
         // The lower bound adds other terms, so it may be rounded up.
-        let least = best.map_or(f64::INFINITY, |(_, time)| time);
-        if least_of(&models) > reached.min(least) * (1.0 + 1e-9) {
-            continue;
+        if least > reached * (1.0 + 1e-9) {
+            break;
         }
-        let time = time_of(&models);
-        if time < least {
+        let time = mean(models.each_ref().map(Model::time));
+        if time < reached {
             best = Some((models[0].config, time));
         }
     }
