@@ -16,7 +16,8 @@ use std::process::ExitCode;
 use cudarc::cublaslt::{result as lt, sys as lt_sys};
 use cudarc::driver::{result as driver, sys};
 use gemmesh::{
-    Cuda, Group, Matrix, Value, all_gather_and_consume, bf16, launch, produce_and_reduce_scatter,
+    Cuda, F8E4M3, Group, Matrix, Value, all_gather_and_consume, bf16, launch,
+    produce_and_reduce_scatter,
 };
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -55,9 +56,9 @@ fn run() -> Outcome {
         driver::ctx::set_current(context)?;
     }
     consume::<bf16>(&group)?;
-    consume::<Fp8>(&group)?;
+    consume::<F8E4M3>(&group)?;
     produce::<bf16>(&group)?;
-    produce::<Fp8>(&group)
+    produce::<F8E4M3>(&group)
 }
 
 /// out[M, N] = gather(a)[M, K] · b[N, K]ᵀ
@@ -373,25 +374,20 @@ impl Operand for bf16 {
     }
 }
 
-/// E4M3: a sign, four bits of exponent, three of mantissa. gemmesh moves it as bytes.
-type Fp8 = u8;
-
-impl Operand for Fp8 {
+impl Operand for F8E4M3 {
     const NAME: &'static str = "fp8";
     const KIND: lt_sys::cudaDataType = lt_sys::cudaDataType::CUDA_R_8F_E4M3;
     const IS_SCALED: bool = true;
 
     /// From 1/16 to 3.75, of any sign.
-    fn random(random: &mut StdRng) -> Fp8 {
+    fn random(random: &mut StdRng) -> F8E4M3 {
         let sign = random.random_range(0..2u8) << 7;
-        sign | random.random_range(3..9u8) << 3 | random.random_range(0..8u8)
+        let exponent = random.random_range(3..9u8) << 3;
+        F8E4M3::from_bits(sign | exponent | random.random_range(0..8u8))
     }
 
     fn to_f64(self) -> f64 {
-        let sign = if self & 0x80 == 0 { 1.0 } else { -1.0 };
-        let exponent = i32::from(self >> 3 & 0xf) - 7;
-        let mantissa = 1.0 + f64::from(self & 7) / 8.0;
-        f64::from(SCALE) * sign * mantissa * 2f64.powi(exponent)
+        f64::from(SCALE) * F8E4M3::to_f64(&self)
     }
 }
 

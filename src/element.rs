@@ -3,6 +3,7 @@
 use std::fmt;
 
 use bytemuck::Pod;
+pub use float8::{F8E4M3, F8E5M2};
 use half::slice::HalfFloatSliceExt;
 pub use half::{bf16, f16};
 
@@ -16,7 +17,11 @@ pub enum DType {
     F16,
     /// IEEE 754 binary32.
     F32,
-    /// A byte, for example of fp8 or of packed numbers.
+    /// fp8 with 4 bits of exponent and 3 of fraction, up to 448, without infinity: `float8_e4m3fn` of PyTorch.
+    F8E4M3,
+    /// fp8 with 5 bits of exponent and 2 of fraction, up to 57344: `float8_e5m2` of PyTorch.
+    F8E5M2,
+    /// A byte, for example of packed numbers.
     U8,
     /// 16 bits.
     U16,
@@ -30,7 +35,7 @@ impl DType {
     /// The bytes of an element.
     pub fn bytes(self) -> usize {
         match self {
-            DType::U8 => 1,
+            DType::F8E4M3 | DType::F8E5M2 | DType::U8 => 1,
             DType::Bf16 | DType::F16 | DType::U16 => 2,
             DType::F32 | DType::U32 => 4,
             DType::U64 => 8,
@@ -54,6 +59,8 @@ impl fmt::Display for DType {
             DType::Bf16 => "bf16",
             DType::F16 => "f16",
             DType::F32 => "f32",
+            DType::F8E4M3 => "f8e4m3",
+            DType::F8E5M2 => "f8e5m2",
             DType::U8 => "u8",
             DType::U16 => "u16",
             DType::U32 => "u32",
@@ -62,11 +69,14 @@ impl fmt::Display for DType {
     }
 }
 
-/// A type that a matrix may hold. Ranks can move its rows, whatever the bits mean. For example, `u8` holds fp8.
+/// A type that a matrix may hold. Ranks can move its rows, whatever the bits mean.
+///
+/// [`F8E4M3`] and [`F8E5M2`] are those of the crate float8. Their `from_f32` rounds to nearest, ties to even. What is too
+/// large becomes the largest number, and NaN stays NaN.
 #[diagnostic::on_unimplemented(
     message = "matrices cannot hold `{Self}`",
-    label = "must be bf16, f16, f32, u8, u16, u32 or u64",
-    note = "numbers of other types are moved by their bits: fp8 and i8 as u8, i32 as u32",
+    label = "must be bf16, f16, f32, F8E4M3, F8E5M2, u8, u16, u32 or u64",
+    note = "numbers of other types are moved by their bits: i8 as u8, i32 as u32",
     note = "bf16 and f16 are the types of the same names in gemmesh (and in version 2 of the crate half)"
 )]
 pub trait Value: Pod + sealed::Sealed + Send + Sync + fmt::Debug + PartialEq {
@@ -130,7 +140,7 @@ macro_rules! value {
     )*};
 }
 
-value!(bf16 Bf16, f16 F16, f32 F32, u8 U8, u16 U16, u32 U32, u64 U64);
+value!(bf16 Bf16, f16 F16, f32 F32, F8E4M3 F8E4M3, F8E5M2 F8E5M2, u8 U8, u16 U16, u32 U32, u64 U64);
 
 macro_rules! element {
     ($type:ident) => {
@@ -181,5 +191,84 @@ impl Float for f32 {
 
     fn round(from: &[f32], to: &mut [f32]) {
         to.copy_from_slice(from);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The conversions of a type of fp8.
+    struct Fp8 {
+        to_f32: fn(u8) -> f32,
+        from_f32: fn(f32) -> u8,
+        /// The code of the largest number.
+        largest: u8,
+        /// Its value.
+        most: f32,
+    }
+
+    const E4M3: Fp8 = Fp8 {
+        to_f32: |code| F8E4M3::from_bits(code).to_f32(),
+        from_f32: |value| F8E4M3::from_f32(value).to_bits(),
+        largest: 0x7e,
+        most: 448.0,
+    };
+    const E5M2: Fp8 = Fp8 {
+        to_f32: |code| F8E5M2::from_bits(code).to_f32(),
+        from_f32: |value| F8E5M2::from_f32(value).to_bits(),
+        largest: 0x7b,
+        most: 57344.0,
+    };
+
+    #[test]
+    fn fp8_is_rounded_to_nearest_and_ties_to_even() {
+        const SIGN: u8 = 0x80;
+        for of in [E4M3, E5M2] {
+            assert_eq!((of.to_f32)(of.largest), of.most);
+            for code in 0..of.largest {
+                let [low, high] = [code, code + 1].map(of.to_f32);
+                // Both have few bits, so this is exact.
+                let middle = (low + high) / 2.0;
+                let even = code + code % 2;
+                for (value, nearest) in [
+                    (low, code),
+                    (middle.next_down(), code),
+                    (middle, even),
+                    (middle.next_up(), code + 1),
+                ] {
+                    assert_eq!((of.from_f32)(value), nearest, "{value}");
+                    assert_eq!((of.from_f32)(-value), nearest | SIGN, "-{value}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn fp8_saturates_and_nan_stays_nan() {
+        for of in [E4M3, E5M2] {
+            for value in [of.most * 1.01, of.most * 16.0, f32::MAX, f32::INFINITY] {
+                assert_eq!((of.from_f32)(value), of.largest, "{value}");
+                assert_eq!((of.to_f32)((of.from_f32)(-value)), -of.most, "-{value}");
+            }
+            assert!((of.to_f32)((of.from_f32)(f32::NAN)).is_nan());
+        }
+    }
+
+    #[test]
+    fn each_type_has_the_bytes_of_its_values() {
+        fn check<T: Value>(name: &str) {
+            assert_eq!(T::DTYPE.bytes(), size_of::<T>());
+            assert_eq!(T::DTYPE.to_string(), name);
+        }
+        check::<bf16>("bf16");
+        check::<f16>("f16");
+        check::<f32>("f32");
+        check::<F8E4M3>("f8e4m3");
+        check::<F8E5M2>("f8e5m2");
+        check::<u8>("u8");
+        check::<u16>("u16");
+        check::<u32>("u32");
+        check::<u64>("u64");
     }
 }

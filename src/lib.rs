@@ -121,7 +121,7 @@ pub mod trace;
 #[cfg(not(loom))]
 mod interop;
 
-pub use element::{DType, Element, Float, Value, bf16, f16};
+pub use element::{DType, Element, F8E4M3, F8E5M2, Float, Value, bf16, f16};
 pub use error::{Call, Deadline, Error, MadeCall, Result};
 pub use route::Route;
 pub use schedule::{Activation, Chunking, Config, Numerics, TileShape, WeightLayout};

@@ -278,9 +278,13 @@ fn data_type(dtype: DType) -> DLDataType {
     const UNSIGNED: u8 = 1;
     const FLOAT: u8 = 2;
     const BFLOAT: u8 = 4;
+    const E4M3FN: u8 = 10;
+    const E5M2: u8 = 12;
     let code = match dtype {
         DType::Bf16 => BFLOAT,
         DType::F16 | DType::F32 => FLOAT,
+        DType::F8E4M3 => E4M3FN,
+        DType::F8E5M2 => E5M2,
         DType::U8 | DType::U16 | DType::U32 | DType::U64 => UNSIGNED,
     };
     DLDataType {
@@ -292,8 +296,8 @@ fn data_type(dtype: DType) -> DLDataType {
 
 /// This library's name of a DLPack type, or a description if there is none.
 fn dtype(of: DLDataType) -> String {
-    use DType::{Bf16, F16, F32, U8, U16, U32, U64};
-    let known = [Bf16, F16, F32, U8, U16, U32, U64];
+    use DType::{Bf16, F8E4M3, F8E5M2, F16, F32, U8, U16, U32, U64};
+    let known = [Bf16, F16, F32, F8E4M3, F8E5M2, U8, U16, U32, U64];
     match known.into_iter().find(|&dtype| data_type(dtype) == of) {
         Some(dtype) => dtype.to_string(),
         None => format!("code {} of {} bits, {} lanes", of.code, of.bits, of.lanes),

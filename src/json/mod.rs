@@ -120,6 +120,8 @@ pub enum DTypeJson {
     Bf16,
     F16,
     F32,
+    F8E4M3,
+    F8E5M2,
     U8,
     U16,
     U32,

@@ -5,9 +5,9 @@ use std::time::Duration;
 use bytemuck::Pod;
 use gemmesh::trace::{Span, Work};
 use gemmesh::{
-    Block, Error, Float, Group, Matrix, ProduceAndAllToAll, ProduceAndReduceScatter, Value,
-    all_gather, all_reduce, all_to_all, bf16, broadcast, f16, produce_and_all_to_all,
-    produce_and_reduce_scatter, reduce_scatter,
+    Block, Error, F8E4M3, F8E5M2, Float, Group, Matrix, ProduceAndAllToAll,
+    ProduceAndReduceScatter, Value, all_gather, all_reduce, all_to_all, bf16, broadcast, f16,
+    produce_and_all_to_all, produce_and_reduce_scatter, reduce_scatter,
 };
 use rand::RngExt;
 
@@ -355,10 +355,12 @@ pub fn collectives_exchange_what_ranks_have<B: Tested>(test: &str, world: usize)
     all_done(ranks::<B>(test, world, |rank| {
         let group = connect::<B>(rank, B::TIMEOUT)?;
         with_delays(|seed| {
-            match seed % 4 {
+            match seed % 6 {
                 0 => values_of_any_type_are_exchanged::<B, u8>(&group, seed)?,
-                1 => values_of_any_type_are_exchanged::<B, u16>(&group, seed)?,
-                2 => values_of_any_type_are_exchanged::<B, f32>(&group, seed)?,
+                1 => values_of_any_type_are_exchanged::<B, F8E4M3>(&group, seed)?,
+                2 => values_of_any_type_are_exchanged::<B, F8E5M2>(&group, seed)?,
+                3 => values_of_any_type_are_exchanged::<B, u16>(&group, seed)?,
+                4 => values_of_any_type_are_exchanged::<B, f32>(&group, seed)?,
                 _ => values_of_any_type_are_exchanged::<B, u64>(&group, seed)?,
             }
             match seed % 3 {

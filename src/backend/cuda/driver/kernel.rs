@@ -262,7 +262,9 @@ impl TensorMap {
                         DType::Bf16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                         DType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
                         DType::F32 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-                        DType::U8 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+                        DType::F8E4M3 | DType::F8E5M2 | DType::U8 => {
+                            Type::CU_TENSOR_MAP_DATA_TYPE_UINT8
+                        }
                         DType::U16 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT16,
                         DType::U32 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT32,
                         DType::U64 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT64,
