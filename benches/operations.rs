@@ -28,7 +28,7 @@ use clap::{Parser, ValueEnum};
 use common::gather::AllGather;
 use common::{Check, Failure, Operation, Row};
 use gemmesh::{
-    Backend, Chunking, Config, Element, Error, Explanation, Group, Host, Numerics, Result, Route,
+    Backend, Chunking, Config, Error, Explanation, Group, Half, Host, Numerics, Result, Route,
     TileShape, bf16, f16, launch,
 };
 use indicatif::{ProgressBar, ProgressStyle};
@@ -424,7 +424,7 @@ fn launch_or_run(args: &Args) -> Result<(), Failure> {
 }
 
 /// An operation that is timed on a backend.
-trait Timed<B: Backend, T: Element>: Operation<B, T> {
+trait Timed<B: Backend, T: Half>: Operation<B, T> {
     /// The tools that time all shapes. Making them may take seconds.
     type Instruments;
 
@@ -494,7 +494,7 @@ impl Run {
     }
 }
 
-impl<T: Element, O: Operation<Host, T>> Timed<Host, T> for O {
+impl<T: Half, O: Operation<Host, T>> Timed<Host, T> for O {
     type Instruments = Group<Host>;
 
     fn instruments(group: &Group<Host>) -> Result<Group<Host>> {
@@ -521,7 +521,7 @@ impl<T: Element, O: Operation<Host, T>> Timed<Host, T> for O {
     }
 }
 
-fn run_op<B: Backend, T: Element>(args: &Args) -> Result<(), Failure>
+fn run_op<B: Backend, T: Half>(args: &Args) -> Result<(), Failure>
 where
     AllGather<B, T>: Timed<B, T>,
     ReduceScatter<B, T>: Timed<B, T>,
@@ -538,7 +538,7 @@ where
     }
 }
 
-fn run<B: Backend, T: Element, O: Timed<B, T>>(args: &Args) -> Result<(), Failure> {
+fn run<B: Backend, T: Half, O: Timed<B, T>>(args: &Args) -> Result<(), Failure> {
     let group = args.group::<B>()?;
     #[cfg(feature = "cuda")]
     if let Some(path) = &args.tune {
@@ -557,7 +557,7 @@ fn run<B: Backend, T: Element, O: Timed<B, T>>(args: &Args) -> Result<(), Failur
 }
 
 /// Reports each shape at length.
-fn run_each<B: Backend, T: Element, O: Timed<B, T>>(
+fn run_each<B: Backend, T: Half, O: Timed<B, T>>(
     args: &Args,
     group: &Group<B>,
     instruments: &O::Instruments,
@@ -578,7 +578,7 @@ fn run_each<B: Backend, T: Element, O: Timed<B, T>>(
 }
 
 /// Reports each shape on a line, and then a summary.
-fn run_drawn<B: Backend, T: Element, O: Timed<B, T>>(
+fn run_drawn<B: Backend, T: Half, O: Timed<B, T>>(
     args: &Args,
     group: &Group<B>,
     instruments: &O::Instruments,
@@ -621,7 +621,7 @@ fn run_drawn<B: Backend, T: Element, O: Timed<B, T>>(
 }
 
 /// Prints the head of the table of shapes that were drawn.
-fn introduce<B: Backend, T: Element, O: Operation<B, T>>(group: &Group<B>, run: &Run) {
+fn introduce<B: Backend, T: Half, O: Operation<B, T>>(group: &Group<B>, run: &Run) {
     let timing = &run.timing;
     let (world, dtype) = (group.world_size(), T::DTYPE);
     println!("\n{}, {} backend, {world} ranks, {dtype}", O::NAME, B::NAME);
@@ -636,7 +636,7 @@ fn introduce<B: Backend, T: Element, O: Operation<B, T>>(group: &Group<B>, run: 
 }
 
 /// Verifies a shape by comparing at most about `products` products, and times it.
-fn bench<B: Backend, T: Element, O: Timed<B, T>>(
+fn bench<B: Backend, T: Half, O: Timed<B, T>>(
     args: &Args,
     group: &Group<B>,
     instruments: &O::Instruments,
@@ -674,7 +674,7 @@ fn bench<B: Backend, T: Element, O: Timed<B, T>>(
 }
 
 /// Runs an operation on poisoned memory and compares it with float64, on every rank.
-fn verify<B: Backend, T: Element, O: Operation<B, T>>(
+fn verify<B: Backend, T: Half, O: Operation<B, T>>(
     group: &Group<B>,
     operation: &mut O,
     products: usize,
@@ -700,7 +700,7 @@ fn progress<B: Backend>(group: &Group<B>, length: usize, unit: &str) -> Progress
         .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-fn report<B: Backend, T: Element, O: Operation<B, T>>(group: &Group<B>, run: &Run) {
+fn report<B: Backend, T: Half, O: Operation<B, T>>(group: &Group<B>, run: &Run) {
     let Run {
         shape,
         explanation,
@@ -737,7 +737,7 @@ fn report<B: Backend, T: Element, O: Operation<B, T>>(group: &Group<B>, run: &Ru
 }
 
 /// Appends a line to the file of results, if there is one.
-fn record<B: Backend, T: Element, O: Operation<B, T>>(
+fn record<B: Backend, T: Half, O: Operation<B, T>>(
     args: &Args,
     group: &Group<B>,
     run: &Run,

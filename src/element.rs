@@ -47,9 +47,37 @@ impl DType {
         matches!(self, DType::Bf16 | DType::F16 | DType::F32)
     }
 
+    /// True for the types of [`Half`], which have 16 bits.
+    pub fn is_half(self) -> bool {
+        matches!(self, DType::Bf16 | DType::F16)
+    }
+
+    /// True for [`F8E4M3`] and [`F8E5M2`].
+    pub fn is_fp8(self) -> bool {
+        matches!(self, DType::F8E4M3 | DType::F8E5M2)
+    }
+
     /// True for the types of [`Element`], which products take.
     pub fn is_multiplied(self) -> bool {
-        matches!(self, DType::Bf16 | DType::F16)
+        self.is_half() || self.is_fp8()
+    }
+
+    /// True if weights of the type `weight` multiply rows of this type, as [`WeightOf`](crate::WeightOf) says.
+    pub fn is_multiplied_by(self, weight: DType) -> bool {
+        let is_e5m2 = |dtype| dtype == DType::F8E5M2;
+        match self.is_fp8() && weight.is_fp8() {
+            true => !(is_e5m2(self) && is_e5m2(weight)),
+            false => self.is_half() && self == weight,
+        }
+    }
+
+    /// True if products of this type can be stored as `output`, as [`OutputOf`](crate::OutputOf) says.
+    pub fn is_stored_as(self, output: DType) -> bool {
+        match output {
+            DType::F32 => self.is_multiplied(),
+            DType::F8E4M3 => self.is_fp8(),
+            _ => output.is_half() && (self.is_fp8() || self == output),
+        }
     }
 }
 
@@ -84,29 +112,36 @@ pub trait Value: Pod + sealed::Sealed + Send + Sync + fmt::Debug + PartialEq {
     const DTYPE: DType;
 }
 
-/// A value whose sums are made in f32 and rounded once.
+/// A value that widens to f32 exactly, and to which f32 is rounded.
 #[diagnostic::on_unimplemented(
-    message = "sums add bf16, f16 or f32, not `{Self}`",
-    label = "must be bf16, f16 or f32",
-    note = "rows of all types can be gathered and moved without being added, for example by `all_gather`"
+    message = "`{Self}` is not computed with",
+    label = "must be bf16, f16, f32, F8E4M3 or F8E5M2"
 )]
-pub trait Float: Value {
+pub trait Number: Value {
     /// Bits of the fraction, the hidden one included: one ulp at x is 2^(exponent(x) + 1 - DIGITS).
     const DIGITS: i32;
     /// The smallest exponent of a normal number x = m · 2^e, 1 ≤ m < 2.
     const MIN_EXPONENT: i32;
 
-    /// Rounds to nearest, ties to even.
+    /// Rounds to nearest, ties to even. What is too large for fp8 becomes its largest number.
     fn from_f32(value: f32) -> Self;
     /// Exact.
     fn to_f32(self) -> f32;
     /// `to[i] = from[i]`, exactly. The slices have the same length.
     fn widen(from: &[Self], to: &mut [f32]);
-    /// `to[i] = from[i]`, rounded to nearest, ties to even. The slices have the same length.
+    /// `to[i] = from[i]`, rounded as by [`Number::from_f32`]. The slices have the same length.
     fn round(from: &[f32], to: &mut [Self]);
 }
 
-/// A 16-bit float, whose products are summed in f32 and rounded once.
+/// A number whose sums are made in f32 and rounded once.
+#[diagnostic::on_unimplemented(
+    message = "sums add bf16, f16 or f32, not `{Self}`",
+    label = "must be bf16, f16 or f32",
+    note = "rows of all types can be gathered and moved without being added, for example by `all_gather`"
+)]
+pub trait Float: Number {}
+
+/// A number that products multiply: bf16, f16, [`F8E4M3`] or [`F8E5M2`]. Products are summed in f32 and rounded once.
 ///
 /// f32 can be the type of an output, but not of an operand:
 ///
@@ -117,15 +152,93 @@ pub trait Float: Value {
 ///     let a = group.zeros::<f32>(2, 8)?;
 ///     let b = group.zeros::<f32>(4, 8)?;
 ///     let mut out = group.zeros::<f32>(2, 4)?;
-///     matmul(&a, &b, &mut out) // products multiply bf16 or f16, not `f32`
+///     matmul(&a, &b, &mut out) // products multiply bf16, f16, F8E4M3 or F8E5M2, not `f32`
 /// }
 /// ```
 #[diagnostic::on_unimplemented(
-    message = "products multiply bf16 or f16, not `{Self}`",
-    label = "must be bf16 or f16",
+    message = "products multiply bf16, f16, F8E4M3 or F8E5M2, not `{Self}`",
+    label = "must be bf16, f16, F8E4M3 or F8E5M2",
     note = "convert the operands, for example with `bf16::from_f32`; outputs may be f32, and sums in between are f32"
 )]
-pub trait Element: Float {}
+pub trait Element: Number {}
+
+/// bf16 or f16: a type of operands that is also the type of their weights, outputs, bias and residual.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a float of 16 bits",
+    label = "must be bf16 or f16"
+)]
+pub trait Half: Element + Float + WeightOf<Self> + OutputOf<Self> + AddendOf<Self> {}
+
+/// A type of weights that multiply rows of `T`.
+///
+/// | rows | weights |
+/// |---|---|
+/// | bf16 | bf16 |
+/// | f16 | f16 |
+/// | [`F8E4M3`] | [`F8E4M3`], [`F8E5M2`] |
+/// | [`F8E5M2`] | [`F8E4M3`] |
+///
+/// ```compile_fail
+/// use gemmesh::{F8E5M2, Group, Host, Result, bf16, matmul};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let a = group.zeros::<F8E5M2>(2, 16)?;
+///     let b = group.zeros::<F8E5M2>(16, 16)?;
+///     let mut out = group.zeros::<bf16>(2, 16)?;
+///     matmul(&a, &b, &mut out) // rows of `F8E5M2` cannot be multiplied by weights of `F8E5M2`
+/// }
+/// ```
+#[diagnostic::on_unimplemented(
+    message = "rows of `{T}` cannot be multiplied by weights of `{Self}`",
+    label = "weights have the type of the rows, bf16 or f16; or both are fp8, of which one at least is F8E4M3"
+)]
+pub trait WeightOf<T>: Element {}
+
+/// A type in which products of rows of `T` can be stored.
+///
+/// | rows | outputs |
+/// |---|---|
+/// | bf16 | bf16, f32 |
+/// | f16 | f16, f32 |
+/// | [`F8E4M3`], [`F8E5M2`] | bf16, f16, f32, [`F8E4M3`] |
+///
+/// ```compile_fail
+/// use gemmesh::{Group, Host, Matmul, Result, bf16, f16};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let a = group.zeros::<bf16>(2, 8)?;
+///     let b = group.zeros::<bf16>(4, 8)?;
+///     let mut out = group.zeros::<f16>(2, 4)?;
+///     Matmul::new().run(&a, &b, &mut out) // a product of `bf16` cannot be stored as `f16`
+/// }
+/// ```
+#[diagnostic::on_unimplemented(
+    message = "a product of `{T}` cannot be stored as `{Self}`",
+    label = "outputs of bf16 and f16 have the type of the operands or f32; those of fp8 are bf16, f16, f32 or F8E4M3"
+)]
+pub trait OutputOf<T>: Number {}
+
+/// A type of bias and residual that products of rows of `T` can add: `T` if it has 16 bits, and bf16 or f16 for fp8.
+///
+/// They have the output's type if that has 16 bits. Otherwise they have the operands' type if that has 16 bits, and bf16
+/// if it does not. So do the partial sums that ranks send one another.
+///
+/// ```compile_fail
+/// use gemmesh::{Group, Host, Matmul, Result, bf16};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let a = group.zeros::<bf16>(2, 8)?;
+///     let b = group.zeros::<bf16>(4, 8)?;
+///     let bias = group.zeros::<f32>(1, 4)?;
+///     let mut out = group.zeros::<f32>(2, 4)?;
+///     Matmul::new().bias(&bias).run(&a, &b, &mut out) // `f32` cannot be added to a product of `bf16`
+/// }
+/// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be added to a product of `{T}`",
+    label = "bias and residual have the type of the operands, bf16 or f16; beside fp8 they are bf16 or f16"
+)]
+pub trait AddendOf<T>: Float {}
 
 mod sealed {
     pub trait Sealed {}
@@ -142,9 +255,9 @@ macro_rules! value {
 
 value!(bf16 Bf16, f16 F16, f32 F32, F8E4M3 F8E4M3, F8E5M2 F8E5M2, u8 U8, u16 U16, u32 U32, u64 U64);
 
-macro_rules! element {
+macro_rules! half {
     ($type:ident) => {
-        impl Float for $type {
+        impl Number for $type {
             const DIGITS: i32 = $type::MANTISSA_DIGITS as i32;
             // half counts exponents as C does, for m in [½, 1).
             const MIN_EXPONENT: i32 = $type::MIN_EXP - 1;
@@ -166,14 +279,50 @@ macro_rules! element {
             }
         }
 
+        impl Float for $type {}
+        impl Element for $type {}
+        impl Half for $type {}
+    };
+}
+
+half!(bf16);
+half!(f16);
+
+macro_rules! fp8 {
+    ($type:ident, $digits:literal, $min_exponent:literal) => {
+        impl Number for $type {
+            const DIGITS: i32 = $digits;
+            const MIN_EXPONENT: i32 = $min_exponent;
+
+            fn from_f32(value: f32) -> Self {
+                $type::from_f32(value)
+            }
+
+            fn to_f32(self) -> f32 {
+                $type::to_f32(&self)
+            }
+
+            fn widen(from: &[Self], to: &mut [f32]) {
+                for (to, from) in to.iter_mut().zip(from) {
+                    *to = from.to_f32();
+                }
+            }
+
+            fn round(from: &[f32], to: &mut [Self]) {
+                for (to, from) in to.iter_mut().zip(from) {
+                    *to = $type::from_f32(*from);
+                }
+            }
+        }
+
         impl Element for $type {}
     };
 }
 
-element!(bf16);
-element!(f16);
+fp8!(F8E4M3, 4, -6);
+fp8!(F8E5M2, 3, -14);
 
-impl Float for f32 {
+impl Number for f32 {
     const DIGITS: i32 = f32::MANTISSA_DIGITS as i32;
     const MIN_EXPONENT: i32 = f32::MIN_EXP - 1;
 
@@ -193,6 +342,20 @@ impl Float for f32 {
         to.copy_from_slice(from);
     }
 }
+
+impl Float for f32 {}
+
+/// For each type of rows, the types that have the trait.
+macro_rules! of_rows {
+    ($trait:ident: $($rows:ident [$($type:ident)+])+) => {$($(
+        impl $trait<$rows> for $type {}
+    )+)+};
+}
+
+of_rows!(WeightOf: bf16 [bf16] f16 [f16] F8E4M3 [F8E4M3 F8E5M2] F8E5M2 [F8E4M3]);
+of_rows!(OutputOf: bf16 [bf16] f16 [f16] F8E4M3 [bf16 f16 F8E4M3] F8E5M2 [bf16 f16 F8E4M3]);
+impl<T: Element> OutputOf<T> for f32 {}
+of_rows!(AddendOf: bf16 [bf16] f16 [f16] F8E4M3 [bf16 f16] F8E5M2 [bf16 f16]);
 
 #[cfg(test)]
 mod tests {

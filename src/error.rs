@@ -107,7 +107,7 @@ pub enum Error {
 
     /// The elements of an argument have a different type than the call was prepared for.
     #[error("rank {rank}: {call}: {argument} is {found}, but this call was prepared for {expected}; {}",
-        Prepare(*.expected, *.found))]
+        Prepare(.argument, *.expected, *.found))]
     DType {
         /// The rank that made the call.
         rank: usize,

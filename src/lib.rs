@@ -121,7 +121,10 @@ pub mod trace;
 #[cfg(not(loom))]
 mod interop;
 
-pub use element::{DType, Element, F8E4M3, F8E5M2, Float, Value, bf16, f16};
+pub use element::{
+    AddendOf, DType, Element, F8E4M3, F8E5M2, Float, Half, Number, OutputOf, Value, WeightOf, bf16,
+    f16,
+};
 pub use error::{Call, Deadline, Error, MadeCall, Result};
 pub use route::Route;
 pub use schedule::{Activation, Chunking, Config, Numerics, TileShape, WeightLayout};
@@ -134,12 +137,12 @@ pub use {
     interop::dlpack,
     matrix::{Matrix, MatrixView, MatrixViewMut, ShardMut, ShardedMatrix},
     ops::{
-        AllGatherAndConsume, AllGatherMatmul, Block, CallbackResult, Chunk, Matmul,
-        MatmulAllReduce, MatmulReduceScatter, OutputOf, Outputs, Prepared, PreparedAllReduce,
-        PreparedMatmul, PreparedReduceScatter, ProduceAndAllToAll, ProduceAndReduceScatter,
-        WeightWidths, Weights, all_gather, all_gather_and_consume, all_gather_matmul, all_reduce,
-        all_to_all, broadcast, matmul, matmul_all_reduce, matmul_reduce_scatter,
-        produce_and_all_to_all, produce_and_reduce_scatter, reduce_scatter,
+        AddendView, AllGatherAndConsume, AllGatherMatmul, Block, CallbackResult, Chunk, Matmul,
+        MatmulAllReduce, MatmulReduceScatter, Outputs, Prepared, PreparedAllReduce, PreparedMatmul,
+        PreparedReduceScatter, ProduceAndAllToAll, ProduceAndReduceScatter, WeightWidths, Weights,
+        all_gather, all_gather_and_consume, all_gather_matmul, all_reduce, all_to_all, broadcast,
+        matmul, matmul_all_reduce, matmul_reduce_scatter, produce_and_all_to_all,
+        produce_and_reduce_scatter, reduce_scatter,
     },
     ranks::launch,
 };

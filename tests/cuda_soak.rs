@@ -10,7 +10,7 @@ mod support;
 use std::fs;
 use std::time::{Duration, Instant};
 
-use gemmesh::{AllGatherMatmul, Cuda, Element, Error, Group, Host, Matrix, bf16, f16};
+use gemmesh::{AllGatherMatmul, Cuda, Error, Group, Half, Host, Matrix, bf16, f16};
 use rand::RngExt;
 use rand::rngs::StdRng;
 use support::gpu::*;
@@ -56,7 +56,7 @@ impl Holdings {
 }
 
 /// One product in memory of the caller's, some of whose rows and columns the matrices are.
-fn verify_views<T: Element>(group: &Group<Cuda>, case: &Case) -> Result<(), String> {
+fn verify_views<T: Half>(group: &Group<Cuda>, case: &Case) -> Result<(), String> {
     let words = |error: Error| error.to_string();
     let (a, (b, bias)) = (case.a::<T>(), case.b::<T>(group.rank()));
     let (m, n, k) = (case.m(), b.len() / case.k, case.k);
@@ -86,7 +86,7 @@ fn verify_views<T: Element>(group: &Group<Cuda>, case: &Case) -> Result<(), Stri
 
 /// Several products that run one behind the other, whose matrices are dropped before any of them has ended but the
 /// outputs, which must have the bits that the first one had.
-fn verify_in_flight<T: Element>(group: &Group<Cuda>, case: &Case) -> Result<(), String> {
+fn verify_in_flight<T: Half>(group: &Group<Cuda>, case: &Case) -> Result<(), String> {
     let words = |error: Error| error.to_string();
     let (a, (b, bias)) = (case.a::<T>(), case.b::<T>(group.rank()));
     let mut outs = Vec::new();

@@ -140,7 +140,7 @@ fn two_ranks(
     let group = Group::<Host>::builder().timeout(Duration::from_secs(2));
     group.threads(2, |group| {
         let a = group.sharded::<bf16>(M, k)?;
-        let b = group.zeros(5, k)?;
+        let b = group.zeros::<bf16>(5, k)?;
         let mut out = group.zeros::<bf16>(M, 5)?;
         let mut run = |config| AllGatherMatmul::new().config(config).run(&a, &b, &mut out);
         each(&group, &mut run)
@@ -155,7 +155,7 @@ fn a_rank_that_is_late_is_named_and_the_group_starts_nothing_more() -> Result<()
     let group = Group::<Host>::builder().arrival_timeout(Duration::from_secs(1));
     group.threads(2, |group| {
         let a = group.sharded::<bf16>(M, K)?;
-        let b = group.zeros(5, K)?;
+        let b = group.zeros::<bf16>(5, K)?;
         let mut out = group.zeros::<bf16>(M, 5)?;
         let begin = Instant::now();
         while group.rank() == 0
@@ -206,7 +206,7 @@ fn the_failure_of_a_rank_ends_the_waits_of_the_others_at_once() -> Result<(), Er
     let group = Group::<Host>::builder().timeout(timeout);
     group.threads(2, |group| {
         let a = group.sharded::<bf16>(M, K)?;
-        let b = group.zeros(5, K)?;
+        let b = group.zeros::<bf16>(5, K)?;
         let mut out = group.zeros::<bf16>(M, 5)?;
         let prepared = AllGatherMatmul::new().prepare(&a, 5)?;
         if group.rank() == 1 {

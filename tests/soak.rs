@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use gemmesh::{
-    AllGatherMatmul, Chunking, Config, Element, Error, Group, Host, Matrix, Route, ShardedMatrix,
+    AllGatherMatmul, Chunking, Config, Error, Group, Half, Host, Matrix, Route, ShardedMatrix,
     TileShape, all_gather_matmul, bf16, f16,
 };
 use rand::RngExt;
@@ -86,7 +86,7 @@ const ROUTES: [Route; 3] = [Route::Pull, Route::Push, Route::Store];
 const VERSIONS: usize = 3;
 
 /// A sharded matrix, what it is multiplied with, and what came out before.
-struct Item<T: Element> {
+struct Item<T: Half> {
     seed: u64,
     a: ShardedMatrix<Host, T>,
     contents: Vec<Vec<T>>,
@@ -96,7 +96,7 @@ struct Item<T: Element> {
     gathered: Option<usize>,
 }
 
-struct Weight<T: Element> {
+struct Weight<T: Half> {
     values: Vec<T>,
     b: Matrix<Host, T>,
     out: Matrix<Host, T>,
@@ -104,7 +104,7 @@ struct Weight<T: Element> {
     known: HashMap<usize, Vec<T>>,
 }
 
-impl<T: Element> Weight<T> {
+impl<T: Half> Weight<T> {
     /// Compares the product of `contents` with what is known under `key`, or else with the reference.
     fn compare(&mut self, key: usize, contents: &[T], seed: u64) -> Result<(), Error> {
         let out = self.out.to_vec()?;
@@ -121,7 +121,7 @@ impl<T: Element> Weight<T> {
     }
 }
 
-impl<T: Element> Item<T> {
+impl<T: Half> Item<T> {
     fn new(group: &Group<Host>, seed: u64) -> Result<Item<T>, Error> {
         // The same on every rank.
         let mut random = rng(seed);

@@ -2,21 +2,21 @@
 
 use gemmesh::trace::Trace;
 use gemmesh::{
-    AllGatherMatmul, Backend, Config, Element, Explanation, Group, Matrix, Prepared, Result,
+    AllGatherMatmul, Backend, Config, Explanation, Group, Half, Matrix, Prepared, Result,
     ShardedMatrix,
 };
 
 use super::{Check, Factors, Operation, check, half_ulp, random, rows_within, sample_rows};
 
 /// `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ`, N columns a rank.
-pub struct AllGather<B: Backend, T: Element> {
+pub struct AllGather<B: Backend, T: Half> {
     pub a: ShardedMatrix<B, T>,
     pub b: Matrix<B, T>,
     pub out: Matrix<B, T>,
     weight: Vec<T>,
 }
 
-impl<B: Backend, T: Element> Operation<B, T> for AllGather<B, T> {
+impl<B: Backend, T: Half> Operation<B, T> for AllGather<B, T> {
     const NAME: &'static str = "all_gather_matmul";
     const COLLECTIVE: &'static str = "gather";
     const SEQUENTIAL: &'static str = "gather then matmul";

@@ -14,14 +14,14 @@ use comfy_table::{CellAlignment, Table};
 use gemm_common::Parallelism;
 use gemm_f64::gemm::f64::get_gemm_fn;
 use gemmesh::trace::Trace;
-use gemmesh::{Backend, Config, Element, Error, Explanation, Group, Result};
+use gemmesh::{Backend, Config, Error, Explanation, Group, Half, Result};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;
 use rayon::prelude::*;
 
 /// Normally distributed elements, the same for the same seed on every machine. After [`PERIOD`] of them they repeat.
-pub fn random<T: Element>(count: usize, seed: u64) -> Vec<T> {
+pub fn random<T: Half>(count: usize, seed: u64) -> Vec<T> {
     const BLOCK: usize = 1 << 16;
     // Its pages are first touched by all threads.
     let mut values: Vec<T> = bytemuck::zeroed_vec(count);
@@ -130,7 +130,7 @@ pub struct Exact {
 
 /// Compares the given rows of `out`, [rows, N], with the float64 sum of `products`. `allowed` is how far rounding may
 /// move an element.
-pub fn check<T: Element>(
+pub fn check<T: Half>(
     products: &[Factors<T>],
     out: &[T],
     n: usize,
@@ -173,7 +173,7 @@ pub fn check<T: Element>(
 }
 
 /// Some columns of the given rows of the sum of `products`, row after row.
-pub fn exact<T: Element>(
+pub fn exact<T: Half>(
     products: &[Factors<T>],
     rows: &[usize],
     columns: Range<usize>,
@@ -208,7 +208,7 @@ pub fn rows_within(products: usize, n: usize, k: usize) -> usize {
 }
 
 /// Half the distance between `T`'s neighbours of `x`.
-pub fn half_ulp<T: Element>(x: f64) -> f64 {
+pub fn half_ulp<T: Half>(x: f64) -> f64 {
     let exponent = x.abs().log2().floor().max(T::MIN_EXPONENT.into());
     2f64.powf(exponent - f64::from(T::DIGITS))
 }
@@ -248,7 +248,7 @@ fn product(a: &[f64], b: &[f64], m: usize, n: usize, k: usize) -> Vec<f64> {
 }
 
 /// An operation on random operands, and the parts that are timed beside it.
-pub trait Operation<B: Backend, T: Element>: Sized {
+pub trait Operation<B: Backend, T: Half>: Sized {
     /// The name of the call.
     const NAME: &'static str;
     /// The collective that it communicates by.
@@ -322,7 +322,7 @@ pub struct Times {
 /// Times an operation and its parts in turn, `iterations` times after `warmup`.
 ///
 /// Every second round goes backwards. `progress` is called after each round.
-pub fn measure<B: Backend, T: Element, O: Operation<B, T>>(
+pub fn measure<B: Backend, T: Half, O: Operation<B, T>>(
     group: &Group<B>,
     operation: &mut O,
     prepared: &O::Prepared,

@@ -6,7 +6,7 @@ use std::ops::Range;
 use clap::ValueEnum;
 use gemmesh::schedule::{Layout, Refusal};
 use gemmesh::{
-    Activation, AllGatherMatmul, Backend, Config, Element, Float, Group, Host, Matmul,
+    Activation, AllGatherMatmul, Backend, Config, DType, Float, Group, Half, Host, Matmul,
     MatmulAllReduce, MatmulReduceScatter, Matrix, Prepared, PreparedAllReduce, PreparedMatmul,
     PreparedReduceScatter, Result, ShardedMatrix, WeightLayout,
 };
@@ -106,13 +106,13 @@ impl Form {
 }
 
 /// The rows that a rank multiplies.
-enum Rows<B: Backend, T: Element> {
+enum Rows<B: Backend, T: Half> {
     Own(Matrix<B, T>),
     Gathered(ShardedMatrix<B, T>),
 }
 
 /// The operands of a form.
-struct Operands<B: Backend, T: Element> {
+struct Operands<B: Backend, T: Half> {
     op: Op,
     form: Form,
     group: Group<B>,
@@ -125,20 +125,20 @@ struct Operands<B: Backend, T: Element> {
 }
 
 /// The outputs.
-enum Out<B: Backend, T: Element> {
+enum Out<B: Backend, T: Half> {
     Own(Vec<Matrix<B, T>>),
     Wide(Vec<Matrix<B, f32>>),
     Shared(ShardedMatrix<B, T>),
 }
 
-enum Call<'a, B: Backend, T: Element> {
+enum Call<'a, B: Backend, T: Half> {
     Alone(PreparedMatmul<'a, B, T>),
     Gathers(Prepared<'a, B, T>),
     Scatters(PreparedReduceScatter<'a, B, T>),
     Reduces(PreparedAllReduce<'a, B, T>),
 }
 
-impl<B: Backend, T: Element> Call<'_, B, T> {
+impl<B: Backend, T: Half> Call<'_, B, T> {
     fn config(&self) -> Config {
         match self {
             Call::Alone(call) => call.config(),
@@ -150,19 +150,19 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
 }
 
 /// The elements of a rank's weight number `weight`, [N, K].
-fn weight_of<T: Element>(rank: usize, weight: usize, n: usize, k: usize) -> Vec<T> {
+fn weight_of<T: Half>(rank: usize, weight: usize, n: usize, k: usize) -> Vec<T> {
     random(n * k, 1001 + 16 * rank as u64 + weight as u64)
 }
 
 /// A rank's rows, or its part of K of all.
-fn rows_of<T: Element>(rank: usize, count: usize) -> Vec<T> {
+fn rows_of<T: Half>(rank: usize, count: usize) -> Vec<T> {
     random(count, 1 + rank as u64)
 }
 
 const BIAS: u64 = 500_001;
 const RESIDUAL: u64 = 500_002;
 
-impl<B: Backend, T: Element> Operands<B, T> {
+impl<B: Backend, T: Half> Operands<B, T> {
     fn random(group: &Group<B>, op: Op, [m, k]: [usize; 2], form: Form) -> Result<Self> {
         let rank = group.rank();
         let a = match op {
@@ -256,8 +256,11 @@ impl<B: Backend, T: Element> Operands<B, T> {
             (product, gathers) = (product.gated(), gathers.gated());
         }
         if form.has(Epilogue::F32) {
-            (product, gathers) = (product.f32_output(), gathers.f32_output());
-            scatters = scatters.f32_output();
+            (product, gathers) = (
+                product.output_dtype(DType::F32),
+                gathers.output_dtype(DType::F32),
+            );
+            scatters = scatters.output_dtype(DType::F32);
         }
         Ok(match (&self.a, out) {
             (Rows::Gathered(a), _) => Call::Gathers(gathers.prepare(a, &form.widths[..])?),
@@ -467,7 +470,7 @@ impl Number {
 }
 
 /// [`common::exact`] of all columns, by several threads.
-pub fn in_blocks<T: Element>(
+pub fn in_blocks<T: Half>(
     factors: &[Factors<T>],
     rows: &[usize],
     n: usize,
@@ -521,7 +524,7 @@ pub fn compare<T: Float>(check: &mut Check, exact: &[Number], out: &[T], rows: &
 }
 
 /// Transposes a matrix of `columns` columns.
-fn turned<T: Element>(values: &[T], columns: usize) -> Vec<T> {
+fn turned<T: Half>(values: &[T], columns: usize) -> Vec<T> {
     let rows = values.len() / columns;
     let mut turned: Vec<T> = bytemuck::zeroed_vec(values.len());
     let lines = turned.par_chunks_mut(rows).enumerate();
@@ -535,7 +538,7 @@ fn turned<T: Element>(values: &[T], columns: usize) -> Vec<T> {
 }
 
 /// A clock for the calls of a backend.
-pub trait Clock<B: Backend, T: Element>: Sized {
+pub trait Clock<B: Backend, T: Half>: Sized {
     fn new(group: &Group<B>) -> Result<Self>;
     /// Microseconds that the work takes that `run` begins. Collective.
     fn time(&self, run: impl FnOnce() -> Result<()>) -> Result<f64>;
@@ -553,7 +556,7 @@ pub trait Clock<B: Backend, T: Element>: Sized {
 /// The time on the wall.
 pub struct Wall(Group<Host>);
 
-impl<T: Element> Clock<Host, T> for Wall {
+impl<T: Half> Clock<Host, T> for Wall {
     fn new(group: &Group<Host>) -> Result<Self> {
         Ok(Wall(group.clone()))
     }
@@ -578,7 +581,7 @@ const VARIANTS: [(&str, &str); 4] = [
 const RATIOS: [(&str, usize); 3] = [("/ plain", 1), ("/ calls", 2), ("/ cuBLASLt", 3)];
 
 /// Times products of the form that is asked for.
-pub fn run<B: Backend, T: Element, C: Clock<B, T>>(args: &Args) -> Result<(), Failure> {
+pub fn run<B: Backend, T: Half, C: Clock<B, T>>(args: &Args) -> Result<(), Failure> {
     check(args)?;
     let group = args.group::<B>()?;
     let clock = C::new(&group)?;
@@ -732,7 +735,7 @@ fn titles(times: &[Option<f64>]) -> String {
 }
 
 /// Verifies a form, and times it beside others. Returns the medians of [`VARIANTS`].
-fn time<B: Backend, T: Element, C: Clock<B, T>>(
+fn time<B: Backend, T: Half, C: Clock<B, T>>(
     args: &Args,
     group: &Group<B>,
     clock: &C,
@@ -792,7 +795,7 @@ fn time<B: Backend, T: Element, C: Clock<B, T>>(
 }
 
 /// The times of those variants that are `there`, in turn.
-fn samples<B: Backend, T: Element, C: Clock<B, T>>(
+fn samples<B: Backend, T: Half, C: Clock<B, T>>(
     args: &Args,
     clock: &C,
     there: [bool; VARIANTS.len()],

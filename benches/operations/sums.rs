@@ -5,14 +5,14 @@ use std::ops::Range;
 use gemmesh::schedule::{Layout, Refusal};
 use gemmesh::trace::Trace;
 use gemmesh::{
-    Backend, Config, Element, Explanation, Group, MatmulAllReduce, MatmulReduceScatter, Matrix,
+    Backend, Config, Explanation, Group, Half, MatmulAllReduce, MatmulReduceScatter, Matrix,
     PreparedAllReduce, PreparedReduceScatter, Result, ShardedMatrix,
 };
 
 use crate::common::{Check, Factors, Operation, check, random, rows_within, sample_rows};
 
 /// A rank's part of K: `a` is [M, K], `b` is [N, K].
-pub struct Operands<B: Backend, T: Element> {
+pub struct Operands<B: Backend, T: Half> {
     pub group: Group<B>,
     pub a: Matrix<B, T>,
     pub b: Matrix<B, T>,
@@ -20,7 +20,7 @@ pub struct Operands<B: Backend, T: Element> {
     own: Range<usize>,
 }
 
-impl<B: Backend, T: Element> Operands<B, T> {
+impl<B: Backend, T: Half> Operands<B, T> {
     fn random(group: &Group<B>, shape: [usize; 3]) -> Result<Self> {
         let ([m, n, k], rank) = (shape, group.rank());
         let [a, b] = values::<T>(rank, shape);
@@ -67,7 +67,7 @@ impl<B: Backend, T: Element> Operands<B, T> {
 }
 
 /// The operands of a rank. Each rank can make those of the others, to check the sum.
-fn values<T: Element>(rank: usize, [m, n, k]: [usize; 3]) -> [Vec<T>; 2] {
+fn values<T: Half>(rank: usize, [m, n, k]: [usize; 3]) -> [Vec<T>; 2] {
     let seed = rank as u64;
     [random(m * k, 1 + seed), random(n * k, 1001 + seed)]
 }
@@ -77,12 +77,12 @@ fn describe([m, n, k]: [usize; 3]) -> String {
 }
 
 /// Each rank gets its rows of the sum.
-pub struct ReduceScatter<B: Backend, T: Element> {
+pub struct ReduceScatter<B: Backend, T: Half> {
     pub operands: Operands<B, T>,
     pub out: Matrix<B, T>,
 }
 
-impl<B: Backend, T: Element> Operation<B, T> for ReduceScatter<B, T> {
+impl<B: Backend, T: Half> Operation<B, T> for ReduceScatter<B, T> {
     const NAME: &'static str = "matmul_reduce_scatter";
     const COLLECTIVE: &'static str = "reduce-scatter";
     const SEQUENTIAL: &'static str = "matmul then reduce-scatter";
@@ -146,12 +146,12 @@ impl<B: Backend, T: Element> Operation<B, T> for ReduceScatter<B, T> {
 }
 
 /// All ranks get all rows of the sum.
-pub struct AllReduce<B: Backend, T: Element> {
+pub struct AllReduce<B: Backend, T: Half> {
     pub operands: Operands<B, T>,
     pub out: ShardedMatrix<B, T>,
 }
 
-impl<B: Backend, T: Element> Operation<B, T> for AllReduce<B, T> {
+impl<B: Backend, T: Half> Operation<B, T> for AllReduce<B, T> {
     const NAME: &'static str = "matmul_all_reduce";
     const COLLECTIVE: &'static str = "all-reduce";
     const SEQUENTIAL: &'static str = "matmul then all-reduce";

@@ -69,14 +69,15 @@ impl fmt::Display for Counted<'_> {
 }
 
 /// How a call is prepared for an argument's type.
-pub struct Prepare(pub DType, pub DType);
+pub struct Prepare<'a>(pub &'a str, pub DType, pub DType);
 
-impl fmt::Display for Prepare {
+impl fmt::Display for Prepare<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        match *self {
-            Prepare(_, DType::F32) => f.write_str("prepare it with f32_output()"),
-            Prepare(DType::F32, _) => f.write_str("prepare it without f32_output()"),
-            Prepare(expected, _) => write!(f, "give it {expected}"),
+        let Prepare(argument, expected, found) = *self;
+        // More words may follow, such as which output it is.
+        match argument.starts_with("out") {
+            true => write!(f, "prepare it with output_dtype(DType::{found:?})"),
+            false => write!(f, "give it {expected}"),
         }
     }
 }

@@ -11,14 +11,14 @@ use cudarc::driver::{
 };
 
 use crate::backend::Cuda;
-use crate::element::{Element, Value};
+use crate::element::{AddendOf, Element, OutputOf, Value, WeightOf};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
 use crate::group::Group;
 use crate::interop::stream::StreamGuard;
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut, bytes_of};
-use crate::ops::{OutputOf, Outputs, Weights};
+use crate::ops::{AddendView, Outputs, Weights};
 use crate::refusal::{self, Refusal, require_elements};
 use crate::schedule::limits::require;
 
@@ -380,8 +380,22 @@ impl<'m, T: Value> From<&'m CudarcMatrix<'_, T>> for MatrixView<'m, Cuda, T> {
     }
 }
 
-impl<'m, T: Value> From<&'m CudarcMatrix<'_, T>> for Weights<'m, Cuda, T> {
-    fn from(matrix: &'m CudarcMatrix<'_, T>) -> Self {
+impl<'m, T: Element, W: WeightOf<T>> From<&'m CudarcMatrix<'_, W>> for Weights<'m, Cuda, T> {
+    fn from(matrix: &'m CudarcMatrix<'_, W>) -> Self {
+        matrix.view().into()
+    }
+}
+
+impl<'m, 's, T: Element, W: WeightOf<T>, const N: usize> From<[&'m CudarcMatrix<'s, W>; N]>
+    for Weights<'m, Cuda, T>
+{
+    fn from(matrices: [&'m CudarcMatrix<'s, W>; N]) -> Self {
+        matrices.map(CudarcMatrix::view).into()
+    }
+}
+
+impl<'m, T: Element, V: AddendOf<T>> From<&'m CudarcMatrix<'_, V>> for AddendView<'m, Cuda, T> {
+    fn from(matrix: &'m CudarcMatrix<'_, V>) -> Self {
         matrix.view().into()
     }
 }

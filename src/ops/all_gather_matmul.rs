@@ -6,20 +6,21 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use super::call::{self, Added, Arguments, RawShards, require_same_group};
-use super::operands::{Outputs, WeightWidths, Weights};
+use super::operands::{AddendView, Outputs, WeightWidths, Weights};
 use super::product::{
-    self, ProductOptions, RawOutputs, RawWeights, check_outputs, check_weights, product_of,
+    self, ProductOptions, RawOutputs, RawWeights, bind_outputs, bind_weights, check_outputs,
+    check_weights, product_of,
 };
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
-use crate::element::Element;
+use crate::element::{DType, Element, OutputOf, WeightOf};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
 use crate::explanation::Explanation;
 use crate::group::Group;
+use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
-use crate::matrix::{Matrix, MatrixView};
 use crate::one_line::option;
 use crate::profile::span::{Span, Work};
 use crate::refusal::{self, Refusal};
@@ -55,7 +56,7 @@ use crate::trace::Trace;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
 ///
-/// The three matrices have one element type. For an output of f32, for parts of matrices, or for several weights, call
+/// The matrices' types may be those of [`WeightOf`] and [`OutputOf`]. For parts of matrices, or for several weights, call
 /// [`AllGatherMatmul::run`], which takes all of them:
 ///
 /// ```
@@ -80,10 +81,10 @@ use crate::trace::Trace;
 /// second later, and the group has failed. [`Error::CallMismatch`] if a rank makes a different call; the group's
 /// failure.
 #[track_caller]
-pub fn all_gather_matmul<B: Backend, T: Element>(
+pub fn all_gather_matmul<B: Backend, T: Element, W: WeightOf<T>, O: OutputOf<T>>(
     a: &ShardedMatrix<B, T>,
-    b: &Matrix<B, T>,
-    out: &mut Matrix<B, T>,
+    b: &Matrix<B, W>,
+    out: &mut Matrix<B, O>,
 ) -> Result<()> {
     AllGatherMatmul::new().run(a, b, out)
 }
@@ -136,8 +137,8 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// Adds `bias`, [1, N], to every row, in f32 before the result is rounded.
     ///
     /// If there are several weights, N is the sum of their N.
-    pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
-        self.options.bias = Some(bias.into().into());
+    pub fn bias(mut self, bias: impl Into<AddendView<'a, B, T>>) -> Self {
+        self.options.bias = Some(bias.into().view);
         self
     }
 
@@ -178,9 +179,11 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         self
     }
 
-    /// Makes [`AllGatherMatmul::prepare`] plan for f32 outputs. [`AllGatherMatmul::run`] needs no such hint.
-    pub fn f32_output(mut self) -> Self {
-        self.options.f32_output = true;
+    /// Makes [`AllGatherMatmul::prepare`] plan for outputs of this type. [`AllGatherMatmul::run`] needs no such hint.
+    ///
+    /// The default is `T` if it has 16 bits, and bf16 for fp8. [`OutputOf`](crate::OutputOf) lists the others.
+    pub fn output_dtype(mut self, dtype: DType) -> Self {
+        self.options.output_dtype = Some(dtype);
         self
     }
 
@@ -222,8 +225,8 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         let (RawShards { group, .. }, options) = (a, &self.options);
         let planned = || {
             let widths = options.widths(group, a.layout.k(), &weights)?;
-            let dtype = outputs.first().map(|out| out.dtype);
-            let problem = options.problem(PRODUCT, a.staged(self.stages)?, &widths, dtype);
+            let call = options.called(&weights, outputs.first().map(|out| out.dtype));
+            let problem = options.problem(PRODUCT, a.staged(self.stages)?, &widths, &call)?;
             let program = self.program(group, &problem)?;
             Ok((problem, program))
         };
@@ -259,7 +262,8 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         let prepare = || -> refusal::Result<Prepared<'a, B, T>> {
             let layout = a.staged(self.stages)?;
             self.options.check_widths(&widths)?;
-            let problem = self.options.problem(PRODUCT, layout, &widths, None);
+            let call = self.options.planned();
+            let problem = self.options.problem(PRODUCT, layout, &widths, &call)?;
             let program = self.program(group, &problem)?;
             let config = Some(product_of(B::schedule(&program)).config);
             let layout = problem.layout.clone();
@@ -375,7 +379,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     ///
     /// # Errors
     /// As [`all_gather_matmul`]; [`Error::Count`] unless there are as many weights and outputs as planned;
-    /// [`Error::DType`] if an output has a different type than planned ([`AllGatherMatmul::f32_output`]).
+    /// [`Error::DType`] if an output has a different type than planned ([`AllGatherMatmul::output_dtype`]).
     #[track_caller]
     pub fn run<'w, 'o>(
         &self,
@@ -547,7 +551,8 @@ impl<B: Backend> GatherCall<'_, B> {
         bound[matrices::A] = a.bound();
         self.options.bind(&mut bound);
         if let Some((weights, outputs)) = product {
-            product::bind(&mut bound, &weights, outputs);
+            bind_weights(&mut bound, &weights);
+            bind_outputs(&mut bound, outputs);
         }
         let arguments = Arguments {
             matrices: &bound,

@@ -7,11 +7,14 @@ use std::sync::Arc;
 use super::call::{
     self, Added, Arguments, RawView, require_dtype, require_same_group, require_shape,
 };
-use super::operands::{Outputs, WeightWidths, Weights};
-use super::product::{self, ProductOptions, check_outputs, check_weights, product_of};
+use super::operands::{AddendView, Outputs, WeightWidths, Weights};
+use super::product::{
+    self, CallForm, ProductOptions, bind_outputs, bind_weights, check_outputs, check_weights,
+    product_of,
+};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
-use crate::element::{DType, Element};
+use crate::element::{DType, Element, OutputOf, WeightOf};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
@@ -33,7 +36,7 @@ const OPERATION: Operation = Operation::Matmul;
 /// [`Group::synchronize`](crate::Group::synchronize) waits for it. On the host backend the product is complete when the
 /// call returns.
 ///
-/// The three matrices have one element type. For an output of f32, for parts of matrices, or for several weights, call
+/// The matrices' types may be those of [`WeightOf`] and [`OutputOf`]. For parts of matrices, or for several weights, call
 /// [`Matmul::run`], which takes all of them:
 ///
 /// ```
@@ -55,10 +58,10 @@ const OPERATION: Operation = Operation::Matmul;
 /// # Errors
 /// [`Error::Shape`] or [`Error::ForeignArgument`] if the arguments don't fit together; the group's failure.
 #[track_caller]
-pub fn matmul<B: Backend, T: Element>(
+pub fn matmul<B: Backend, T: Element, W: WeightOf<T>, O: OutputOf<T>>(
     a: &Matrix<B, T>,
-    b: &Matrix<B, T>,
-    out: &mut Matrix<B, T>,
+    b: &Matrix<B, W>,
+    out: &mut Matrix<B, O>,
 ) -> Result<()> {
     Matmul::new().run(a, b, out)
 }
@@ -98,8 +101,8 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     }
 
     /// As [`AllGatherMatmul::bias`](crate::AllGatherMatmul::bias).
-    pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
-        self.0.bias = Some(bias.into().into());
+    pub fn bias(mut self, bias: impl Into<AddendView<'a, B, T>>) -> Self {
+        self.0.bias = Some(bias.into().view);
         self
     }
 
@@ -110,8 +113,8 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     }
 
     /// Adds `residual`, [M, N], last, in f32 before the result is rounded. There must be only one output.
-    pub fn residual(mut self, residual: impl Into<MatrixView<'a, B, T>>) -> Self {
-        self.0.residual = Some(residual.into().into());
+    pub fn residual(mut self, residual: impl Into<AddendView<'a, B, T>>) -> Self {
+        self.0.residual = Some(residual.into().view);
         self
     }
 
@@ -133,9 +136,11 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         self
     }
 
-    /// Makes [`Matmul::prepare`] plan for f32 outputs. [`Matmul::run`] needs no such hint.
-    pub fn f32_output(mut self) -> Self {
-        self.0.f32_output = true;
+    /// Makes [`Matmul::prepare`] plan for outputs of this type. [`Matmul::run`] needs no such hint.
+    ///
+    /// The default is `T` if it has 16 bits, and bf16 for fp8. [`OutputOf`](crate::OutputOf) lists the others.
+    pub fn output_dtype(mut self, dtype: DType) -> Self {
+        self.0.output_dtype = Some(dtype);
         self
     }
 
@@ -163,8 +168,9 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         let (a, weights, outputs) = (a.into(), weights.into(), outputs.into());
         let (group, shape) = (a.group(), a.shape());
         let dtype = outputs.all.first().map(|out| out.dtype);
+        let form = self.0.called(&weights.all, dtype);
         let widths = self.0.widths(group, shape[1], &weights.all);
-        let planned = widths.and_then(|widths| self.plan(group, shape, &widths, dtype));
+        let planned = widths.and_then(|widths| self.plan(group, shape, &widths, &form));
         group
             .judged(OPERATION.name(), planned)?
             .run(a, weights, outputs)
@@ -189,7 +195,7 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     ) -> Result<PreparedMatmul<'a, B, T>> {
         let widths = n.into().0;
         let checked = self.0.check_widths(&widths);
-        let planned = checked.and_then(|()| self.plan(group, [m, k], &widths, None));
+        let planned = checked.and_then(|()| self.plan(group, [m, k], &widths, &self.0.planned()));
         group.judged(OPERATION.name(), planned)
     }
 
@@ -198,10 +204,10 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         group: &Group<B>,
         [m, k]: [usize; 2],
         widths: &[usize],
-        out: Option<DType>,
+        call: &CallForm,
     ) -> refusal::Result<PreparedMatmul<'a, B, T>> {
         let layout = Layout::new(&[m], k)?;
-        let problem = self.0.problem(OPERATION, layout, widths, out);
+        let problem = self.0.problem(OPERATION, layout, widths, call)?;
         self.0.check(group, &problem, m)?;
         Ok(PreparedMatmul {
             program: group.program(problem.clone(), self.0.config)?,
@@ -274,7 +280,7 @@ impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
     ///
     /// # Errors
     /// As [`matmul`]; [`Error::Count`] unless there are as many weights and outputs as planned; [`Error::DType`] if an
-    /// output has a different type than planned ([`Matmul::f32_output`]).
+    /// output has a different type than planned ([`Matmul::output_dtype`]).
     #[track_caller]
     pub fn run<'m, 'o>(
         &self,
@@ -300,7 +306,8 @@ impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
         let mut bound = [const { Bound::Nothing }; MATRICES];
         bound[matrices::A] = a.input();
         self.options.bind(&mut bound);
-        product::bind(&mut bound, &weights, outputs);
+        bind_weights(&mut bound, &weights);
+        bind_outputs(&mut bound, outputs);
         let arguments = Arguments {
             matrices: &bound,
             shared: &[],

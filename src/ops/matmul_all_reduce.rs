@@ -6,11 +6,12 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use super::call::{self, Added, Arguments, RawShards, RawView, require_same_group, require_shape};
-use super::partial_sums::{PlannedSums, Which};
-use super::product::ProductOptions;
+use super::operands::{AddendView, Weights};
+use super::partial_sums::{PlannedSums, SumOperands, Which, operands};
+use super::product::{CallForm, ProductOptions};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
-use crate::element::Element;
+use crate::element::{AddendOf, Element, WeightOf};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
@@ -54,15 +55,15 @@ use crate::trace::Trace;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
 ///
-/// `out` has the element type of `a` and `b`. [`MatmulAllReduce::run`] also takes parts of matrices as `a` and `b`.
+/// `out` has the type of a bias ([`AddendOf`]), which has 16 bits. [`MatmulAllReduce::run`] also takes parts of matrices as `a` and `b`.
 ///
 /// # Errors
 /// As [`matmul_reduce_scatter`](crate::matmul_reduce_scatter).
 #[track_caller]
-pub fn matmul_all_reduce<B: Backend, T: Element>(
+pub fn matmul_all_reduce<B: Backend, T: Element, W: WeightOf<T>, O: AddendOf<T>>(
     a: &Matrix<B, T>,
-    b: &Matrix<B, T>,
-    out: &mut ShardedMatrix<B, T>,
+    b: &Matrix<B, W>,
+    out: &mut ShardedMatrix<B, O>,
 ) -> Result<()> {
     MatmulAllReduce::new().run(a, b, out)
 }
@@ -104,16 +105,16 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// Adds `bias`, [1, N], to each row, in f32 before the last rounding.
     ///
     /// It is added once. Every rank must give the same bias.
-    pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
-        self.0.bias = Some(bias.into().into());
+    pub fn bias(mut self, bias: impl Into<AddendView<'a, B, T>>) -> Self {
+        self.0.bias = Some(bias.into().view);
         self
     }
 
     /// Adds `residual`, [M, N], to the sums last, in f32 before the last rounding.
     ///
     /// It is added once. Every rank must give the same residual.
-    pub fn residual(mut self, residual: impl Into<MatrixView<'a, B, T>>) -> Self {
-        self.0.residual = Some(residual.into().into());
+    pub fn residual(mut self, residual: impl Into<AddendView<'a, B, T>>) -> Self {
+        self.0.residual = Some(residual.into().view);
         self
     }
 
@@ -157,16 +158,18 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// # Errors
     /// As [`matmul_all_reduce`]; [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used.
     #[track_caller]
-    pub fn run<'m>(
+    pub fn run<'m, O: AddendOf<T>>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
-        b: impl Into<MatrixView<'m, B, T>>,
-        out: &mut ShardedMatrix<B, T>,
+        b: impl Into<Weights<'m, B, T>>,
+        out: &mut ShardedMatrix<B, O>,
     ) -> Result<()> {
-        let (a, b) = (RawView::from(a.into()), RawView::from(b.into()));
-        let planned = self.plan(a, RawShards::from(&*out));
-        let planned = planned.map_err(a.group.refusal(Which::All.name()))?;
-        planned.collective([a, b], out, None)
+        let operands = operands(a, b);
+        let raw = RawShards::from(&*out);
+        let call = self.0.called(&operands.weights, Some(raw.dtype));
+        let planned = self.plan(operands.a, raw, &call);
+        let planned = planned.map_err(operands.a.group.refusal(Which::All.name()))?;
+        planned.collective(operands, out, None)
     }
 
     /// Plans the sums for matrices like `a` and outputs like `out`, so that they can run many times.
@@ -178,13 +181,17 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// [`Error::Shape`] or [`Error::ForeignArgument`] if the output, the bias or the residual does not fit;
     /// [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used; the group's failure.
     #[track_caller]
-    pub fn prepare<'m>(
+    pub fn prepare<'m, O: AddendOf<T>>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
-        out: &ShardedMatrix<B, T>,
+        out: &ShardedMatrix<B, O>,
     ) -> Result<PreparedAllReduce<'a, B, T>> {
         let a = RawView::from(a.into());
-        let planned = self.plan(a, out.into());
+        let call = CallForm {
+            output: O::DTYPE,
+            ..self.0.planned()
+        };
+        let planned = self.plan(a, out.into(), &call);
         let group = a.group;
         group.judged(Which::All.name(), planned)
     }
@@ -193,6 +200,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         &self,
         a: RawView<B>,
         out: RawShards<B>,
+        call: &CallForm,
     ) -> refusal::Result<PreparedAllReduce<'a, B, T>> {
         let group = a.group;
         let ([m, k], [_, n]) = (a.shape, out.shape());
@@ -200,7 +208,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         require_shape("out [M, N]", [m, n], out.shape())?;
         out.require_by_rank("out")?;
         let layout = out.layout.of_columns(k)?;
-        let sums = PlannedSums::new(&self.0, Which::All, group, layout, n, None)?;
+        let sums = PlannedSums::new(&self.0, Which::All, group, layout, n, call)?;
         let gather = match sums.needs_gather() {
             true => Some(gather_of(group, out, sums.config())?),
             false => None,
@@ -296,13 +304,13 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// # Errors
     /// As [`matmul_all_reduce`].
     #[track_caller]
-    pub fn run<'m>(
+    pub fn run<'m, O: AddendOf<T>>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
-        b: impl Into<MatrixView<'m, B, T>>,
-        out: &mut ShardedMatrix<B, T>,
+        b: impl Into<Weights<'m, B, T>>,
+        out: &mut ShardedMatrix<B, O>,
     ) -> Result<()> {
-        self.collective([a.into().into(), b.into().into()], out, None)
+        self.collective(operands(a, b), out, None)
     }
 
     /// As [`PreparedAllReduce::run`], and returns a trace of this rank's work.
@@ -313,30 +321,30 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// # Errors
     /// As [`matmul_all_reduce`].
     #[track_caller]
-    pub fn run_traced<'m>(
+    pub fn run_traced<'m, O: AddendOf<T>>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
-        b: impl Into<MatrixView<'m, B, T>>,
-        out: &mut ShardedMatrix<B, T>,
+        b: impl Into<Weights<'m, B, T>>,
+        out: &mut ShardedMatrix<B, O>,
     ) -> Result<Trace> {
         let mut spans = Vec::new();
-        let operands = [a.into().into(), b.into().into()];
+        let operands = operands(a, b);
         self.collective(operands, out, Some(&mut spans))?;
         Ok(Trace::new(self.sums.group().rank(), spans))
     }
 
     #[track_caller]
-    fn collective(
+    fn collective<O: AddendOf<T>>(
         &self,
-        operands: [RawView<B>; 2],
-        out: &mut ShardedMatrix<B, T>,
+        operands: SumOperands<B>,
+        out: &mut ShardedMatrix<B, O>,
         mut trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let out = RawShards::from(&*out);
         let checked = self.sums.check_sharded(out);
         let (sums, shared) = (out.bound(), [out.id]);
         let first = trace.as_deref_mut();
-        self.sums.run(operands, checked, sums, &shared, first)?;
+        self.sums.run(&operands, checked, sums, &shared, first)?;
         match &self.gather {
             Some(gather) => self.gather(gather, out, trace),
             None => Ok(()),
@@ -366,8 +374,8 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
     #[doc(hidden)]
     #[track_caller]
-    pub fn matmul(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
-        self.sums.matmul([a.view().into(), b.view().into()])
+    pub fn matmul<W: WeightOf<T>>(&self, a: &Matrix<B, T>, b: &Matrix<B, W>) -> Result<()> {
+        self.sums.matmul(&operands(a, b))
     }
 
     /// Only adds the partials that the ranks have made before, and gathers the sums. Collective; for benchmarks, after
@@ -377,7 +385,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// As [`matmul_all_reduce`].
     #[doc(hidden)]
     #[track_caller]
-    pub fn all_reduce(&self, out: &mut ShardedMatrix<B, T>) -> Result<()> {
+    pub fn all_reduce<O: AddendOf<T>>(&self, out: &mut ShardedMatrix<B, O>) -> Result<()> {
         let out = RawShards::from(&*out);
         let of = Refusal::of(self.sums.group().rank(), Which::All.name());
         self.sums.check_sharded(out).map_err(of)?;
@@ -401,7 +409,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// `out`.
     #[doc(hidden)]
     #[track_caller]
-    pub unsafe fn copy(&self, out: &mut ShardedMatrix<B, T>) -> Result<()> {
+    pub unsafe fn copy<O: AddendOf<T>>(&self, out: &mut ShardedMatrix<B, O>) -> Result<()> {
         let out = RawShards::from(&*out);
         let checked = self.sums.check_sharded(out);
         checked.map_err(Refusal::of(self.sums.group().rank(), Which::All.name()))?;

@@ -6,12 +6,12 @@ use std::fmt;
 use std::marker::PhantomData;
 
 use super::call::{RawShards, RawView, require_same_group, require_shape};
-use super::operands::Outputs;
-use super::partial_sums::{PlannedSums, Which, split};
-use super::product::{ProductOptions, RawOutputs};
+use super::operands::{AddendView, Outputs, Weights};
+use super::partial_sums::{PlannedSums, SumOperands, Which, operands, split};
+use super::product::{CallForm, ProductOptions, RawOutputs};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
-use crate::element::{DType, Element};
+use crate::element::{DType, Element, OutputOf, WeightOf};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
@@ -70,7 +70,7 @@ use crate::trace::Trace;
 /// The call may return before the operation is complete. [`Group::synchronize`](crate::Group::synchronize) waits for
 /// it. On the host backend the operation is complete when the call returns.
 ///
-/// The three matrices have one element type. For an output of f32, or for parts of matrices, call
+/// The matrices' types may be those of [`WeightOf`] and [`OutputOf`]. For parts of matrices, call
 /// [`MatmulReduceScatter::run`].
 ///
 /// # Errors
@@ -78,10 +78,10 @@ use crate::trace::Trace;
 /// [`Error::CallMismatch`] if a rank makes a different call; [`Error::OutOfMemory`] if the memory for partials cannot
 /// be allocated; the group's failure.
 #[track_caller]
-pub fn matmul_reduce_scatter<B: Backend, T: Element>(
+pub fn matmul_reduce_scatter<B: Backend, T: Element, W: WeightOf<T>, O: OutputOf<T>>(
     a: &Matrix<B, T>,
-    b: &Matrix<B, T>,
-    out: &mut Matrix<B, T>,
+    b: &Matrix<B, W>,
+    out: &mut Matrix<B, O>,
 ) -> Result<()> {
     MatmulReduceScatter::new().run(a, b, out)
 }
@@ -136,16 +136,16 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// Adds `bias`, [1, N], to each of this rank's rows, in f32 before the last rounding.
     ///
     /// Either all ranks give a bias or none does.
-    pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
-        self.options.bias = Some(bias.into().into());
+    pub fn bias(mut self, bias: impl Into<AddendView<'a, B, T>>) -> Self {
+        self.options.bias = Some(bias.into().view);
         self
     }
 
     /// Adds `residual`, [rows, N], to the sums last, in f32 before the last rounding.
     ///
     /// Either all ranks give a residual or none does.
-    pub fn residual(mut self, residual: impl Into<MatrixView<'a, B, T>>) -> Self {
-        self.options.residual = Some(residual.into().into());
+    pub fn residual(mut self, residual: impl Into<AddendView<'a, B, T>>) -> Self {
+        self.options.residual = Some(residual.into().view);
         self
     }
 
@@ -167,9 +167,11 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         self
     }
 
-    /// Makes [`MatmulReduceScatter::prepare`] plan for an f32 output. [`MatmulReduceScatter::run`] needs no such hint.
-    pub fn f32_output(mut self) -> Self {
-        self.options.f32_output = true;
+    /// Makes [`MatmulReduceScatter::prepare`] plan for outputs of this type. [`MatmulReduceScatter::run`] needs no such hint.
+    ///
+    /// The default is `T` if it has 16 bits, and bf16 for fp8. [`OutputOf`](crate::OutputOf) lists the others.
+    pub fn output_dtype(mut self, dtype: DType) -> Self {
+        self.options.output_dtype = Some(dtype);
         self
     }
 
@@ -206,15 +208,16 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     pub fn run<'m, 'o>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
-        b: impl Into<MatrixView<'m, B, T>>,
+        b: impl Into<Weights<'m, B, T>>,
         out: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let (a, b) = (RawView::from(a.into()), RawView::from(b.into()));
+        let operands = operands(a, b);
         let out = out.into().all;
-        let dtype = out.first().map(|out| out.dtype);
-        let plan = || self.plan(a, self.n_of(a, b)?, self.layout(a)?, dtype);
+        let call = self.called(&operands, out.first().map(|out| out.dtype));
+        let a = operands.a;
+        let plan = || self.plan(a, operands.n(&self.options)?, self.layout(a)?, &call);
         let planned = plan().map_err(a.group.refusal(Which::Own.name()))?;
-        planned.collective([a, b], out, None)
+        planned.collective(operands, out, None)
     }
 
     /// As [`MatmulReduceScatter::run`], but writes the sums into this rank's own rows of a sharded matrix.
@@ -226,16 +229,17 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// As [`MatmulReduceScatter::run`]; [`Error::Shape`] unless `out` is [M, N], or if [`MatmulReduceScatter::rows`]
     /// gives a different split.
     #[track_caller]
-    pub fn run_into<'m>(
+    pub fn run_into<'m, O: OutputOf<T>>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
-        b: impl Into<MatrixView<'m, B, T>>,
-        out: &mut ShardedMatrix<B, T>,
+        b: impl Into<Weights<'m, B, T>>,
+        out: &mut ShardedMatrix<B, O>,
     ) -> Result<()> {
-        let (a, b) = (RawView::from(a.into()), RawView::from(b.into()));
+        let operands = operands(a, b);
+        let a = operands.a;
         let (group, [m, k]) = (a.group, a.shape);
         let plan = || -> refusal::Result<PreparedReduceScatter<'a, B, T>> {
-            let (n, out) = (self.n_of(a, b)?, RawShards::from(&*out));
+            let (n, out) = (operands.n(&self.options)?, RawShards::from(&*out));
             require_same_group("out", out.group, group)?;
             require_shape("out [M, N]", [m, n], out.shape())?;
             out.require_by_rank("out")?;
@@ -243,10 +247,10 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
                 Some(_) => self.layout(a)?,
                 None => out.layout.of_columns(k)?,
             };
-            self.plan(a, n, layout, Some(out.dtype))
+            self.plan(a, n, layout, &self.called(&operands, Some(out.dtype)))
         };
         let planned = plan().map_err(group.refusal(Which::Own.name()))?;
-        planned.collective_into([a, b], out, None)
+        planned.collective_into(operands, out, None)
     }
 
     /// Plans the sum for matrices like `a` and weights of N = `n`, so that it can run many times.
@@ -265,7 +269,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         n: usize,
     ) -> Result<PreparedReduceScatter<'a, B, T>> {
         let a = RawView::from(a.into());
-        let plan = || self.plan(a, n, self.layout(a)?, None);
+        let plan = || self.plan(a, n, self.layout(a)?, &self.options.planned());
         let group = a.group;
         group.judged(Which::Own.name(), plan())
     }
@@ -275,15 +279,15 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         a: RawView<B>,
         n: usize,
         layout: Layout,
-        out: Option<DType>,
+        call: &CallForm,
     ) -> refusal::Result<PreparedReduceScatter<'a, B, T>> {
-        let planned = PlannedSums::new(&self.options, Which::Own, a.group, layout, n, out)?;
+        let planned = PlannedSums::new(&self.options, Which::Own, a.group, layout, n, call)?;
         Ok(PreparedReduceScatter(planned, PhantomData))
     }
 
-    /// N of the product of `a` and `b`.
-    fn n_of(&self, a: RawView<B>, b: RawView<B>) -> refusal::Result<usize> {
-        self.options.n_of(a.group, a.shape[1], &b)
+    /// What the arguments say of a call. `out`: the output's type, if there is an output.
+    fn called(&self, operands: &SumOperands<B>, out: Option<DType>) -> CallForm {
+        self.options.called(&operands.weights, out)
     }
 
     /// Which rank owns which rows of the product of `a`.
@@ -354,15 +358,15 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     ///
     /// # Errors
     /// As [`matmul_reduce_scatter`]; [`Error::Count`] unless there is one output; [`Error::DType`] if it has a different
-    /// type than planned ([`MatmulReduceScatter::f32_output`]).
+    /// type than planned ([`MatmulReduceScatter::output_dtype`]).
     #[track_caller]
     pub fn run<'m, 'o>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
-        b: impl Into<MatrixView<'m, B, T>>,
+        b: impl Into<Weights<'m, B, T>>,
         out: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        self.collective([a.into().into(), b.into().into()], out.into().all, None)
+        self.collective(operands(a, b), out.into().all, None)
     }
 
     /// As [`PreparedReduceScatter::run`], and returns a trace of this rank's work.
@@ -376,11 +380,11 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     pub fn run_traced<'m, 'o>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
-        b: impl Into<MatrixView<'m, B, T>>,
+        b: impl Into<Weights<'m, B, T>>,
         out: impl Into<Outputs<'o, B, T>>,
     ) -> Result<Trace> {
         let mut spans = Vec::new();
-        let (operands, out) = ([a.into().into(), b.into().into()], out.into().all);
+        let (operands, out) = (operands(a, b), out.into().all);
         self.collective(operands, out, Some(&mut spans))?;
         Ok(Trace::new(self.0.group().rank(), spans))
     }
@@ -388,12 +392,12 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     #[track_caller]
     fn collective(
         &self,
-        operands: [RawView<B>; 2],
+        operands: SumOperands<B>,
         out: RawOutputs<B>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let checked = self.0.check_out(&out);
-        self.0.run(operands, checked, only(out), &[], trace)
+        self.0.run(&operands, checked, only(out), &[], trace)
     }
 
     /// As [`PreparedReduceScatter::run`], but writes into this rank's own rows of a sharded matrix, [M, N].
@@ -401,13 +405,13 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// # Errors
     /// As [`MatmulReduceScatter::run_into`].
     #[track_caller]
-    pub fn run_into<'m>(
+    pub fn run_into<'m, O: OutputOf<T>>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
-        b: impl Into<MatrixView<'m, B, T>>,
-        out: &mut ShardedMatrix<B, T>,
+        b: impl Into<Weights<'m, B, T>>,
+        out: &mut ShardedMatrix<B, O>,
     ) -> Result<()> {
-        self.collective_into([a.into().into(), b.into().into()], out, None)
+        self.collective_into(operands(a, b), out, None)
     }
 
     /// As [`PreparedReduceScatter::run_into`], and returns a trace, as [`PreparedReduceScatter::run_traced`].
@@ -415,27 +419,27 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// # Errors
     /// As [`MatmulReduceScatter::run_into`].
     #[track_caller]
-    pub fn run_into_traced<'m>(
+    pub fn run_into_traced<'m, O: OutputOf<T>>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
-        b: impl Into<MatrixView<'m, B, T>>,
-        out: &mut ShardedMatrix<B, T>,
+        b: impl Into<Weights<'m, B, T>>,
+        out: &mut ShardedMatrix<B, O>,
     ) -> Result<Trace> {
         let mut spans = Vec::new();
-        let operands = [a.into().into(), b.into().into()];
+        let operands = operands(a, b);
         self.collective_into(operands, out, Some(&mut spans))?;
         Ok(Trace::new(self.0.group().rank(), spans))
     }
 
     #[track_caller]
-    fn collective_into(
+    fn collective_into<O: OutputOf<T>>(
         &self,
-        operands: [RawView<B>; 2],
-        out: &mut ShardedMatrix<B, T>,
+        operands: SumOperands<B>,
+        out: &mut ShardedMatrix<B, O>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let checked = self.0.check_sharded(RawShards::from(&*out));
-        self.0.run(operands, checked, out.own_rows(), &[], trace)
+        self.0.run(&operands, checked, out.own_rows(), &[], trace)
     }
 
     /// Only multiplies, and leaves the partials where they are made. Not collective; for benchmarks, after a run.
@@ -444,8 +448,8 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
     #[doc(hidden)]
     #[track_caller]
-    pub fn matmul(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
-        self.0.matmul([a.view().into(), b.view().into()])
+    pub fn matmul<W: WeightOf<T>>(&self, a: &Matrix<B, T>, b: &Matrix<B, W>) -> Result<()> {
+        self.0.matmul(&operands(a, b))
     }
 
     /// Only adds the partials that the ranks have made before. Collective; for benchmarks, after a run.
@@ -454,7 +458,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// As [`matmul_reduce_scatter`].
     #[doc(hidden)]
     #[track_caller]
-    pub fn reduce_scatter(&self, out: &mut Matrix<B, T>) -> Result<()> {
+    pub fn reduce_scatter<O: OutputOf<T>>(&self, out: &mut Matrix<B, O>) -> Result<()> {
         let out = Outputs::<B, T>::from(out).all;
         let checked = self.0.check_out(&out);
         checked.map_err(Refusal::of(self.0.group().rank(), "reduce_scatter"))?;

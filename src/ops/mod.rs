@@ -24,7 +24,7 @@ pub use matmul_all_reduce::{MatmulAllReduce, PreparedAllReduce, matmul_all_reduc
 pub use matmul_reduce_scatter::{
     MatmulReduceScatter, PreparedReduceScatter, matmul_reduce_scatter,
 };
-pub use operands::{OutputOf, Outputs, WeightWidths, Weights};
+pub use operands::{AddendView, Outputs, WeightWidths, Weights};
 pub use produce::{
     Block, ProduceAndAllToAll, ProduceAndReduceScatter, produce_and_all_to_all,
     produce_and_reduce_scatter,

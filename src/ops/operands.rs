@@ -5,10 +5,10 @@ use std::marker::PhantomData;
 
 use smallvec::smallvec;
 
-use super::call::RawOutput;
+use super::call::{RawOutput, RawView};
 use super::product::{RawOutputs, RawWeights};
 use crate::backend::Backend;
-use crate::element::{DType, Element, Value};
+use crate::element::{AddendOf, DType, Element, OutputOf, Value, WeightOf};
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut};
 use crate::one_line::write_parts;
 use crate::schedule::Widths;
@@ -26,51 +26,92 @@ fn describe<B: Backend>(
     )
 }
 
-/// The weights of a product: one, or up to four that share one gather of the rows.
+/// The weights of a product with rows of `T`: one, or up to four that share one gather of the rows.
 ///
-/// Made from a [`Matrix`], a [`MatrixView`], or an array of either, or collected from views. If the values are a slice
-/// or a vector on the host, [`Group::upload`](crate::Group::upload) makes a matrix of them.
+/// Made from a [`Matrix`], a [`MatrixView`], or an array of either, or collected from views. All of them have one type,
+/// which may be any [`WeightOf`] `T`. If the values are a slice or a vector on the host,
+/// [`Group::upload`](crate::Group::upload) makes a matrix of them.
 #[must_use = "operands do nothing"]
-pub struct Weights<'a, B: Backend, T: Value> {
+pub struct Weights<'a, B: Backend, T: Element> {
     pub(super) all: RawWeights<'a, B>,
-    element: PhantomData<T>,
+    rows: PhantomData<T>,
 }
 
-impl<B: Backend, T: Value> fmt::Debug for Weights<'_, B, T> {
+impl<B: Backend, T: Element> fmt::Debug for Weights<'_, B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let weights = self.all.iter();
         describe::<B>(f, "Weights", weights.map(|one| (one.dtype, one.shape)))
     }
 }
 
-impl<'a, B: Backend, T: Value> From<&'a Matrix<B, T>> for Weights<'a, B, T> {
-    fn from(weight: &'a Matrix<B, T>) -> Self {
+impl<'a, B: Backend, T: Element, W: WeightOf<T>> From<&'a Matrix<B, W>> for Weights<'a, B, T> {
+    fn from(weight: &'a Matrix<B, W>) -> Self {
         weight.view().into()
     }
 }
 
-impl<'a, B: Backend, T: Value> From<MatrixView<'a, B, T>> for Weights<'a, B, T> {
-    fn from(weight: MatrixView<'a, B, T>) -> Self {
+impl<'a, B: Backend, T: Element, W: WeightOf<T>> From<MatrixView<'a, B, W>> for Weights<'a, B, T> {
+    fn from(weight: MatrixView<'a, B, W>) -> Self {
+        Weights::from_iter([weight])
+    }
+}
+
+impl<'a, B: Backend, T: Element, W: WeightOf<T>, const N: usize> From<[&'a Matrix<B, W>; N]>
+    for Weights<'a, B, T>
+{
+    fn from(weights: [&'a Matrix<B, W>; N]) -> Self {
+        weights.map(Matrix::view).into()
+    }
+}
+
+impl<'a, B: Backend, T: Element, W: WeightOf<T>, const N: usize> From<[MatrixView<'a, B, W>; N]>
+    for Weights<'a, B, T>
+{
+    fn from(weights: [MatrixView<'a, B, W>; N]) -> Self {
+        weights.into_iter().collect()
+    }
+}
+
+impl<'a, B: Backend, T: Element, W: WeightOf<T>> FromIterator<MatrixView<'a, B, W>>
+    for Weights<'a, B, T>
+{
+    fn from_iter<I: IntoIterator<Item = MatrixView<'a, B, W>>>(weights: I) -> Self {
         Weights {
-            all: smallvec![weight.into()],
-            element: PhantomData,
+            all: weights.into_iter().map(Into::into).collect(),
+            rows: PhantomData,
         }
     }
 }
 
-impl<'a, B: Backend, T: Value, M: Into<MatrixView<'a, B, T>>, const N: usize> From<[M; N]>
-    for Weights<'a, B, T>
-{
-    fn from(weights: [M; N]) -> Self {
-        weights.into_iter().map(Into::into).collect()
+/// The bias or the residual of a product with rows of `T`.
+///
+/// Made from a [`Matrix`] or a [`MatrixView`] of any [`AddendOf`] `T`.
+#[must_use = "operands do nothing"]
+pub struct AddendView<'a, B: Backend, T: Element> {
+    pub(super) view: RawView<'a, B>,
+    rows: PhantomData<T>,
+}
+
+impl<B: Backend, T: Element> fmt::Debug for AddendView<'_, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let RawView { dtype, shape, .. } = self.view;
+        describe::<B>(f, "AddendView", [(dtype, shape)].into_iter())
     }
 }
 
-impl<'a, B: Backend, T: Value> FromIterator<MatrixView<'a, B, T>> for Weights<'a, B, T> {
-    fn from_iter<I: IntoIterator<Item = MatrixView<'a, B, T>>>(weights: I) -> Self {
-        Weights {
-            all: weights.into_iter().map(Into::into).collect(),
-            element: PhantomData,
+impl<'a, B: Backend, T: Element, V: AddendOf<T>> From<&'a Matrix<B, V>> for AddendView<'a, B, T> {
+    fn from(addend: &'a Matrix<B, V>) -> Self {
+        addend.view().into()
+    }
+}
+
+impl<'a, B: Backend, T: Element, V: AddendOf<T>> From<MatrixView<'a, B, V>>
+    for AddendView<'a, B, T>
+{
+    fn from(addend: MatrixView<'a, B, V>) -> Self {
+        AddendView {
+            view: addend.into(),
+            rows: PhantomData,
         }
     }
 }
@@ -112,30 +153,9 @@ impl<const N: usize> From<[usize; N]> for WeightWidths {
     }
 }
 
-/// A type in which products of `T` can be stored: `T` or f32.
-///
-/// ```compile_fail
-/// use gemmesh::{Group, Host, Matmul, Result, bf16, f16};
-///
-/// fn rank(group: Group<Host>) -> Result<()> {
-///     let a = group.zeros::<bf16>(2, 8)?;
-///     let b = group.zeros::<bf16>(4, 8)?;
-///     let mut out = group.zeros::<f16>(2, 4)?;
-///     Matmul::new().run(&a, &b, &mut out) // a product of `bf16` cannot be stored as `f16`
-/// }
-/// ```
-#[diagnostic::on_unimplemented(
-    message = "a product of `{T}` cannot be stored as `{Self}`",
-    label = "outputs have the type of the operands, bf16 or f16, or f32"
-)]
-pub trait OutputOf<T>: Value {}
-
-impl<T: Element> OutputOf<T> for T {}
-impl<T: Element> OutputOf<T> for f32 {}
-
 /// The outputs of a product: one, or one for each of several weights.
 ///
-/// An output has the type of the operands, or f32. Made from a `&mut` [`Matrix`], a [`MatrixViewMut`], an array of
+/// An output has any type that is [`OutputOf`] `T`, the type of the rows. Made from a `&mut` [`Matrix`], a [`MatrixViewMut`], an array of
 /// either, or collected from views.
 #[must_use = "operands do nothing"]
 pub struct Outputs<'a, B: Backend, T: Value> {

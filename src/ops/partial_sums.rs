@@ -9,13 +9,17 @@ use super::call::{
     self, Added, Arguments, RawOutput, RawShards, RawView, require_dtype, require_same_group,
     require_shape,
 };
-use super::product::{self, ProductOptions, check_outputs, check_weights};
+use super::operands::Weights;
+use super::product::{
+    self, CallForm, ProductOptions, RawWeights, bind_weights, check_outputs, check_weights,
+};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
-use crate::element::DType;
+use crate::element::Element;
 use crate::error::Result;
 use crate::explanation::Explanation;
 use crate::group::Group;
+use crate::matrix::MatrixView;
 use crate::profile::span::Span;
 use crate::refusal::{self, Refusal, require_count};
 use crate::schedule::layout::MAX_EXTENT;
@@ -49,17 +53,16 @@ impl Which {
 
 impl<'a, B: Backend> PlannedSums<'a, B> {
     /// Plans the sums of products with weights of N = `n`. `layout`: who owns which rows, and this rank's slice of K.
-    /// `out`: the output's type, if it is known.
     pub fn new(
         options: &ProductOptions<'a, B>,
         which: Which,
         group: &Group<B>,
         layout: Layout,
         n: usize,
-        out: Option<DType>,
+        call: &CallForm,
     ) -> refusal::Result<PlannedSums<'a, B>> {
         limit("N", n, 1, MAX_EXTENT)?;
-        let problem = options.problem(which.operation(), layout, &[n], out);
+        let problem = options.problem(which.operation(), layout, &[n], call)?;
         let layout = &problem.layout;
         let rows = match which {
             Which::Own => layout.rows_of(group.rank()).len(),
@@ -89,6 +92,34 @@ impl<'a, B: Backend> PlannedSums<'a, B> {
             config,
             options: options.clone(),
         })
+    }
+}
+
+/// The operands of a sum over ranks.
+pub struct SumOperands<'m, B: Backend> {
+    /// [M, K]
+    pub a: RawView<'m, B>,
+    /// One weight.
+    pub weights: RawWeights<'m, B>,
+}
+
+impl<B: Backend> SumOperands<'_, B> {
+    /// N of a call that was not prepared.
+    pub fn n(&self, options: &ProductOptions<B>) -> refusal::Result<usize> {
+        let SumOperands { a, weights } = self;
+        require_count("a sum over ranks", "weight", 1, "this call", weights.len())?;
+        options.n_of(a.group, a.shape[1], &weights[0])
+    }
+}
+
+/// The operands of a call.
+pub fn operands<'m, B: Backend, T: Element>(
+    a: impl Into<MatrixView<'m, B, T>>,
+    b: impl Into<Weights<'m, B, T>>,
+) -> SumOperands<'m, B> {
+    SumOperands {
+        a: a.into().into(),
+        weights: b.into().all,
     }
 }
 
@@ -142,7 +173,7 @@ impl<B: Backend> PlannedSums<'_, B> {
     }
 
     /// Checks the operands. Bias and residual were checked when the sum was planned.
-    pub fn check(&self, [a, b]: [RawView<B>; 2]) -> refusal::Result<()> {
+    pub fn check(&self, SumOperands { a, weights }: &SumOperands<B>) -> refusal::Result<()> {
         let (group, problem) = (a.group, &self.problem);
         let layout = &problem.layout;
         require_same_group("the prepared sum", &self.group, group)?;
@@ -153,7 +184,7 @@ impl<B: Backend> PlannedSums<'_, B> {
         };
         require_shape(what, [layout.m(), layout.k()], a.shape)?;
         require_dtype("a", problem.dtypes.operands, a.dtype)?;
-        check_weights(group, problem, &[problem.n], &[b])
+        check_weights(group, problem, &[problem.n], weights)
     }
 
     /// Checks an output that is this rank's own.
@@ -177,21 +208,21 @@ impl<B: Backend> PlannedSums<'_, B> {
     #[track_caller]
     pub fn run(
         &self,
-        operands: [RawView<B>; 2],
+        operands: &SumOperands<B>,
         checked: refusal::Result<()>,
         out: Bound<B>,
         shared: &[u32],
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let fits = self.check(operands).and(checked);
-        fits.map_err(operands[0].group.refusal(self.which.name()))?;
+        fits.map_err(operands.a.group.refusal(self.which.name()))?;
         let before = self.multiply.as_ref();
         self.launch(before, &self.sum, Some(operands), out, shared, trace)
     }
 
     /// Only multiplies, and leaves the partials where they are made. Not collective.
     #[track_caller]
-    pub fn matmul(&self, operands: [RawView<B>; 2]) -> Result<()> {
+    pub fn matmul(&self, operands: &SumOperands<B>) -> Result<()> {
         let checked = self.check(operands);
         checked.map_err(Refusal::of(self.group.rank(), self.which.name()))?;
         let program = self.part(Operation::MultiplyPartials)?;
@@ -236,7 +267,7 @@ impl<B: Backend> PlannedSums<'_, B> {
         &self,
         before: Option<&Arc<B::Program>>,
         program: &Arc<B::Program>,
-        operands: Option<[RawView<B>; 2]>,
+        operands: Option<&SumOperands<B>>,
         out: Bound<B>,
         shared: &[u32],
         trace: Option<&mut Vec<Span>>,
@@ -257,9 +288,9 @@ impl<B: Backend> PlannedSums<'_, B> {
             false => Some(self.group.partials(schedule)?),
         };
         let mut bound = [const { Bound::Nothing }; MATRICES];
-        if let Some([a, b]) = operands {
+        if let Some(SumOperands { a, weights }) = operands {
             bound[matrices::A] = a.input();
-            bound[matrices::B] = b.input();
+            bind_weights(&mut bound, weights);
         }
         bound[matrices::OUT] = out;
         if let Some(partials) = &partials {

@@ -15,7 +15,7 @@ use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::{self, MATRICES};
 use crate::schedule::{
-    Activation, Config, Form, Layout, MAX_WEIGHTS, Operation, Problem, Product, Schedule,
+    Activation, Config, DTypes, Form, Layout, MAX_WEIGHTS, Operation, Problem, Product, Schedule,
     WeightLayout, Widths,
 };
 
@@ -36,9 +36,19 @@ pub struct ProductOptions<'a, B: Backend> {
     pub activation: Activation,
     pub gated: bool,
     pub weights: WeightLayout,
-    pub f32_output: bool,
+    /// The output's type for `prepare`, if the caller says one.
+    pub output_dtype: Option<DType>,
     pub constant_weights: bool,
     pub config: Option<Config>,
+}
+
+/// What a problem has of the builder if the call is prepared, and of its arguments if it is not.
+#[derive(Clone, Debug)]
+pub struct CallForm {
+    /// The type of the weights.
+    pub weights: DType,
+    /// The type of the outputs.
+    pub output: DType,
 }
 
 // A derived `Clone` would need a backend that can be cloned.
@@ -57,7 +67,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
             activation: Activation::Identity,
             gated: false,
             weights: WeightLayout::Nk,
-            f32_output: false,
+            output_dtype: None,
             constant_weights: false,
             config: None,
         }
@@ -78,21 +88,43 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
             (activation != Activation::Identity).then(|| format!("{activation:?}")),
             self.gated.then(|| "gated".into()),
             (self.weights == WeightLayout::Kn).then(|| "weights [K, N]".into()),
-            self.f32_output.then(|| "f32 output".into()),
+            self.output_dtype.map(|dtype| format!("{dtype} output")),
             self.constant_weights.then(|| "constant weights".into()),
             self.config.is_some().then(|| "config".into()),
         ];
         write_parts(f, shared.into_iter().chain(more).flatten())
     }
 
-    /// The problem of a product with weights of these widths. `out`: the output's type, if it is known.
+    /// What the builder says of calls that it prepares.
+    pub fn planned(&self) -> CallForm {
+        let half = |otherwise| match self.dtype.is_half() {
+            true => self.dtype,
+            false => otherwise,
+        };
+        CallForm {
+            weights: half(DType::F8E4M3),
+            output: self.output_dtype.unwrap_or(half(DType::Bf16)),
+        }
+    }
+
+    /// What the arguments say of a call that was not prepared.
+    pub fn called(&self, weights: &[RawView<B>], output: Option<DType>) -> CallForm {
+        let planned = self.planned();
+        let weight = weights.first().map(|weight| weight.dtype);
+        CallForm {
+            weights: weight.unwrap_or(planned.weights),
+            output: output.unwrap_or(planned.output),
+        }
+    }
+
+    /// The problem of a product with weights of these widths.
     pub fn problem(
         &self,
         operation: Operation,
         layout: Layout,
         widths: &[usize],
-        out: Option<DType>,
-    ) -> Problem {
+        call: &CallForm,
+    ) -> Result<Problem> {
         let several = widths.len() > 1 && !self.gated;
         let form = Form {
             widths: if several {
@@ -105,12 +137,12 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
             weights: self.weights,
             constant_weights: self.constant_weights,
         };
-        let mut problem = Problem::new(operation, self.dtype, layout, form.n_of(widths));
-        problem.form = form;
-        if let Some(out) = out.or(self.f32_output.then_some(DType::F32)) {
-            problem.dtypes.output = out;
-        }
-        problem
+        let n = form.n_of(widths);
+        Ok(Problem {
+            dtypes: DTypes::of_product(self.dtype, call.weights, call.output)?,
+            form,
+            ..Problem::new(operation, self.dtype, layout, n)
+        })
     }
 
     /// Checks that there is an N, and that gate and up have the same N. One N may stand for both.
@@ -167,7 +199,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
                 false => ("bias [1, N]", n),
             };
             require_shape(what, [1, columns], bias.shape)?;
-            require_dtype("bias", self.dtype, bias.dtype)?;
+            require_dtype("bias", problem.dtypes.partials, bias.dtype)?;
         }
         if let Some(residual) = &self.residual {
             let outputs = form.widths.len().max(1);
@@ -180,7 +212,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
                 _ => "residual [M, N]",
             };
             require_shape(what, shape, residual.shape)?;
-            require_dtype("residual", self.dtype, residual.dtype)?;
+            require_dtype("residual", problem.dtypes.partials, residual.dtype)?;
         }
         Ok(())
     }
@@ -238,7 +270,7 @@ pub fn check_weights<B: Backend>(
         let (what, shape) = expected_weight(form.weights, n, k);
         let fits = require_same_group("b", weight.group, group)
             .and_then(|()| require_shape(what, shape, weight.shape))
-            .and_then(|()| require_dtype("b", problem.dtypes.operands, weight.dtype));
+            .and_then(|()| require_dtype("b", problem.dtypes.weights, weight.dtype));
         fits.map_err(Refusal::one_of("weight", number, weights.len()))?;
     }
     Ok(())
@@ -271,16 +303,22 @@ pub fn check_outputs<B: Backend>(
     Ok(())
 }
 
-/// Binds weights and outputs.
-pub fn bind<'m, 'o: 'm, B: Backend>(
+/// Binds weights.
+pub fn bind_weights<'m, B: Backend>(
     matrices: &mut [Bound<'m, B>; MATRICES],
     weights: &[RawView<'m, B>],
-    outputs: RawOutputs<'o, B>,
 ) {
     let places = matrices[matrices::B..matrices::OUT].iter_mut();
     for (matrix, weight) in places.zip(weights) {
         *matrix = weight.input();
     }
+}
+
+/// Binds outputs.
+pub fn bind_outputs<'m, 'o: 'm, B: Backend>(
+    matrices: &mut [Bound<'m, B>; MATRICES],
+    outputs: RawOutputs<'o, B>,
+) {
     for (matrix, out) in matrices[matrices::OUT..].iter_mut().zip(outputs) {
         *matrix = out.bound;
     }

@@ -9,8 +9,11 @@ use super::{
     Region, Request, Residual, Sum, Tile, Transfer, WeightLayout,
 };
 use crate::element::DType;
-use crate::refusal::Result;
+use crate::refusal::{Refusal, Result};
 use crate::route::Route;
+
+/// N and K of fp8 operands are multiples of this.
+const FP8_MULTIPLE: usize = 16;
 
 impl Parts {
     /// Checks that every part is in bounds and of a supported type. Returns, by chunk flag, whether tiles wait for it.
@@ -131,9 +134,13 @@ impl Parts {
             k,
             ..
         } = product;
-        let a_spec = self.matrices.get(*a);
-        let is_multiplied = a_spec.is_none_or(|a| a.dtype.is_multiplied());
-        require("operands must be bf16 or f16", is_multiplied)?;
+        below("a matrix", *a, self.matrices.len())?;
+        let a_spec = self.matrices[*a];
+        let what = "operands must be bf16, f16 or fp8 (F8E4M3, F8E5M2)";
+        require(what, a_spec.dtype.is_multiplied())?;
+        if a_spec.dtype.is_fp8() {
+            check_fp8(product)?;
+        }
         limit(
             "the number of weights of a product",
             weights.len(),
@@ -161,8 +168,16 @@ impl Parts {
             limit("rows of a product's matrix", spec.rows, rows, rows)?;
             let what = "columns of a product's matrix";
             limit(what, spec.columns, columns, columns)?;
-            let alike = spec.dtype == self.matrices[*a].dtype;
-            require("operands must be of one type", alike)?;
+        }
+        for weight in weights {
+            let dtype = self.matrices[weight.b].dtype;
+            if !a_spec.dtype.is_multiplied_by(dtype) {
+                let what = format!(
+                    "rows of {} cannot be multiplied by weights of {dtype}",
+                    a_spec.dtype
+                );
+                return Err(Refusal::Unsupported { what });
+            }
         }
         Ok(())
     }
@@ -174,9 +189,10 @@ impl Parts {
         let products = sum.addends.iter().filter(|a| **a == Addend::Product);
         let what = "a block's sum must add the product once";
         require(what, sum.addends.is_empty() || products.count() == 1)?;
-        let dtype = self.matrices[product.a].dtype;
+        // Nothing of 8 bits is added to a product of fp8.
+        let dtype = Some(self.matrices[product.a].dtype).filter(|dtype| dtype.is_half());
         let n = product.weights[*weight].n;
-        self.check_sum(sum, rows.len(), n, Some(dtype))
+        self.check_sum(sum, rows.len(), n, dtype)
     }
 
     /// Returns, by chunk flag, whether tiles wait for it.
@@ -225,7 +241,7 @@ impl Parts {
 
     /// Checks that the sum's matrices have room for `rows` rows and `n` columns, and that all addends are of one type.
     ///
-    /// The type is `dtype`, that of the operands, if there are any.
+    /// The type is `dtype`, that of the operands, if there are any of 16 bits.
     fn check_sum(&self, sum: &Sum, rows: usize, n: usize, dtype: Option<DType>) -> Result<()> {
         let mut added = dtype;
         let mut check_type = |number: usize| {
@@ -245,8 +261,9 @@ impl Parts {
             limit("columns of a sum's matrix", n, 0, spec.columns)
         };
         check(sum.out, sum.first, rows)?;
-        let is_float = self.matrices[sum.out].dtype.is_float();
-        require("sums must be bf16, f16 or f32", is_float)?;
+        let output = self.matrices[sum.out].dtype;
+        let is_stored = output.is_float() || output == DType::F8E4M3;
+        require("sums must be bf16, f16, f32 or F8E4M3", is_stored)?;
         for addend in &sum.addends {
             if let Addend::Rows { matrix, first } = *addend {
                 check(matrix, first, rows)?;
@@ -265,12 +282,27 @@ impl Parts {
             check(matrix, first, rows)?;
             check_type(matrix)?;
         }
-        // Sums are stored in the addends' type or in f32.
-        match self.matrices[sum.out].dtype {
-            DType::F32 => Ok(()),
+        // Sums are stored in the addends' type, in f32 or in F8E4M3.
+        match output {
+            DType::F32 | DType::F8E4M3 => Ok(()),
             _ => check_type(sum.out),
         }
     }
+}
+
+/// Checks that tensor cores can multiply fp8 of these extents: K is loaded in pieces of 16 bytes and lies along the
+/// rows of both operands.
+fn check_fp8(product: &Product) -> Result<()> {
+    let is_nk = product.weight_layout == WeightLayout::Nk;
+    require("weights of fp8 must be [N, K] (WeightLayout::Nk)", is_nk)?;
+    let widths = product.weights.iter().map(|weight| ("N", weight.n));
+    for (what, extent) in widths.chain([("K", product.k)]) {
+        if !extent.is_multiple_of(FP8_MULTIPLE) {
+            let what = format!("{what} of fp8 must be a multiple of {FP8_MULTIPLE}, not {extent}");
+            return Err(Refusal::Unsupported { what });
+        }
+    }
+    Ok(())
 }
 
 /// Checks that `value` is the number of one of `end` things.

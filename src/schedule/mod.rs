@@ -11,7 +11,7 @@ mod operation;
 mod parts;
 pub mod plan;
 mod problem;
-mod product;
+pub mod product;
 mod transfer;
 
 pub use crate::refusal::Refusal;

@@ -2,6 +2,7 @@
 
 use super::{Form, Layout, Operation};
 use crate::element::DType;
+use crate::refusal::{Refusal, Result};
 
 /// What an operation is asked to do. [`plan`](super::plan::plan) makes a schedule of a problem, a rank and a
 /// configuration.
@@ -49,6 +50,8 @@ impl Problem {
 pub struct DTypes {
     /// The type of rows that are gathered, sent or multiplied.
     pub operands: DType,
+    /// The type of weights.
+    pub weights: DType,
     /// The type of addends: partial sums, a bias, a residual.
     pub partials: DType,
     /// The type of the output, or of all outputs.
@@ -60,16 +63,43 @@ impl DTypes {
     pub const fn all(dtype: DType) -> DTypes {
         DTypes {
             operands: dtype,
+            weights: dtype,
             partials: dtype,
             output: dtype,
         }
     }
 
+    /// The types of a product. What it adds has the output's type if that has 16 bits. Otherwise it has the operands'
+    /// type if that has 16 bits, and bf16 if it does not.
+    ///
+    /// # Errors
+    /// `Refusal::Unsupported` if products of these operands cannot be stored as `output`.
+    pub fn of_product(operands: DType, weights: DType, output: DType) -> Result<DTypes> {
+        if !operands.is_stored_as(output) {
+            let what = format!("a product of {operands} cannot be stored as {output}");
+            return Err(Refusal::Unsupported { what });
+        }
+        let mut halves = [output, operands]
+            .into_iter()
+            .filter(|dtype| dtype.is_half());
+        Ok(DTypes {
+            operands,
+            weights,
+            partials: halves.next().unwrap_or(DType::Bf16),
+            output,
+        })
+    }
+
     /// The types that differ from the operands' type, in words that ranks compare.
     pub(super) fn agreed(&self) -> impl Iterator<Item = String> + use<> {
-        let partials =
-            (self.partials != self.operands).then(|| format!("partials of {}", self.partials));
-        let output = (self.output != self.operands).then(|| format!("output of {}", self.output));
-        partials.into_iter().chain(output)
+        let of = |what: &str, dtype: DType| {
+            (dtype != self.operands).then(|| format!("{what} of {dtype}"))
+        };
+        let words = [
+            of("weights", self.weights),
+            of("partials", self.partials),
+            of("output", self.output),
+        ];
+        words.into_iter().flatten()
     }
 }

@@ -7,6 +7,9 @@ use smallvec::SmallVec;
 use super::{Activation, Config, MatrixSpec, WeightLayout};
 use crate::element::DType;
 
+/// Products of fp8 are summed separately over every 128 of K, in ascending order. These sums are then added in f32.
+pub const PROMOTED: usize = 128;
+
 /// The product `a[m, k] · b[n, k]ᵀ` of numbered matrices, with one or several weights b and one or several outputs.
 #[derive(Clone, Debug)]
 pub struct Product {
@@ -77,6 +80,20 @@ pub struct Weight {
     pub b: usize,
     /// Columns of the product with this weight.
     pub n: usize,
+}
+
+impl Sum {
+    /// The type of the addends, the bias and the residual. The output may have a different type.
+    pub(crate) fn dtype(&self, matrices: &[MatrixSpec]) -> DType {
+        let rows = |addend: &Addend| match addend {
+            Addend::Rows { matrix, .. } => Some(*matrix),
+            Addend::Product => None,
+        };
+        let added = self.addends.iter().find_map(rows);
+        let added = added.or(self.bias.map(|bias| bias.matrix));
+        let added = added.or(self.residual.map(|residual| residual.matrix));
+        matrices[added.unwrap_or(self.out)].dtype
+    }
 }
 
 /// Rows of the product with one weight, and their output.
@@ -157,12 +174,7 @@ pub struct Reduction {
 impl Reduction {
     /// The type of the addends. The output may have a different type.
     pub(crate) fn dtype(&self, matrices: &[MatrixSpec]) -> DType {
-        let rows = |addend: &Addend| match addend {
-            Addend::Rows { matrix, .. } => Some(*matrix),
-            Addend::Product => None,
-        };
-        let addend = self.sum.addends.iter().find_map(rows);
-        matrices[addend.unwrap_or(self.sum.out)].dtype
+        self.sum.dtype(matrices)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Every result is the one that float64 gives, within rounding, by each kernel and in each environment.
 
-use gemmesh::{AllGatherMatmul, Config, Cuda, Element, Error, Group, Route, bf16, f16};
+use gemmesh::{AllGatherMatmul, Config, Cuda, Error, Group, Half, Route, bf16, f16};
 
 use crate::support::gpu::*;
 use crate::support::numbers::{bits, nan, normal, rng};
@@ -164,7 +164,7 @@ fn random_shapes_are_right_on_8_ranks() {
 }
 
 /// NaN, infinities and, in f16, sums that are too large, with each kernel.
-fn extremes<T: Element>(group: &Group<Cuda>) {
+fn extremes<T: Half>(group: &Group<Cuda>) {
     for shape in 0..SHAPES.len() {
         let case = Case {
             rows: vec![97, 160],

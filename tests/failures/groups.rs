@@ -718,7 +718,7 @@ fn an_argument_of_a_different_group_is_refused_with_the_names_of_both() {
         assert_eq!(words, format!("a group without a name, {call}"));
         let words = refused(named("tensor")?.zeros(4, 4)?, &mut out);
         assert_eq!(words, "a different group of the same name, \"tensor\"");
-        gemmesh::matmul(&a, &tensor.zeros(4, 4)?, &mut out)
+        gemmesh::matmul(&a, &tensor.zeros::<bf16>(4, 4)?, &mut out)
     })
     .unwrap();
 }

@@ -25,7 +25,7 @@ const CALLS: [MakeCall; 7] = [
     |group, _| {
         // The ranks make room for their partial sums first.
         let [a, b] = [group.zeros::<bf16>(6, 4)?, group.zeros::<bf16>(5, 4)?];
-        matmul_reduce_scatter(&a, &b, &mut group.zeros(3, 5)?)
+        matmul_reduce_scatter(&a, &b, &mut group.zeros::<bf16>(3, 5)?)
     },
     |_, arguments| all_gather(&arguments.a),
 ];

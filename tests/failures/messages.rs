@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use gemmesh::{
-    AllGatherAndConsume, AllGatherMatmul, Config, Error, Group, Host, Matmul, MatmulAllReduce,
-    MatmulReduceScatter, Matrix, ProduceAndAllToAll, ProduceAndReduceScatter, ShardedMatrix,
-    WeightLayout, Weights, all_gather_and_consume, all_gather_matmul, all_reduce, all_to_all, bf16,
-    broadcast, launch, matmul, matmul_all_reduce, matmul_reduce_scatter,
+    AllGatherAndConsume, AllGatherMatmul, Config, DType, Error, Group, Host, Matmul,
+    MatmulAllReduce, MatmulReduceScatter, Matrix, ProduceAndAllToAll, ProduceAndReduceScatter,
+    ShardedMatrix, WeightLayout, Weights, all_gather_and_consume, all_gather_matmul, all_reduce,
+    all_to_all, bf16, broadcast, launch, matmul, matmul_all_reduce, matmul_reduce_scatter,
     produce_and_reduce_scatter, reduce_scatter,
 };
 
@@ -542,18 +542,18 @@ const PRODUCTS_OF_ONE_RANK: &[Mistake] = &[
             let mut out = g.zeros::<f32>(4, 5)?;
             Matmul::new().prepare(g, [4, 3], 5)?.run(&a, &b, &mut out)
         },
-        "rank 0: matmul: out is f32, but this call was prepared for bf16; prepare it with f32_output()",
+        "rank 0: matmul: out is f32, but this call was prepared for bf16; prepare it with output_dtype(DType::F32)",
     ),
     (
         "bf16 output of a plan for f32",
         |g| {
             let [a, b, mut out] = operands(g);
             Matmul::new()
-                .f32_output()
+                .output_dtype(DType::F32)
                 .prepare(g, [4, 3], 5)?
                 .run(&a, &b, &mut out)
         },
-        "rank 0: matmul: out is bf16, but this call was prepared for f32; prepare it without f32_output()",
+        "rank 0: matmul: out is bf16, but this call was prepared for f32; prepare it with output_dtype(DType::Bf16)",
     ),
 ];
 
@@ -750,7 +750,7 @@ const PRODUCTS_OF_ALL_RANKS: &[Mistake] = &[
             )
         },
         "rank 1: all_gather_matmul: out is f32, but this call was prepared for bf16; prepare it with \
-         f32_output()",
+         output_dtype(DType::F32)",
     ),
     (
         "matmul_reduce_scatter, wrong K",

@@ -135,14 +135,14 @@ const COLLECTIVE_CALLS: [MadeCall; 10] = [
     (
         "matmul_reduce_scatter(M = 6, N = 5, bf16) by Route::Push",
         |group, _| {
-            let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(5, 4)?);
-            matmul_reduce_scatter(&a, &b, &mut group.zeros(3, 5)?)
+            let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros::<bf16>(5, 4)?);
+            matmul_reduce_scatter(&a, &b, &mut group.zeros::<bf16>(3, 5)?)
         },
     ),
     (
         "matmul_reduce_scatter(M = 6, N = 5, bf16) by Route::Store",
         |group, _| {
-            let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(5, 4)?);
+            let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros::<bf16>(5, 4)?);
             let chosen = MatmulReduceScatter::new().prepare(&a, 5)?.config();
             let stored = MatmulReduceScatter::new().config(chosen.with_route(Route::Store));
             stored.run(&a, &b, &mut group.zeros::<bf16>(3, 5)?)
@@ -151,8 +151,8 @@ const COLLECTIVE_CALLS: [MadeCall; 10] = [
     (
         "matmul_reduce_scatter(M = 6, N = 7, bf16) by Route::Push",
         |group, _| {
-            let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(7, 4)?);
-            matmul_reduce_scatter(&a, &b, &mut group.zeros(3, 7)?)
+            let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros::<bf16>(7, 4)?);
+            matmul_reduce_scatter(&a, &b, &mut group.zeros::<bf16>(3, 7)?)
         },
     ),
     ("Timeline::collect()", |group, _| {
@@ -330,7 +330,7 @@ fn a_root_is_told_also_where_there_is_one_row() {
 fn what_nobody_has_set_is_told_only_if_it_differs() {
     let line = line!() + 7;
     let errors = told(2, |group, _| {
-        let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(5, 4)?);
+        let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros::<bf16>(5, 4)?);
         let chosen = MatmulReduceScatter::new().prepare(&a, 5)?.config();
         let route = [Route::Push, Route::Store][group.rank()];
         let product = MatmulReduceScatter::new().config(chosen.with_route(route));

@@ -61,7 +61,7 @@ fn a_wrong_weight_on_one_rank_is_named_to_all() {
         expected,
         |_, arguments| arguments.run(),
         |group, arguments| {
-            let b = group.zeros(5, 3)?;
+            let b = group.zeros::<bf16>(5, 3)?;
             all_gather_matmul(&arguments.a, &b, &mut arguments.out)
         },
     );
@@ -152,7 +152,7 @@ fn a_wrong_output_on_one_rank_is_named_to_all() {
         shape("all_gather_matmul", "out [M, N]", [6, 5], [5, 6]),
         |_, arguments| arguments.run(),
         |group, arguments| {
-            let mut out = group.zeros(5, 6)?;
+            let mut out = group.zeros::<bf16>(5, 6)?;
             all_gather_matmul(&arguments.a, &arguments.b, &mut out)
         },
     );
@@ -164,7 +164,7 @@ fn a_wrong_bias_on_one_rank_is_named_to_all() {
         shape("all_gather_matmul", "bias [1, N]", [1, 5], [1, 4]),
         |_, arguments| arguments.run(),
         |group, arguments| {
-            let bias = group.zeros(1, 4)?;
+            let bias = group.zeros::<bf16>(1, 4)?;
             let biased = AllGatherMatmul::new().bias(&bias);
             biased.run(&arguments.a, &arguments.b, &mut arguments.out)
         },
@@ -262,7 +262,7 @@ fn a_rank_that_leaves_when_it_is_refused_a_call_is_named_with_the_reason() {
                     assert_eq!(result.unwrap_err().cause(), &expected);
                     return Ok(());
                 }
-                let b = group.zeros(5, 3)?;
+                let b = group.zeros::<bf16>(5, 3)?;
                 all_gather_matmul(&arguments.a, &b, &mut arguments.out)
             });
         assert!(matches!(error, Err(Error::Shape { rank: 1, .. })));
@@ -279,7 +279,7 @@ fn a_rank_that_corrects_its_call_in_time_has_done_no_harm() {
             let mut arguments = Arguments::new(&group, 6, 5, 4)?;
             for _ in 0..3 {
                 if group.rank() == 1 {
-                    let b = group.zeros(5, 3)?;
+                    let b = group.zeros::<bf16>(5, 3)?;
                     all_gather_matmul(&arguments.a, &b, &mut arguments.out).unwrap_err();
                     std::thread::sleep(Duration::from_millis(50));
                 }
@@ -302,7 +302,7 @@ fn ranks_that_are_all_refused_a_call_try_again_as_late_as_they_like() {
         .arrival_timeout(TIMEOUT)
         .threads(3, |group| {
             let mut arguments = Arguments::new(&group, 6, 5, 4)?;
-            let b = group.zeros(5, 3)?;
+            let b = group.zeros::<bf16>(5, 3)?;
             let turn = group.rank() as u32;
             for tries in 1..3 {
                 for _ in 0..tries {
@@ -324,7 +324,7 @@ fn one_of_them_that_gives_up_is_named_with_the_reason_at_the_deadline() {
         .arrival_timeout(SHORT)
         .threads(3, |group| -> Result<(), Error> {
             let mut arguments = Arguments::new(&group, 6, 5, 4)?;
-            let b = group.zeros(5, 3)?;
+            let b = group.zeros::<bf16>(5, 3)?;
             let refused = all_gather_matmul(&arguments.a, &b, &mut arguments.out);
             // A rank that is refused later than half of the deadline may still try again at it.
             are_refused.wait();
@@ -352,7 +352,7 @@ fn a_rank_that_makes_another_call_when_it_is_refused_one_is_named_with_that() {
             if group.rank() == 0 {
                 return arguments.run();
             }
-            let b = group.zeros(5, 3)?;
+            let b = group.zeros::<bf16>(5, 3)?;
             all_gather_matmul(&arguments.a, &b, &mut arguments.out).unwrap_err();
             group.barrier()
         });
@@ -366,7 +366,7 @@ fn ignore(refused: usize, other: fn(&Group<Host>) -> Result<(), Error>) -> Vec<E
     let told = builder.threads(2, |group| {
         let mut arguments = Arguments::new(&group, 6, 5, 4)?;
         let told = if group.rank() == refused {
-            let b = group.zeros(5, 3)?;
+            let b = group.zeros::<bf16>(5, 3)?;
             all_gather_matmul(&arguments.a, &b, &mut arguments.out).unwrap_err();
             is_refused.wait();
             other(&group)
@@ -417,7 +417,7 @@ fn a_refusal_is_the_reason_also_where_the_timeout_is_short() {
                     arguments.run()
                 }
                 _ => {
-                    let b = group.zeros(5, 3)?;
+                    let b = group.zeros::<bf16>(5, 3)?;
                     let result = all_gather_matmul(&arguments.a, &b, &mut arguments.out);
                     is_refused.wait();
                     result

@@ -382,7 +382,7 @@ fn a_refusal_in_another_time_namespace_is_as_old_as_it_is() {
         if me.rank == 1 {
             // Longer than the others give to a rank that was refused.
             std::thread::sleep(Duration::from_millis(700));
-            let wrong = group.zeros(5, 3)?;
+            let wrong = group.zeros::<gemmesh::bf16>(5, 3)?;
             all_gather_matmul(&arguments.a, &wrong, &mut arguments.out).unwrap_err();
             std::thread::sleep(Duration::from_millis(20));
         }

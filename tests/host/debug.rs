@@ -6,8 +6,8 @@ use std::time::Duration;
 use gemmesh::launch::Launch;
 use gemmesh::trace::Timeline;
 use gemmesh::{
-    Activation, AllGatherAndConsume, AllGatherMatmul, Chunking, Config, Error, Group, Host, Matmul,
-    MatmulAllReduce, MatmulReduceScatter, Matrix, Numerics, Outputs, ProduceAndAllToAll,
+    Activation, AllGatherAndConsume, AllGatherMatmul, Chunking, Config, DType, Error, Group, Host,
+    Matmul, MatmulAllReduce, MatmulReduceScatter, Matrix, Numerics, Outputs, ProduceAndAllToAll,
     ProduceAndReduceScatter, Route, TileShape, WeightLayout, WeightWidths, Weights, bf16,
 };
 
@@ -73,7 +73,7 @@ fn matrices_are_printed_in_a_short_line() {
         is_short(&b, "Matrix<host, bf16>[128, 256]");
         is_short(&b.view(), "MatrixView<host, bf16>[128, 256]");
         is_short(&b.view_mut(), "MatrixViewMut<host, bf16>[128, 256]");
-        let weights: Weights<_, _> = (0..64).map(|_| b.view()).collect();
+        let weights: Weights<_, bf16> = (0..64).map(|_| b.view()).collect();
         is_short(&weights, "Weights<host>(bf16[128, 256], ");
         drop(weights);
         let mut out = group.zeros::<f32>(512, 128)?;
@@ -95,7 +95,7 @@ fn products_are_printed_in_a_short_line() {
         let [n, k] = [128, 256];
         let bias = group.zeros::<bf16>(1, 2 * n)?;
         let gather = AllGatherMatmul::new().bias(&bias).gated().stages(2);
-        let gather = gather.activation(Activation::Silu).f32_output();
+        let gather = gather.activation(Activation::Silu).output_dtype(DType::F32);
         let all = "AllGatherMatmul<host, bf16>(bias, Silu, gated, f32 output, stages 2)";
         is_short(&gather, all);
         let a = group.sharded_rows::<bf16>(&ROWS, k)?;

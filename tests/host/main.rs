@@ -8,6 +8,7 @@ mod collectives;
 mod debug;
 mod dlpack;
 mod forms;
+mod fp8;
 mod groups;
 mod numerics;
 mod pipelines;

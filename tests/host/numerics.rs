@@ -10,7 +10,7 @@ use crate::support::products::{Case, Placed};
 use crate::support::shared::results;
 use crate::test_name;
 use gemmesh::{
-    AllGatherMatmul, Chunking, Config, Element, Error, Group, Host, Route, TileShape,
+    AllGatherMatmul, Chunking, Config, Error, Group, Half, Host, Route, TileShape,
     all_gather_matmul, bf16, f16,
 };
 use rand::RngExt;
@@ -31,19 +31,19 @@ fn even(world: usize, m: usize, n: usize, k: usize) -> Case {
 /// A case on the host, whose ranks are threads.
 trait OnThreads {
     /// Checks everything on every rank.
-    fn verify_on_threads<T: Element>(&self);
+    fn verify_on_threads<T: Half>(&self);
     /// As [`OnThreads::verify_on_threads`], with an N for each rank.
-    fn verify_with<T: Element>(&self, n: &[usize]);
+    fn verify_with<T: Half>(&self, n: &[usize]);
 }
 
 impl OnThreads for Case {
     #[track_caller]
-    fn verify_on_threads<T: Element>(&self) {
+    fn verify_on_threads<T: Half>(&self) {
         self.verify_with::<T>(&vec![self.n; self.rows.len()]);
     }
 
     #[track_caller]
-    fn verify_with<T: Element>(&self, n: &[usize]) {
+    fn verify_with<T: Half>(&self, n: &[usize]) {
         let worst = Group::<Host>::builder()
             .workers(self.workers)
             .timeout(Duration::from_secs(20))
@@ -314,7 +314,7 @@ fn a_bias_is_added_before_the_one_rounding() {
 
 #[test]
 fn nan_and_infinity_are_exactly_where_the_reference_has_them() {
-    fn verify<T: Element>() {
+    fn verify<T: Half>() {
         for seed in 0..12 {
             let case = Case {
                 bias: seed % 2 == 0,

@@ -1,6 +1,6 @@
 //! Data from seeds, and what a product of it must be.
 
-use gemmesh::{Element, Float};
+use gemmesh::{Half, Number};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;
@@ -10,7 +10,7 @@ pub fn rng(seed: u64) -> StdRng {
 }
 
 /// `count` standard normal numbers, rounded to `T`.
-pub fn normal<T: Float>(seed: u64, count: usize) -> Vec<T> {
+pub fn normal<T: Number>(seed: u64, count: usize) -> Vec<T> {
     rng(seed)
         .sample_iter::<f32, _>(StandardNormal)
         .take(count)
@@ -18,12 +18,12 @@ pub fn normal<T: Float>(seed: u64, count: usize) -> Vec<T> {
         .collect()
 }
 
-pub fn nan<T: Float>() -> T {
+pub fn nan<T: Number>() -> T {
     T::from_f32(f32::NAN)
 }
 
 /// The elements as bits: NaN equals itself, and 0 is not -0.
-pub fn bits<T: Element>(values: &[T]) -> &[u16] {
+pub fn bits<T: Half>(values: &[T]) -> &[u16] {
     bytemuck::cast_slice(values)
 }
 
@@ -37,7 +37,7 @@ pub struct Reference {
 }
 
 impl Reference {
-    pub fn new<T: Element>(a: &[T], b: &[T], bias: Option<&[T]>, k: usize) -> Reference {
+    pub fn new<T: Half>(a: &[T], b: &[T], bias: Option<&[T]>, k: usize) -> Reference {
         let wide =
             |values: &[T]| -> Vec<f64> { values.iter().map(|v| v.to_f32().into()).collect() };
         let (a, b, bias) = (wide(a), wide(b), bias.map(wide));
@@ -65,7 +65,7 @@ impl Reference {
     /// Says where and how `out` is not what it must be: NaN and infinities where they are here, everything
     /// else at most ½ ulp of the output + √K · 2⁻²³ · (|A| · |B|) off. Returns the worst error, as a part of
     /// what is allowed.
-    pub fn check<T: Element>(&self, out: &[T]) -> Result<f64, String> {
+    pub fn check<T: Half>(&self, out: &[T]) -> Result<f64, String> {
         assert_eq!(out.len(), self.product.len(), "another shape");
         let mut worst = 0.0f64;
         for (index, (&found, (&exact, &magnitude))) in out
@@ -100,7 +100,7 @@ impl Reference {
 }
 
 /// The distance of two neighbours in `T` around `x`.
-fn ulp<T: Element>(x: f64) -> f64 {
+fn ulp<T: Half>(x: f64) -> f64 {
     let exponent = if x == 0.0 {
         T::MIN_EXPONENT
     } else {
@@ -112,7 +112,7 @@ fn ulp<T: Element>(x: f64) -> f64 {
 }
 
 /// The least number that is rounded to infinity: the largest finite one and half of its ulp.
-fn overflow<T: Element>() -> f64 {
+fn overflow<T: Half>() -> f64 {
     let infinity = T::from_f32(f32::INFINITY);
     let largest = bytemuck::cast::<T, u16>(infinity) - 1;
     let largest = f64::from(bytemuck::cast::<u16, T>(largest).to_f32());

@@ -1,8 +1,8 @@
 //! Products as their ranks see them.
 
 use gemmesh::{
-    AllGatherMatmul, Backend, Config, Element, Error, Group, Matrix, Prepared, Route,
-    ShardedMatrix, all_gather_matmul, bf16,
+    AllGatherMatmul, Backend, Config, Error, Group, Half, Matrix, Prepared, Route, ShardedMatrix,
+    all_gather_matmul, bf16,
 };
 
 use super::numbers::{Reference, bits, nan, normal};
@@ -125,12 +125,12 @@ impl Case {
         self.n + rank * self.more
     }
 
-    pub fn a<T: Element>(&self) -> Vec<T> {
+    pub fn a<T: Half>(&self) -> Vec<T> {
         normal(self.seed, self.m() * self.k)
     }
 
     /// Each rank has a weight and a bias of its own.
-    pub fn b<T: Element>(&self, rank: usize) -> (Vec<T>, Option<Vec<T>>) {
+    pub fn b<T: Half>(&self, rank: usize) -> (Vec<T>, Option<Vec<T>>) {
         let seed = self.seed ^ (rank as u64 + 1) << 40;
         let n = self.n_of(rank);
         let bias = self.bias.then(|| normal(!seed, n));
@@ -138,12 +138,12 @@ impl Case {
     }
 
     /// Collective. Checks everything on this rank.
-    pub fn verify<B: Backend, T: Element>(&self, group: &Group<B>) -> Result<f64, String> {
+    pub fn verify<B: Backend, T: Half>(&self, group: &Group<B>) -> Result<f64, String> {
         let (b, bias) = self.b::<T>(group.rank());
         self.verify_values(group, &self.a::<T>(), &b, bias.as_deref())
     }
 
-    pub fn verify_values<B: Backend, T: Element>(
+    pub fn verify_values<B: Backend, T: Half>(
         &self,
         group: &Group<B>,
         a: &[T],
@@ -163,14 +163,14 @@ impl Case {
 }
 
 /// A case's matrices in a rank's memory.
-pub struct Placed<B: Backend, T: Element> {
+pub struct Placed<B: Backend, T: Half> {
     pub a: ShardedMatrix<B, T>,
     pub b: Matrix<B, T>,
     pub bias: Option<Matrix<B, T>>,
     pub out: Matrix<B, T>,
 }
 
-impl<B: Backend, T: Element> Placed<B, T> {
+impl<B: Backend, T: Half> Placed<B, T> {
     /// Collective.
     pub fn new(
         group: &Group<B>,

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use gemmesh::schedule::{self, Layout, Problem, Refusal};
 use gemmesh::testing::{Sample, Variant, with_each_kernel};
-use gemmesh::{Chunking, Config, Cuda, Element, Error, Group, Result, Route};
+use gemmesh::{Chunking, Config, Cuda, Error, Group, Half, Result, Route};
 
 use super::clock::{self, Timer};
 use crate::common::gather::AllGather;
@@ -48,7 +48,7 @@ const SLICES: [usize; 4] = [2, 4, 12, 24];
 const ROUNDS: usize = 3;
 
 /// Times kernels and ways to move rows on `SHAPES`, and writes the rates that explain the times to a file. Collective.
-pub fn calibrate<T: Element>(group: &Group<Cuda>, path: &Path) -> Result<(), Failure> {
+pub fn calibrate<T: Half>(group: &Group<Cuda>, path: &Path) -> Result<(), Failure> {
     clock::bind(group)?;
     let timer = Timer::new(group)?;
     let mut samples = Vec::new();
@@ -109,7 +109,7 @@ fn ways() -> [(Route, Chunking); 5] {
 }
 
 /// The median time of a configuration. None if the shape can't have it. Collective.
-fn sample<T: Element>(
+fn sample<T: Half>(
     timer: &Timer,
     operation: &mut AllGather<Cuda, T>,
     shape: [usize; 3],

@@ -7,8 +7,8 @@ use cudarc::driver::sys::CUstream;
 use gemmesh::testing::Variant;
 use gemmesh::trace::Trace;
 use gemmesh::{
-    AllGatherAndConsume, Chunk, Chunking, Config, Cuda, Element, Explanation, Group, Prepared,
-    Result, Route,
+    AllGatherAndConsume, Chunk, Chunking, Config, Cuda, Explanation, Group, Half, Prepared, Result,
+    Route,
 };
 
 use super::clock::Timer;
@@ -19,7 +19,7 @@ use crate::common::gather::AllGather;
 use crate::common::{Check, Operation};
 
 /// `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ` by all_gather_and_consume, whose consumer is cuBLASLt.
-pub struct Consume<T: Element> {
+pub struct Consume<T: Half> {
     gather: AllGather<Cuda, T>,
     /// One for each of the two streams, because products use the handle's memory.
     cublaslt: [Rc<CublasLt>; 2],
@@ -31,7 +31,7 @@ pub struct Consume<T: Element> {
     stream: CUstream,
 }
 
-impl<T: Element> Consume<T> {
+impl<T: Half> Consume<T> {
     /// The product of the chunk that call `index` gets.
     fn product(&self, index: usize, chunk: &Chunk<Cuda, T>) -> Result<Product> {
         let ([rows, k], [n, _]) = (chunk.shape(), self.gather.b.shape());
@@ -52,7 +52,7 @@ impl<T: Element> Consume<T> {
     }
 }
 
-impl<T: Element> Operation<Cuda, T> for Consume<T> {
+impl<T: Half> Operation<Cuda, T> for Consume<T> {
     const NAME: &'static str = "all_gather_and_consume";
     const COLLECTIVE: &'static str = "gather";
     const SEQUENTIAL: &'static str = "gather, then cuBLASLt by chunks";
@@ -148,7 +148,7 @@ impl<T: Element> Operation<Cuda, T> for Consume<T> {
     }
 }
 
-impl<T: Element> OnGpus<T> for Consume<T> {
+impl<T: Half> OnGpus<T> for Consume<T> {
     fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers> {
         let peers = self.gather.peers(instruments, prepared)?;
         self.tune(&instruments.timer)?;

@@ -1,7 +1,7 @@
 //! The benchmark's device memory, and the addresses of matrices.
 
 use cudarc::driver::{result as driver, sys as driver_sys};
-use gemmesh::{Cuda, Element, Matrix, Result};
+use gemmesh::{Cuda, Half, Matrix, Result};
 
 use super::refused;
 
@@ -50,7 +50,7 @@ pub struct Place {
 }
 
 impl Place {
-    pub fn of<T: Element>(matrix: &Matrix<Cuda, T>) -> Place {
+    pub fn of<T: Half>(matrix: &Matrix<Cuda, T>) -> Place {
         let (ptr, pitch) = matrix.as_device_ptr();
         let pitch = pitch / size_of::<T>();
         Place { ptr, pitch }

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use clock::{Graph, Side, Timer};
 pub use consume::Consume;
 use gemmesh::testing::{Variant, Winner, ranks_share_gpus, with_each_kernel};
-use gemmesh::{Chunking, Config, Cuda, Element, Error, Group, Matrix, Result, Route, TileShape};
+use gemmesh::{Chunking, Config, Cuda, Error, Group, Half, Matrix, Result, Route, TileShape};
 use memory::{Place, Scratch};
 use peers::{Collective, Communication, CublasLt, Nccl, Product};
 pub use produce::Produce;
@@ -51,7 +51,7 @@ pub const fn way(route: Route, chunking: Chunking) -> Config {
 }
 
 /// An operation, and the baselines that it is timed beside.
-pub trait OnGpus<T: Element>: Operation<Cuda, T> {
+pub trait OnGpus<T: Half>: Operation<Cuda, T> {
     /// The same work by cuBLASLt and NCCL, with the same operands. Collective.
     fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers>;
     /// Makes a run's copies, without any order.
@@ -93,7 +93,7 @@ impl Instruments {
     }
 }
 
-impl<T: Element> Clock<Cuda, T> for Instruments {
+impl<T: Half> Clock<Cuda, T> for Instruments {
     fn new(group: &Group<Cuda>) -> Result<Instruments> {
         Instruments::new(group)
     }
@@ -158,7 +158,7 @@ impl Peers {
     }
 }
 
-impl<T: Element> OnGpus<T> for AllGather<Cuda, T> {
+impl<T: Half> OnGpus<T> for AllGather<Cuda, T> {
     fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers> {
         let group = &instruments.timer.group;
         let ([m, k], [n, _]) = (self.a.shape(), self.b.shape());
@@ -221,7 +221,7 @@ impl<T: Element> OnGpus<T> for AllGather<Cuda, T> {
     }
 }
 
-impl<T: Element> Operands<Cuda, T> {
+impl<T: Half> Operands<Cuda, T> {
     fn peers(&self, instruments: &Instruments, collective: Collective) -> Result<Peers> {
         let shape = self.shape();
         let ([m, n, _], world) = (shape, self.group.world_size());
@@ -270,7 +270,7 @@ fn ways_of_sums(counts: &[(usize, usize)]) -> Vec<(Variant, Config)> {
     others.into_iter().chain(sent).collect()
 }
 
-impl<T: Element> OnGpus<T> for ReduceScatter<Cuda, T> {
+impl<T: Half> OnGpus<T> for ReduceScatter<Cuda, T> {
     fn peers(&mut self, instruments: &Instruments, _: &Self::Prepared) -> Result<Peers> {
         self.operands.peers(instruments, Collective::ReduceScatter)
     }
@@ -286,7 +286,7 @@ impl<T: Element> OnGpus<T> for ReduceScatter<Cuda, T> {
     }
 }
 
-impl<T: Element> OnGpus<T> for AllReduce<Cuda, T> {
+impl<T: Half> OnGpus<T> for AllReduce<Cuda, T> {
     fn peers(&mut self, instruments: &Instruments, _: &Self::Prepared) -> Result<Peers> {
         self.operands.peers(instruments, Collective::AllReduce)
     }
@@ -330,7 +330,7 @@ impl Measured {
         Measured::Ideal,
     ];
 
-    fn row<T: Element, O: OnGpus<T>>(self, peers: &Peers, time: Option<f64>) -> Row {
+    fn row<T: Half, O: OnGpus<T>>(self, peers: &Peers, time: Option<f64>) -> Row {
         let collective = O::COLLECTIVE;
         let (name, key) = match self {
             Measured::Cublaslt => ("cuBLASLt alone".into(), "cublaslt_us".into()),
@@ -351,7 +351,7 @@ impl Measured {
 }
 
 /// A run in a CUDA graph, verified, if it can be captured. Collective.
-fn captured<T: Element, O: OnGpus<T>>(
+fn captured<T: Half, O: OnGpus<T>>(
     operation: &mut O,
     prepared: &O::Prepared,
     timer: &Timer,
@@ -390,7 +390,7 @@ fn samples(
 
 /// The host's time in one of several fused calls in a row: in all, and without the caller's functions if there are any.
 /// Collective.
-fn rows_of_host<T: Element, O: OnGpus<T>>(
+fn rows_of_host<T: Half, O: OnGpus<T>>(
     operation: &mut O,
     prepared: &O::Prepared,
     timer: &Timer,
@@ -420,7 +420,7 @@ fn rows_of_host<T: Element, O: OnGpus<T>>(
     ])
 }
 
-impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
+impl<T: Half, O: OnGpus<T>> Timed<Cuda, T> for O {
     type Instruments = Instruments;
 
     fn instruments(group: &Group<Cuda>) -> Result<Instruments> {
@@ -518,10 +518,7 @@ impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
 }
 
 /// The fastest configuration of an operation, and its median time in microseconds. Collective.
-fn fastest<T: Element, O: OnGpus<T>>(
-    group: &Group<Cuda>,
-    operation: &mut O,
-) -> Result<(Config, f64)> {
+fn fastest<T: Half, O: OnGpus<T>>(group: &Group<Cuda>, operation: &mut O) -> Result<(Config, f64)> {
     const ROUNDS: usize = 9;
     /// A configuration that takes this many times as long in a first round is not tried again.
     const HOPELESS: f64 = 1.2;

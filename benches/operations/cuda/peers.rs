@@ -6,7 +6,7 @@ use std::rc::Rc;
 use cudarc::cublaslt::{result as lt, sys as lt_sys};
 use cudarc::driver::sys as driver_sys;
 use cudarc::nccl::{result as nccl, sys as nccl_sys};
-use gemmesh::{Cuda, DType, Element, Group, Result};
+use gemmesh::{Cuda, DType, Group, Half, Result};
 
 use super::clock::Timer;
 use super::memory::{Place, Scratch};
@@ -56,7 +56,7 @@ pub struct Product {
 
 impl Product {
     /// The memory holds matrices of this shape, and lives as long as this value.
-    pub fn new<T: Element>(
+    pub fn new<T: Half>(
         cublaslt: &Rc<CublasLt>,
         a: Place,
         b: Place,

@@ -7,7 +7,7 @@ use cudarc::driver::sys::CUstream;
 use gemmesh::testing::Variant;
 use gemmesh::trace::Trace;
 use gemmesh::{
-    Block, Chunking, Config, Cuda, Element, Explanation, Group, PreparedReduceScatter,
+    Block, Chunking, Config, Cuda, Explanation, Group, Half, PreparedReduceScatter,
     ProduceAndReduceScatter, Result, Route,
 };
 
@@ -20,7 +20,7 @@ use crate::sums::{Operands, ReduceScatter};
 
 /// `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ` by produce_and_reduce_scatter, whose producer is
 /// cuBLASLt.
-pub struct Produce<T: Element> {
+pub struct Produce<T: Half> {
     sums: ReduceScatter<Cuda, T>,
     /// One for each of the two streams, because products use the handle's memory.
     cublaslt: [Rc<CublasLt>; 2],
@@ -33,7 +33,7 @@ pub struct Produce<T: Element> {
 }
 
 /// The product of a block that is asked for.
-fn product<T: Element>(
+fn product<T: Half>(
     operands: &Operands<Cuda, T>,
     cublaslt: &Rc<CublasLt>,
     block: &Block<Cuda, T>,
@@ -48,14 +48,14 @@ fn product<T: Element>(
     Product::new::<T>(cublaslt, a, Place::of(&operands.b), out, [rows, n, k])
 }
 
-impl<T: Element> Produce<T> {
+impl<T: Half> Produce<T> {
     fn tune(&mut self, timer: &Timer) -> Result<()> {
         let mut products = self.products.iter_mut();
         products.try_for_each(|product| product.tune(timer))
     }
 }
 
-impl<T: Element> Operation<Cuda, T> for Produce<T> {
+impl<T: Half> Operation<Cuda, T> for Produce<T> {
     const NAME: &'static str = "produce_and_reduce_scatter";
     const COLLECTIVE: &'static str = "reduce-scatter";
     const SEQUENTIAL: &'static str = "cuBLASLt by blocks, then reduce-scatter";
@@ -152,7 +152,7 @@ impl<T: Element> Operation<Cuda, T> for Produce<T> {
     }
 }
 
-impl<T: Element> OnGpus<T> for Produce<T> {
+impl<T: Half> OnGpus<T> for Produce<T> {
     fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers> {
         let peers = self.sums.peers(instruments, prepared)?;
         self.tune(&instruments.timer)?;

@@ -274,7 +274,7 @@ impl<B: Device, T: Half> Product for RowsOfWeight<B, T> {
             let order = ranks.enter()?;
             let operands = held.operands(ranks)?;
             let x = ranks.input::<T>(&x)?;
-            let residual = residual.map(|rows| ranks.input(&rows)).transpose()?;
+            let residual = residual.map(|rows| ranks.input::<T>(&rows)).transpose()?;
             let out = ranks.output::<T>([own.len(), self.n])?;
             Ok((order, operands, x, residual, out))
         };
@@ -307,7 +307,7 @@ impl<B: Device, T: Half> Product for RowsOfWeight<B, T> {
             let order = ranks.enter()?;
             let operands = held.operands(ranks)?;
             let x = ranks.input::<T>(&x)?;
-            let residual = residual.map(|rows| ranks.input(&rows)).transpose()?;
+            let residual = residual.map(|rows| ranks.input::<T>(&rows)).transpose()?;
             sums.set_rows(&split)?;
             let out = ranks.allocate::<T>([m, self.n])?;
             Ok((order, operands, x, residual, out))

@@ -7,13 +7,14 @@ use gemm_f32::gemm::f32::get_gemm_fn;
 
 use super::matrices::RowsView;
 use super::scratch::{DEEPEST, LANES, TileScratch, grown};
-use crate::element::Element;
+use crate::element::{DType, Element};
+use crate::schedule::product::PROMOTED;
 
 /// The operands of one tile.
-pub struct TileOperands<'a, T> {
+pub struct TileOperands<'a, T, W> {
     /// [rows, k]
     pub a: RowsView<'a, T>,
-    pub b: TileWeight<'a, T>,
+    pub b: TileWeight<'a, W>,
 }
 
 /// A weight in its layout.
@@ -25,9 +26,11 @@ pub enum TileWeight<'a, T> {
 }
 
 /// `a · bᵀ` in f32, handed to `store` row by row, unrounded. `tile_k` of K is widened at a time.
-pub fn multiply<T: Element>(
+///
+/// Every 128 of K of fp8 are summed separately, whatever `tile_k` is.
+pub fn multiply<T: Element, W: Element>(
     scratch: &mut TileScratch,
-    operands: &TileOperands<T>,
+    operands: &TileOperands<T, W>,
     tile_k: usize,
     mut store: impl FnMut(usize, &mut [f32]),
 ) {
@@ -38,23 +41,29 @@ pub fn multiply<T: Element>(
         TileWeight::Kn(b) => b.columns,
     };
     let padded = rows.next_multiple_of(LANES);
-    let tile_k = tile_k.min(DEEPEST);
+    let is_promoted = T::DTYPE.is_fp8();
+    let step = step(T::DTYPE, tile_k);
     let sums = grown(&mut scratch.sums, columns * padded);
-    for begin in (0..k).step_by(tile_k) {
-        let depth = tile_k.min(k - begin);
+    let part = match is_promoted {
+        true => grown(&mut scratch.part, columns * padded),
+        false => &mut [],
+    };
+    for begin in (0..k).step_by(step) {
+        let depth = step.min(k - begin);
         let wide_a = grown(&mut scratch.a, depth * padded);
         let wide_b = grown(&mut scratch.b, columns * depth);
         widen_transposed(a, begin, padded, wide_a);
         let strides = widen_weight(b, begin..begin + depth, wide_b);
-        // SAFETY: `wide_b` has its elements at these strides; `sums` and `wide_a` have the required lengths.
+        let (to, add) = match is_promoted {
+            true => (&mut *part, false),
+            false => (&mut *sums, begin > 0),
+        };
+        // SAFETY: `wide_b` has its elements at these strides; `to` and `wide_a` have the required lengths.
         unsafe {
-            add_product(
-                sums,
-                [padded, columns, depth],
-                wide_a,
-                (wide_b, strides),
-                begin > 0,
-            );
+            add_product(to, [padded, columns, depth], wide_a, (wide_b, strides), add);
+        }
+        if is_promoted {
+            promote(sums, part, begin == 0);
         }
     }
     let sums_of_row = grown(&mut scratch.row, columns);
@@ -63,6 +72,24 @@ pub fn multiply<T: Element>(
             *sum = column[row];
         }
         store(row, sums_of_row);
+    }
+}
+
+/// The columns of K that are multiplied in one step.
+pub fn step(dtype: DType, tile_k: usize) -> usize {
+    match dtype.is_fp8() {
+        true => PROMOTED,
+        false => tile_k.min(DEEPEST),
+    }
+}
+
+/// Adds the sums of a part of K to the sums of the parts before it.
+fn promote(sums: &mut [f32], part: &[f32], is_first: bool) {
+    if is_first {
+        sums.fill(0.0);
+    }
+    for (sum, part) in sums.iter_mut().zip(part) {
+        *sum += part;
     }
 }
 

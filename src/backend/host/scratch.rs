@@ -2,6 +2,7 @@
 
 use std::collections::TryReserveError;
 
+use super::matmul::step;
 use crate::schedule::Schedule;
 
 /// The rows of a tile are padded to a multiple of this.
@@ -33,6 +34,8 @@ pub struct TileScratch {
     pub b: Vec<f32>,
     /// [columns, padded rows]
     pub sums: Vec<f32>,
+    /// The sums of a part of K, if they are made separately: [columns, padded rows]
+    pub part: Vec<f32>,
     /// `[columns]`
     pub row: Vec<f32>,
 }
@@ -47,12 +50,19 @@ pub struct SumScratch {
 }
 
 /// How many numbers each vector of a worker's memory holds.
-pub type Lengths = [usize; 8];
+pub type Lengths = [usize; 9];
 
 impl WorkerScratch {
-    fn vectors(&mut self) -> [&mut Vec<f32>; 8] {
+    fn vectors(&mut self) -> [&mut Vec<f32>; 9] {
         let WorkerScratch {
-            tile: TileScratch { a, b, sums, row },
+            tile:
+                TileScratch {
+                    a,
+                    b,
+                    sums,
+                    part,
+                    row,
+                },
             sum:
                 SumScratch {
                     total,
@@ -61,12 +71,12 @@ impl WorkerScratch {
                 },
             up,
         } = self;
-        [a, b, sums, row, up, total, wide, rounded]
+        [a, b, sums, part, row, up, total, wide, rounded]
     }
 
     /// What any tile of a schedule needs, and any row of its sums.
     pub fn needed(schedule: &Schedule) -> Lengths {
-        let mut needed = [0; 8];
+        let mut needed = [0; 9];
         let mut columns = schedule.reduction().map_or(0, |reduction| reduction.n);
         if let Some(product) = schedule.product() {
             let tiles = || schedule.tiles().iter();
@@ -74,13 +84,16 @@ impl WorkerScratch {
             let widest = tiles().map(|tile| product.columns(tile).len()).max();
             let (rows, widest) = (rows.unwrap_or(0), widest.unwrap_or(0));
             let padded = rows.next_multiple_of(LANES);
-            let depth = product.k.min(product.config.tile.k).min(DEEPEST);
+            let dtype = schedule.matrices()[product.a].dtype;
+            let depth = product.k.min(step(dtype, product.config.tile.k));
+            let sums = widest * padded;
+            let part = if dtype.is_fp8() { sums } else { 0 };
             let up = if product.gated { rows * widest } else { 0 };
-            let of_tile = [depth * padded, widest * depth, widest * padded, widest, up];
-            needed[..5].copy_from_slice(&of_tile);
+            let of_tile = [depth * padded, widest * depth, sums, part, widest, up];
+            needed[..6].copy_from_slice(&of_tile);
             columns = columns.max(widest);
         }
-        needed[5..].fill(columns);
+        needed[6..].fill(columns);
         needed
     }
 

@@ -2,7 +2,7 @@
 
 use super::matrices::BoundMatrices;
 use super::scratch::{SumScratch, grown};
-use crate::element::{DType, Float};
+use crate::element::{DType, F8E4M3, Float, Number, bf16, f16};
 use crate::schedule::{Activation, Addend, Bias, Residual, Sum};
 
 /// Columns of a sum, as they lie in the call's matrices.
@@ -15,14 +15,37 @@ pub struct Columns<'a> {
 }
 
 impl Columns<'_> {
-    /// Makes row `row` of the sum, from addends of this type.
+    /// Makes row `row` of the sum, from addends of the type `dtype`.
     ///
     /// `product`: the unrounded product, which this may overwrite. `up`: the up projection by which the activated gate
     /// is multiplied.
     ///
     /// # Safety
     /// As [`Columns::row`] for everything that is added. Nobody else touches these columns of the row that is written.
-    pub unsafe fn store<T: Float>(
+    pub unsafe fn store(
+        &self,
+        dtype: DType,
+        scratch: &mut SumScratch,
+        row: usize,
+        product: &mut [f32],
+        up: Option<&[f32]>,
+    ) {
+        // SAFETY: as this function's.
+        unsafe {
+            match dtype {
+                DType::Bf16 => self.store_of::<bf16>(scratch, row, product, up),
+                DType::F16 => self.store_of::<f16>(scratch, row, product, up),
+                DType::F32 => self.store_of::<f32>(scratch, row, product, up),
+                // Nothing is added.
+                DType::F8E4M3 => self.store_of::<bf16>(scratch, row, product, up),
+                other => unreachable!("a schedule adds no {other}"),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Columns::store`], and the addends are of this type.
+    unsafe fn store_of<T: Float>(
         &self,
         scratch: &mut SumScratch,
         row: usize,
@@ -47,6 +70,7 @@ impl Columns<'_> {
             self.add_residual::<T>(total, row);
             match self.matrices.spec(out).dtype {
                 DType::F32 => self.round::<f32>(row, total),
+                DType::F8E4M3 => self.round::<F8E4M3>(row, total),
                 _ => self.round::<T>(row, total),
             }
         }
@@ -119,7 +143,7 @@ impl Columns<'_> {
     ///
     /// # Safety
     /// As [`Columns::store`], and the output is of this type.
-    unsafe fn round<T: Float>(&self, row: usize, total: &[f32]) {
+    unsafe fn round<T: Number>(&self, row: usize, total: &[f32]) {
         // SAFETY: as this function's.
         let to = unsafe {
             let place = self.matrices.place(self.sum.out);

@@ -6,7 +6,7 @@ use super::matmul::{TileOperands, TileWeight, multiply};
 use super::matrices::BoundMatrices;
 use super::scratch::{WorkerScratch, grown};
 use super::sum::Columns;
-use crate::element::{DType, Element, bf16, f16};
+use crate::element::{DType, Element, F8E4M3, F8E5M2, bf16, f16};
 use crate::schedule::{Product, Reduction, Tile, WeightLayout};
 
 /// # Safety
@@ -18,77 +18,96 @@ pub unsafe fn multiply_tile(
     tile: &Tile,
     matrices: &BoundMatrices,
 ) {
+    let dtypes = [product.a, product.weights[0].b].map(|number| matrices.spec(number).dtype);
+    let of_tile = TileProduct {
+        product,
+        tile,
+        matrices,
+    };
     // SAFETY: as this function's.
     unsafe {
-        match matrices.spec(product.a).dtype {
-            DType::Bf16 => multiply_tile_of::<bf16>(scratch, product, tile, matrices),
-            DType::F16 => multiply_tile_of::<f16>(scratch, product, tile, matrices),
-            other => unreachable!("a schedule multiplies no {other}"),
+        match dtypes {
+            [DType::Bf16, DType::Bf16] => of_tile.multiply::<bf16, bf16>(scratch),
+            [DType::F16, DType::F16] => of_tile.multiply::<f16, f16>(scratch),
+            [DType::F8E4M3, DType::F8E4M3] => of_tile.multiply::<F8E4M3, F8E4M3>(scratch),
+            [DType::F8E4M3, DType::F8E5M2] => of_tile.multiply::<F8E4M3, F8E5M2>(scratch),
+            [DType::F8E5M2, DType::F8E4M3] => of_tile.multiply::<F8E5M2, F8E4M3>(scratch),
+            [a, b] => unreachable!("a schedule does not multiply {a} by {b}"),
         }
     }
 }
 
-/// # Safety
-/// As [`multiply_tile`], and the operands are of this type.
-unsafe fn multiply_tile_of<T: Element>(
-    scratch: &mut WorkerScratch,
-    product: &Product,
-    tile: &Tile,
-    matrices: &BoundMatrices,
-) {
-    let (rows, columns) = (product.rows(tile), product.columns(tile));
-    let block = product.block(tile);
-    let width = columns.len();
-    let columns_of_sum = Columns {
-        sum: &block.sum,
-        matrices,
-        begin: columns.start,
-        length: width,
-    };
-    // SAFETY: as this function's.
-    let operands = |weight: usize| unsafe { operands_of::<T>(product, weight, tile, matrices) };
-    let tile_k = product.config.tile.k;
-    let of_tile = &mut scratch.tile;
-    let up = product.gated.then(|| {
-        let up = grown(&mut scratch.up, rows.len() * width);
-        multiply(
-            of_tile,
-            &operands(block.weight + 1),
-            tile_k,
-            |row, values| {
-                up[row * width..][..width].copy_from_slice(values);
-            },
-        );
-        &*up
-    });
-    multiply(of_tile, &operands(block.weight), tile_k, |row, values| {
-        let up = up.map(|up| &up[row * width..][..width]);
-        let row = rows.start - block.rows.start + row;
-        // SAFETY: as this function's.
-        unsafe { columns_of_sum.store::<T>(&mut scratch.sum, row, values, up) };
-    });
+/// A tile of a call's product.
+struct TileProduct<'a> {
+    product: &'a Product,
+    tile: &'a Tile,
+    matrices: &'a BoundMatrices<'a>,
 }
 
-/// A tile's rows of `a`, and its columns of a weight.
-///
-/// # Safety
-/// As [`multiply_tile_of`].
-unsafe fn operands_of<'a, T: Element>(
-    product: &Product,
-    weight: usize,
-    tile: &Tile,
-    matrices: &BoundMatrices<'a>,
-) -> TileOperands<'a, T> {
-    let (rows, columns, depth) = (product.rows(tile), product.columns(tile), 0..product.k);
-    let b = matrices.place(product.weights[weight].b);
-    // SAFETY: as this function's; any bits are a valid float.
-    unsafe {
-        TileOperands {
-            a: matrices.place(product.a).part(rows, depth.clone()),
-            b: match product.weight_layout {
-                WeightLayout::Nk => TileWeight::Nk(b.part(columns, depth)),
-                WeightLayout::Kn => TileWeight::Kn(b.part(depth, columns)),
-            },
+impl<'a> TileProduct<'a> {
+    /// # Safety
+    /// As [`multiply_tile`], and the operands are of these types.
+    unsafe fn multiply<T: Element, W: Element>(&self, scratch: &mut WorkerScratch) {
+        let &TileProduct {
+            product,
+            tile,
+            matrices,
+        } = self;
+        let (rows, columns) = (product.rows(tile), product.columns(tile));
+        let block = product.block(tile);
+        let width = columns.len();
+        let columns_of_sum = Columns {
+            sum: &block.sum,
+            matrices,
+            begin: columns.start,
+            length: width,
+        };
+        let dtype = block.sum.dtype(matrices.specs());
+        // SAFETY: as this function's.
+        let operands = |weight: usize| unsafe { self.operands::<T, W>(weight) };
+        let tile_k = product.config.tile.k;
+        let WorkerScratch {
+            tile: of_tile,
+            sum: of_sum,
+            up,
+        } = scratch;
+        let up = product.gated.then(|| {
+            let up = grown(up, rows.len() * width);
+            let operands = operands(block.weight + 1);
+            multiply(of_tile, &operands, tile_k, |row, values| {
+                up[row * width..][..width].copy_from_slice(values);
+            });
+            &*up
+        });
+        multiply(of_tile, &operands(block.weight), tile_k, |row, values| {
+            let up = up.map(|up| &up[row * width..][..width]);
+            let row = rows.start - block.rows.start + row;
+            // SAFETY: as this function's.
+            unsafe { columns_of_sum.store(dtype, of_sum, row, values, up) };
+        });
+    }
+
+    /// The tile's rows of `a`, and its columns of a weight.
+    ///
+    /// # Safety
+    /// As [`TileProduct::multiply`].
+    unsafe fn operands<T: Element, W: Element>(&self, weight: usize) -> TileOperands<'a, T, W> {
+        let &TileProduct {
+            product,
+            tile,
+            matrices,
+        } = self;
+        let (rows, columns, depth) = (product.rows(tile), product.columns(tile), 0..product.k);
+        let b = matrices.place(product.weights[weight].b);
+        // SAFETY: as this function's; any bits are a valid float.
+        unsafe {
+            TileOperands {
+                a: matrices.place(product.a).part(rows, depth.clone()),
+                b: match product.weight_layout {
+                    WeightLayout::Nk => TileWeight::Nk(b.part(columns, depth)),
+                    WeightLayout::Kn => TileWeight::Kn(b.part(depth, columns)),
+                },
+            }
         }
     }
 }
@@ -113,13 +132,6 @@ pub unsafe fn add_rows(
     let scratch = &mut scratch.sum;
     for row in rows {
         // SAFETY: as this function's.
-        unsafe {
-            match dtype {
-                DType::Bf16 => columns.store::<bf16>(scratch, row, &mut [], None),
-                DType::F16 => columns.store::<f16>(scratch, row, &mut [], None),
-                DType::F32 => columns.store::<f32>(scratch, row, &mut [], None),
-                other => unreachable!("a schedule adds no {other}"),
-            }
-        }
+        unsafe { columns.store(dtype, scratch, row, &mut [], None) };
     }
 }

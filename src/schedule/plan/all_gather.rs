@@ -175,6 +175,7 @@ fn matrices(problem: &Problem, widths: &[usize], product: Option<&Product>) -> V
     let Problem { form, n, .. } = problem;
     let DTypes {
         operands,
+        weights,
         partials,
         output,
     } = problem.dtypes;
@@ -187,7 +188,7 @@ fn matrices(problem: &Problem, widths: &[usize], product: Option<&Product>) -> V
         matrices[OUT + number] = MatrixSpec::new(output, m, n);
     }
     for &Weight { b, n } in product.iter().flat_map(|product| &product.weights) {
-        matrices[b] = form.weights.spec(operands, n, k);
+        matrices[b] = form.weights.spec(weights, n, k);
     }
     if let Some((dtype, columns)) = problem.beside {
         matrices[BESIDE] = MatrixSpec::new(dtype, m, columns);

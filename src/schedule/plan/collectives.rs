@@ -377,6 +377,7 @@ impl<'a> CollectivePlan<'a> {
             operands,
             partials,
             output,
+            weights: _,
         } = problem.dtypes;
         let mut matrices = matrices::unused(operands);
         matrices[A] = MatrixSpec::new(operands, input, problem.n);

@@ -338,6 +338,7 @@ impl SumPlan<'_> {
         } = self.problem;
         let DTypes {
             operands,
+            weights,
             partials,
             output,
         } = *dtypes;
@@ -348,7 +349,7 @@ impl SumPlan<'_> {
         let room = &self.partials;
         let mut matrices = matrices::unused(operands);
         matrices[A] = MatrixSpec::new(operands, layout.m(), layout.k());
-        matrices[B] = form.weights.spec(operands, *n, layout.k());
+        matrices[B] = form.weights.spec(weights, *n, layout.k());
         matrices[BIAS] = MatrixSpec::new(partials, 1, *n);
         matrices[RESIDUAL] = MatrixSpec::new(partials, rows, *n);
         matrices[PARTIALS] = MatrixSpec::new(partials, room.rows(), room.columns());

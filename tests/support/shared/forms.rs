@@ -4,9 +4,9 @@
 use std::ops::Range;
 
 use gemmesh::{
-    Activation, AllGatherMatmul, Backend, Config, Error, Float, Group, Matmul, MatmulAllReduce,
-    MatmulReduceScatter, Matrix, MatrixView, Numerics, Outputs, Route, ShardedMatrix, TileShape,
-    WeightLayout, bf16,
+    Activation, AllGatherMatmul, Backend, Config, DType, Error, Float, Group, Matmul,
+    MatmulAllReduce, MatmulReduceScatter, Matrix, MatrixView, Numerics, Outputs, Route,
+    ShardedMatrix, TileShape, WeightLayout, bf16,
 };
 
 use crate::support::numbers::{bits, nan, normal};
@@ -81,7 +81,7 @@ impl Number {
             other => panic!("{other:?}"),
         };
         let bits = match activation {
-            Activation::Gelu if T::DIGITS < <f32 as Float>::DIGITS => 15,
+            Activation::Gelu if T::DIGITS < <f32 as gemmesh::Number>::DIGITS => 15,
             _ => 19,
         };
         let off = 1.13 * self.off + x.abs() * 2f64.powi(-bits);
@@ -860,13 +860,13 @@ impl<B: Tested> Fitting<'_, B> {
         let mut wide = group.zeros::<f32>(Self::M, n)?;
         let result = prepared.run(a, b, Outputs::from(&mut wide));
         assert!(matches!(result, Err(Error::DType { .. })), "{result:?}");
-        let prepared = op().f32_output().prepare(group, shape, [n])?;
+        let prepared = op().output_dtype(DType::F32).prepare(group, shape, [n])?;
         let result = prepared.run(a, b, &mut *out);
         assert!(matches!(result, Err(Error::DType { .. })), "{result:?}");
         prepared.run(a, b, &mut wide)?;
         prepared.run(a, b, wide.view_mut())?;
         // A call that was not prepared sees what it is given.
-        op().f32_output().run(a, b, &mut *out)?;
+        op().output_dtype(DType::F32).run(a, b, &mut *out)?;
         // Of a gated product gate and up share a tile.
         let narrow = prepared.config();
         let narrow = Config::new(

@@ -4,6 +4,7 @@
 pub mod collectives;
 pub mod failures;
 pub mod forms;
+pub mod fp8;
 pub mod groups;
 pub mod late;
 pub mod mismatches;

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use gemmesh::{
-    Config, Element, Error, Group, MatmulAllReduce, MatmulReduceScatter, Matrix, Route,
-    ShardedMatrix, all_gather_matmul, bf16, matmul_reduce_scatter,
+    Config, Error, Group, Half, MatmulAllReduce, MatmulReduceScatter, Matrix, Route, ShardedMatrix,
+    all_gather_matmul, bf16, matmul_reduce_scatter,
 };
 use rustix::process::Signal;
 
@@ -53,7 +53,7 @@ impl Case {
     }
 
     /// The part of `a` and of the weight that a rank has.
-    fn operands<T: Element>(&self, rank: usize) -> [Vec<T>; 2] {
+    fn operands<T: Half>(&self, rank: usize) -> [Vec<T>; 2] {
         let k = self.k_of(rank);
         let like = if self.cancels && rank == 1 { 0 } else { rank };
         let seed = self.seed ^ (like as u64 + 1) << 40;
@@ -68,7 +68,7 @@ impl Case {
         [a, normal(!seed, self.n * k)]
     }
 
-    fn bias<T: Element>(&self) -> Option<Vec<T>> {
+    fn bias<T: Half>(&self) -> Option<Vec<T>> {
         self.bias.then(|| normal(self.seed ^ 77, self.n))
     }
 
@@ -79,7 +79,7 @@ impl Case {
 }
 
 /// Sums of `partials` in f32, one after the other, then the bias; rounded once.
-fn plain_sum<T: Element>(partials: &[Vec<T>], bias: Option<&[T]>) -> Vec<T> {
+fn plain_sum<T: Half>(partials: &[Vec<T>], bias: Option<&[T]>) -> Vec<T> {
     let sum = |index: usize| {
         let mut values = partials.iter().map(|partial| partial[index].to_f32());
         let first = values.next().unwrap();
@@ -91,14 +91,14 @@ fn plain_sum<T: Element>(partials: &[Vec<T>], bias: Option<&[T]>) -> Vec<T> {
 }
 
 /// A case in a rank's memory.
-pub struct Placed<B: Tested, T: Element> {
+pub struct Placed<B: Tested, T: Half> {
     a: Matrix<B, T>,
     b: Matrix<B, T>,
     bias: Option<Matrix<B, T>>,
     pub out: Matrix<B, T>,
 }
 
-impl<B: Tested, T: Element> Placed<B, T> {
+impl<B: Tested, T: Half> Placed<B, T> {
     pub fn new(group: &Group<B>, case: &Case) -> Result<Placed<B, T>, Error> {
         let rank = group.rank();
         let [a, b] = case.operands::<T>(rank);
@@ -143,7 +143,7 @@ impl<B: Tested, T: Element> Placed<B, T> {
     }
 }
 
-fn reduce_scatter<'a, B: Tested, T: Element>(
+fn reduce_scatter<'a, B: Tested, T: Half>(
     case: &'a Case,
     bias: Option<&'a Matrix<B, T>>,
     config: Option<Config>,
@@ -158,7 +158,7 @@ fn reduce_scatter<'a, B: Tested, T: Element>(
     operation
 }
 
-fn all_reduce<'a, B: Tested, T: Element>(
+fn all_reduce<'a, B: Tested, T: Half>(
     bias: Option<&'a Matrix<B, T>>,
     config: Option<Config>,
 ) -> MatmulAllReduce<'a, B, T> {
@@ -179,7 +179,7 @@ fn group<B: Tested>(rank: &Rank, workers: usize) -> Result<Group<B>, Error> {
 }
 
 /// What each rank makes of its part of K, rounded: by itself, with no others.
-fn partials<B: Tested, T: Element>(
+fn partials<B: Tested, T: Half>(
     group: &Group<B>,
     address: &str,
     case: &Case,
@@ -210,7 +210,7 @@ fn partials<B: Tested, T: Element>(
 
 /// Both operations give the bits of the plain sum of partials, which is as near to float64 as the documentation says.
 #[track_caller]
-pub fn verify<B: Tested, T: Element>(
+pub fn verify<B: Tested, T: Half>(
     group: &Group<B>,
     address: &str,
     case: &Case,
@@ -335,7 +335,7 @@ struct Exact {
 }
 
 impl Exact {
-    fn new<T: Element>(case: &Case, partials: &[Vec<T>]) -> Exact {
+    fn new<T: Half>(case: &Case, partials: &[Vec<T>]) -> Exact {
         // Unit roundoffs of the type and of f32, and what a number too small for the former's may be off.
         let (u, v) = (2f64.powi(-T::DIGITS), 2f64.powi(-24));
         let tiny = 2f64.powi(T::MIN_EXPONENT - T::DIGITS);
@@ -369,7 +369,7 @@ impl Exact {
     }
 
     #[track_caller]
-    fn check<T: Element>(&self, case: &Case, found: &[T]) {
+    fn check<T: Half>(&self, case: &Case, found: &[T]) {
         for (index, found) in found.iter().enumerate() {
             let error = (f64::from(found.to_f32()) - self.values[index]).abs();
             assert!(
@@ -429,7 +429,7 @@ pub fn the_output_may_be_the_own_rows_of_a_sharded_matrix<B: Tested>(
         let mut x = group.sharded_rows::<bf16>(&case.rows, case.n)?;
         let weight = normal::<bf16>(3, 8 * case.n);
         let b = group.upload(&weight, 8, case.n)?;
-        let mut out = group.zeros(case.m(), 8)?;
+        let mut out = group.zeros::<bf16>(case.m(), 8)?;
         for &config in configs.iter().cycle().take(10) {
             x.poison(bf16::NAN)?;
             group.barrier()?;

@@ -7,7 +7,7 @@ mod host;
 use std::fmt::Debug;
 
 use candle_core::{DType, Device as CandleDevice, Layout, Storage, Tensor, WithDType};
-use gemmesh::{Backend, Call, Element, Error, Group, Matrix, Result, ShardedMatrix, bf16, f16};
+use gemmesh::{Backend, Call, Error, Group, Matrix, Result, ShardedMatrix, bf16, f16};
 
 use crate::failure::Failure;
 use crate::pools::{Pool, Pools};
@@ -90,7 +90,7 @@ pub trait Tensors: Backend + Debug {
 }
 
 /// The types of elements that there are products of: bf16 and f16.
-pub trait Half: Element + WithDType + OnDevice {
+pub trait Half: gemmesh::Half + WithDType + OnDevice {
     /// The symmetric matrices of this type.
     fn pool<B: Backend>(pools: &Pools<B>) -> &Pool<B, Self>;
 }

@@ -30,6 +30,8 @@ pub fn check(schedule: &Schedule) -> Result<Destination> {
         sends::check(schedule)?;
         return Ok(Destination::One);
     };
+    let operands = schedule.matrices()[product.a].dtype;
+    require("operands must be bf16 or f16 on GPUs", operands.is_half())?;
     if schedule.is_idle() {
         return Ok(Destination::One);
     }

@@ -1,0 +1,10 @@
+//! Products of fp8, on the host.
+
+crate::support::shared::on_backend! {
+    gemmesh::Host, Some(());
+    fp8 {
+        products_of_fp8_have_the_bits_of_plain_loops
+        outputs_of_e4m3_saturate_and_nan_stays
+        what_fp8_cannot_do_is_refused
+    };
+}
