@@ -39,7 +39,7 @@ impl Mlp {
     fn backward(&mut self, dz: &mut Rows, x: &mut Rows, dx: &mut Rows) -> Result<[Vec<f64>; 2]> {
         // dh = dz · w2, with the weight's memory read as [K, N].
         let second = AllGatherMatmul::new().weight_layout(WeightLayout::Kn);
-        second.run(dz, &self.w2, &mut self.dh)?;
+        second.run(&*dz, &self.w2, &mut self.dh)?;
 
         let (hidden, mut dh) = (self.hidden.to_vec()?, self.dh.to_vec()?);
         for (d, h) in dh.iter_mut().zip(&hidden) {

@@ -132,9 +132,9 @@ fn rank(group: Group<Host>, link: f64) -> std::result::Result<(), Failure> {
     ));
 
     let AllGather { a, b, out, .. } = &mut case;
-    let fused = median(&group, || prepared.run_traced(a, &*b, &mut *out))?;
+    let fused = median(&group, || prepared.run_traced(&*a, &*b, &mut *out))?;
     let alone = median(&group, || {
-        prepared.run_in_sequence_traced(a, &*b, &mut *out)
+        prepared.run_in_sequence_traced(&*a, &*b, &mut *out)
     })?;
     if group.rank() > 0 {
         return Ok(());

@@ -127,7 +127,9 @@ pub use element::{
 };
 pub use error::{Call, Deadline, Error, MadeCall, Result};
 pub use route::Route;
-pub use schedule::{Activation, Chunking, Config, Numerics, TileShape, WeightLayout};
+pub use schedule::{
+    Accumulation, Activation, Chunking, Config, Numerics, Scaling, TileShape, WeightLayout,
+};
 
 #[cfg(not(loom))]
 pub use {
@@ -138,10 +140,11 @@ pub use {
     matrix::{Matrix, MatrixView, MatrixViewMut, ShardMut, ShardedMatrix},
     ops::{
         AddendView, AllGatherAndConsume, AllGatherMatmul, Block, CallbackResult, Chunk, Matmul,
-        MatmulAllReduce, MatmulReduceScatter, Outputs, Prepared, PreparedAllReduce, PreparedMatmul,
-        PreparedReduceScatter, ProduceAndAllToAll, ProduceAndReduceScatter, WeightWidths, Weights,
-        all_gather, all_gather_and_consume, all_gather_matmul, all_reduce, all_to_all, broadcast,
-        matmul, matmul_all_reduce, matmul_reduce_scatter, produce_and_all_to_all,
+        MatmulAllReduce, MatmulReduceScatter, Operand, Outputs, Prepared, PreparedAllReduce,
+        PreparedMatmul, PreparedReduceScatter, ProduceAndAllToAll, ProduceAndReduceScatter, Scales,
+        ShardedOperand, ShardedScales, WeightScaling, WeightWidths, Weights, all_gather,
+        all_gather_and_consume, all_gather_matmul, all_reduce, all_to_all, broadcast, matmul,
+        matmul_all_reduce, matmul_reduce_scatter, produce_and_all_to_all,
         produce_and_reduce_scatter, reduce_scatter,
     },
     ranks::launch,

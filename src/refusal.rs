@@ -88,6 +88,7 @@ impl Refusal {
         move |mut refusal| {
             if let Refusal::Shape { argument, .. }
             | Refusal::DType { argument, .. }
+            | Refusal::Unsuitable { argument, .. }
             | Refusal::ForeignArgument { argument, .. } = &mut refusal
                 && count > 1
             {

@@ -173,7 +173,7 @@ fn matrices_may_be_dropped_and_made_while_their_groups_stream_is_captured() {
             drop(other);
             let made = group.zeros::<bf16>(100, 100).unwrap();
             let Arguments { a, b, out, .. } = &mut arguments;
-            prepared.run(a, &*b, &mut *out).unwrap();
+            prepared.run(&*a, &*b, &mut *out).unwrap();
             drop(made);
             // What would wait for the stream is refused, and is neither idle nor a failure.
             let refused = Error::Capturing { rank: rank.rank };
@@ -247,7 +247,7 @@ fn synchronize_ends_in_time_also_behind_work_of_the_callers_that_does_not() {
         let prepared = arguments.prepare(Route::Pull)?;
         let hold = Hold::start(1, Some(group.stream().cast()));
         let Arguments { a, b, out, .. } = &mut arguments;
-        prepared.matmul(a, &*b, &mut *out)?;
+        prepared.matmul(&*a, &*b, &mut *out)?;
         let begin = Instant::now();
         let error = group.synchronize().unwrap_err();
         let took = begin.elapsed();
@@ -284,7 +284,7 @@ fn beside_a_foreign_kernel(test: &str, route: Route) {
                 group.barrier()?;
                 let begin = Instant::now();
                 let Arguments { a, b, out, .. } = &mut arguments;
-                prepared.run(a, &*b, &mut *out)?;
+                prepared.run(&*a, &*b, &mut *out)?;
                 if rank.rank == 1 {
                     group.synchronize()?;
                     let took = begin.elapsed();

@@ -890,8 +890,9 @@ const WRONG_PRODUCTS: [Change; 10] = [
     },
     |parts| {
         let product = product_of(parts);
-        let Weight { b, n } = product.weights[0];
-        product.weights.push(Weight { b, n: n + 1 });
+        let weight = product.weights[0];
+        let n = weight.n + 1;
+        product.weights.push(Weight { n, ..weight });
         product.gated = true;
     },
 ];

@@ -192,11 +192,11 @@ impl<T: Half> Item<T> {
         }
         weight.out.copy_from_host(&vec![nan(); m * n])?;
         match kind {
-            _ if local => prepared.matmul(a, &weight.b, &mut weight.out)?,
-            0 | 1 => prepared.gather(a)?,
+            _ if local => prepared.matmul(&*a, &weight.b, &mut weight.out)?,
+            0 | 1 => prepared.gather(&*a)?,
             2 => all_gather_matmul(a, &weight.b, &mut weight.out)?,
-            3 => operation.run(a, &weight.b, &mut weight.out)?,
-            _ => prepared.run(a, &weight.b, &mut weight.out)?,
+            3 => operation.run(&*a, &weight.b, &mut weight.out)?,
+            _ => prepared.run(&*a, &weight.b, &mut weight.out)?,
         }
         let version = gathered.unwrap_or(version);
         assert_eq!(

@@ -246,7 +246,7 @@ mod tests {
                 let row = bf16::from_f32(number as f32);
                 matrix.shard_mut().copy_from_host(&[row])?;
                 let prepared = AllGatherMatmul::new().prepare(matrix, 1)?;
-                prepared.gather(matrix)?;
+                prepared.gather(&*matrix)?;
                 assert_eq!(matrix.to_vec()?, [row; 2], "paired with another");
             }
             Ok::<_, Error>(matrices.len())

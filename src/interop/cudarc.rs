@@ -18,7 +18,7 @@ use crate::error::Result;
 use crate::group::Group;
 use crate::interop::stream::StreamGuard;
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut, bytes_of};
-use crate::ops::{AddendView, Outputs, Weights};
+use crate::ops::{AddendView, Operand, Outputs, Weights};
 use crate::refusal::{self, Refusal, require_elements};
 use crate::schedule::limits::require;
 
@@ -377,6 +377,12 @@ unsafe fn of_memory<T: Value>(
 impl<'m, T: Value> From<&'m CudarcMatrix<'_, T>> for MatrixView<'m, Cuda, T> {
     fn from(matrix: &'m CudarcMatrix<'_, T>) -> Self {
         matrix.view()
+    }
+}
+
+impl<'m, T: Element> From<&'m CudarcMatrix<'_, T>> for Operand<'m, Cuda, T> {
+    fn from(matrix: &'m CudarcMatrix<'_, T>) -> Self {
+        matrix.view().into()
     }
 }
 

@@ -6,11 +6,12 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use super::call::{self, Added, Arguments, RawShards, require_same_group};
-use super::operands::{AddendView, Outputs, WeightWidths, Weights};
+use super::operands::{AddendView, Outputs, WeightScaling, WeightWidths, Weights};
 use super::product::{
     self, ProductOptions, RawOutputs, RawWeights, bind_outputs, bind_weights, check_outputs,
     check_weights, product_of,
 };
+use super::scales::{Expected, RawShardedOperand, ShardedOperand};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{DType, Element, OutputOf, WeightOf};
@@ -24,8 +25,10 @@ use crate::matrix::ShardedMatrix;
 use crate::one_line::option;
 use crate::profile::span::{Span, Work};
 use crate::refusal::{self, Refusal};
-use crate::schedule::plan::matrices::{self, MATRICES};
-use crate::schedule::{Activation, Config, Operation, Problem, Schedule, WeightLayout};
+use crate::schedule::plan::matrices::MATRICES;
+use crate::schedule::{
+    Accumulation, Activation, Config, Operation, Problem, Scaling, Schedule, WeightLayout,
+};
 use crate::trace::Trace;
 
 /// Gathers the rows of `a` from every rank and multiplies them as they arrive: `out = gather(a) · bᵀ`. Collective.
@@ -197,6 +200,18 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         self
     }
 
+    /// Makes [`AllGatherMatmul::prepare`] plan for scales of `a` and of the weights. [`AllGatherMatmul::run`] needs no such hint.
+    pub fn scaling(mut self, a: Scaling, weights: impl Into<WeightScaling>) -> Self {
+        self.options.scaling = (a, weights.into().0);
+        self
+    }
+
+    /// How sums of products of fp8 are made. The default is [`Accumulation::Promoted`].
+    pub fn accumulation(mut self, accumulation: Accumulation) -> Self {
+        self.options.accumulation = accumulation;
+        self
+    }
+
     /// Uses `config` instead of the configuration that the backend would choose.
     pub fn config(mut self, config: Config) -> Self {
         self.options.config = Some(config);
@@ -217,16 +232,19 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     #[track_caller]
     pub fn run<'w, 'o>(
         &self,
-        a: &ShardedMatrix<B, T>,
+        a: impl Into<ShardedOperand<'w, B, T>>,
         weights: impl Into<Weights<'w, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let (a, weights, outputs) = (a.into(), weights.into().all, outputs.into().all);
-        let (RawShards { group, .. }, options) = (a, &self.options);
+        let a = RawShardedOperand::from(a.into());
+        let (weights, outputs) = (weights.into().all, outputs.into().all);
+        let (RawShards { group, layout, .. }, options) = (a.values, &self.options);
         let planned = || {
-            let widths = options.widths(group, a.layout.k(), &weights)?;
-            let call = options.called(&weights, outputs.first().map(|out| out.dtype));
-            let problem = options.problem(PRODUCT, a.staged(self.stages)?, &widths, &call)?;
+            let widths = options.widths(group, layout.k(), &weights)?;
+            let dtype = outputs.first().map(|out| out.dtype);
+            let call = options.called(a.scaling()?, &weights, dtype)?;
+            let layout = a.values.staged(self.stages)?;
+            let problem = options.problem(PRODUCT, layout, &widths, &call)?;
             let program = self.program(group, &problem)?;
             Ok((problem, program))
         };
@@ -267,7 +285,10 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
             let program = self.program(group, &problem)?;
             let config = Some(product_of(B::schedule(&program)).config);
             let layout = problem.layout.clone();
-            let gather = Problem::new(Operation::Gather, T::DTYPE, layout, 0);
+            let gather = Problem {
+                beside: problem.beside,
+                ..Problem::new(Operation::Gather, T::DTYPE, layout, 0)
+            };
             let multiply = Problem {
                 operation: MULTIPLY,
                 ..problem.clone()
@@ -383,12 +404,13 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     #[track_caller]
     pub fn run<'w, 'o>(
         &self,
-        a: &ShardedMatrix<B, T>,
+        a: impl Into<ShardedOperand<'w, B, T>>,
         weights: impl Into<Weights<'w, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
+        let a = RawShardedOperand::from(a.into());
         let product = Some((weights.into().all, outputs.into().all));
-        self.call(&self.program).collective(a.into(), product, None)
+        self.call(&self.program).collective(a, product, None)
     }
 
     /// As [`Prepared::run`], and returns a trace of this rank's work.
@@ -400,15 +422,16 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     #[track_caller]
     pub fn run_traced<'w, 'o>(
         &self,
-        a: &ShardedMatrix<B, T>,
+        a: impl Into<ShardedOperand<'w, B, T>>,
         weights: impl Into<Weights<'w, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<Trace> {
+        let a = RawShardedOperand::from(a.into());
         let mut spans = Vec::new();
         let product = Some((weights.into().all, outputs.into().all));
         let call = self.call(&self.program);
-        call.collective(a.into(), product, Some(&mut spans))?;
-        Ok(Trace::new(a.group().rank(), spans))
+        call.collective(a, product, Some(&mut spans))?;
+        Ok(Trace::new(a.values.group.rank(), spans))
     }
 
     /// Only gathers the rows of `a`. Collective.
@@ -416,8 +439,9 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// # Errors
     /// As [`all_gather_matmul`].
     #[track_caller]
-    pub fn gather(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
-        self.call(&self.gather).collective(a.into(), None, None)
+    pub fn gather<'w>(&self, a: impl Into<ShardedOperand<'w, B, T>>) -> Result<()> {
+        let a = RawShardedOperand::from(a.into());
+        self.call(&self.gather).collective(a, None, None)
     }
 
     /// Only multiplies, with the rows of `a` that this rank has gathered before. Not collective.
@@ -427,13 +451,14 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     #[track_caller]
     pub fn matmul<'w, 'o>(
         &self,
-        a: &ShardedMatrix<B, T>,
+        a: impl Into<ShardedOperand<'w, B, T>>,
         weights: impl Into<Weights<'w, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
+        let a = RawShardedOperand::from(a.into());
         let product = Some((weights.into().all, outputs.into().all));
         let call = self.call(&self.multiply);
-        call.alone(MULTIPLY, a.into(), product, None)
+        call.alone(MULTIPLY, a, product, None)
     }
 
     /// [`Prepared::gather`] and then [`Prepared::matmul`], and returns a trace of both. Collective; for pictures of what
@@ -445,22 +470,24 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     #[track_caller]
     pub fn run_in_sequence_traced<'w, 'o>(
         &self,
-        a: &ShardedMatrix<B, T>,
+        a: impl Into<ShardedOperand<'w, B, T>>,
         weights: impl Into<Weights<'w, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<Trace> {
-        let rank = a.group().rank();
+        let a = RawShardedOperand::from(a.into());
+        let RawShards { group, layout, .. } = a.values;
+        let rank = group.rank();
         let (mut gathered, mut multiplied) = (Vec::new(), Vec::new());
         let call = self.call(&self.gather);
-        call.collective(a.into(), None, Some(&mut gathered))?;
+        call.collective(a, None, Some(&mut gathered))?;
         let product = Some((weights.into().all, outputs.into().all));
         let call = self.call(&self.multiply);
-        call.alone(MULTIPLY, a.into(), product, Some(&mut multiplied))?;
+        call.alone(MULTIPLY, a, product, Some(&mut multiplied))?;
         let mut trace = Trace::new(rank, gathered);
         trace.extend(Trace::new(rank, multiplied));
         // All rows are there, so the schedule does not say whose they are.
         let rows = self.config().tile.m;
-        let owner = |row| (0..a.group().world_size()).find(|&rank| a.rows_of(rank).contains(&row));
+        let owner = |row| (0..group.world_size()).find(|&rank| layout.rows_of(rank).contains(&row));
         for span in &mut trace.spans {
             if let Work::Tile { source, m, .. } = &mut span.work {
                 *source = owner(*m as usize * rows).unwrap_or(rank);
@@ -478,12 +505,16 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// Until the copy has ended, no other rank writes its own rows of this matrix.
     #[doc(hidden)]
     #[track_caller]
-    pub unsafe fn copy(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
+    pub unsafe fn copy<'w>(&self, a: impl Into<ShardedOperand<'w, B, T>>) -> Result<()> {
+        let a = RawShardedOperand::from(a.into());
         let layout = self.problem.layout.clone();
-        let problem = Problem::new(COPY, T::DTYPE, layout, 0);
+        let problem = Problem {
+            beside: self.problem.beside,
+            ..Problem::new(COPY, T::DTYPE, layout, 0)
+        };
         let program = self.group.program(problem, Some(self.config()));
         let program = program.map_err(Refusal::of(self.group.rank(), COPY.name()))?;
-        self.call(&program).alone(COPY, a.into(), None, None)
+        self.call(&program).alone(COPY, a, None, None)
     }
 
     fn call<'c>(&'c self, program: &'c Arc<B::Program>) -> GatherCall<'c, B> {
@@ -514,7 +545,7 @@ impl<B: Backend> GatherCall<'_, B> {
     #[track_caller]
     fn collective(
         &self,
-        a: RawShards<B>,
+        a: RawShardedOperand<B>,
         product: Option<RawProduct<'_, '_, B>>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
@@ -522,7 +553,7 @@ impl<B: Backend> GatherCall<'_, B> {
             return self.alone(PRODUCT, a, product, None);
         };
         self.check(a, product.as_ref())
-            .map_err(a.group.refusal(agreed.name()))?;
+            .map_err(a.values.group.refusal(agreed.name()))?;
         self.launch(a, product, trace)
     }
 
@@ -531,11 +562,11 @@ impl<B: Backend> GatherCall<'_, B> {
     fn alone(
         &self,
         operation: Operation,
-        a: RawShards<B>,
+        a: RawShardedOperand<B>,
         product: Option<RawProduct<'_, '_, B>>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let (group, checked) = (a.group, self.check(a, product.as_ref()));
+        let (group, checked) = (a.values.group, self.check(a, product.as_ref()));
         group.judged(operation.name(), checked)?;
         self.launch(a, product, trace)
     }
@@ -543,12 +574,12 @@ impl<B: Backend> GatherCall<'_, B> {
     #[track_caller]
     fn launch(
         &self,
-        a: RawShards<B>,
+        a: RawShardedOperand<B>,
         product: Option<RawProduct<'_, '_, B>>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let mut bound = [const { Bound::Nothing }; MATRICES];
-        bound[matrices::A] = a.bound();
+        a.bind(&mut bound);
         self.options.bind(&mut bound);
         if let Some((weights, outputs)) = product {
             bind_weights(&mut bound, &weights);
@@ -556,7 +587,7 @@ impl<B: Backend> GatherCall<'_, B> {
         }
         let arguments = Arguments {
             matrices: &bound,
-            shared: &[a.id],
+            shared: &a.shared(),
             added: Added::default(),
         };
         call::run(self.group, None, self.program, arguments, trace)
@@ -565,10 +596,10 @@ impl<B: Backend> GatherCall<'_, B> {
     /// Checks the arguments against the plan, before anything is done. The bias was checked when the plan was made.
     fn check(
         &self,
-        a: RawShards<B>,
+        a: RawShardedOperand<B>,
         product: Option<&RawProduct<'_, '_, B>>,
     ) -> refusal::Result<()> {
-        let (group, problem) = (a.group, self.problem);
+        let (group, problem) = (a.values.group, self.problem);
         let layout = &problem.layout;
         require_same_group("the prepared product", self.group, group)?;
         // A plan that is made for this call fits it.
@@ -576,7 +607,9 @@ impl<B: Backend> GatherCall<'_, B> {
             "a [M, K] of a prepared call",
             "a (rows of each rank) of a prepared call",
         ];
-        a.require_split(names, layout, layout.k())?;
+        a.values.require_split(names, layout, layout.k())?;
+        let shape = [layout.m(), layout.k()];
+        a.check_scales(layout, &Expected::rows(problem.form.a_scaling, shape))?;
         if let Some((weights, outputs)) = product {
             let widths = problem.form.columns(problem.n)?;
             check_weights(group, problem, &widths, weights)?;

@@ -7,11 +7,12 @@ use std::sync::Arc;
 use super::call::{
     self, Added, Arguments, RawView, require_dtype, require_same_group, require_shape,
 };
-use super::operands::{AddendView, Outputs, WeightWidths, Weights};
+use super::operands::{AddendView, Outputs, WeightScaling, WeightWidths, Weights};
 use super::product::{
-    self, CallForm, ProductOptions, bind_outputs, bind_weights, check_outputs, check_weights,
-    product_of,
+    self, CallForm, ProductOptions, RawOutputs, RawWeights, bind_outputs, bind_weights,
+    check_outputs, check_weights, product_of,
 };
+use super::scales::{Expected, Operand, RawOperand};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{DType, Element, OutputOf, WeightOf};
@@ -20,10 +21,12 @@ use crate::error::Error;
 use crate::error::Result;
 use crate::explanation::Explanation;
 use crate::group::Group;
-use crate::matrix::{Matrix, MatrixView};
+use crate::matrix::Matrix;
 use crate::refusal;
 use crate::schedule::plan::matrices::{self, MATRICES};
-use crate::schedule::{Activation, Config, Layout, Operation, Problem, Schedule, WeightLayout};
+use crate::schedule::{
+    Accumulation, Activation, Config, Layout, Operation, Problem, Scaling, Schedule, WeightLayout,
+};
 
 const OPERATION: Operation = Operation::Matmul;
 
@@ -144,6 +147,18 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         self
     }
 
+    /// Makes [`Matmul::prepare`] plan for scales of `a` and of the weights. [`Matmul::run`] needs no such hint.
+    pub fn scaling(mut self, a: Scaling, weights: impl Into<WeightScaling>) -> Self {
+        self.0.scaling = (a, weights.into().0);
+        self
+    }
+
+    /// How sums of products of fp8 are made. The default is [`Accumulation::Promoted`].
+    pub fn accumulation(mut self, accumulation: Accumulation) -> Self {
+        self.0.accumulation = accumulation;
+        self
+    }
+
     /// Uses `config` instead of the configuration that the backend would choose.
     pub fn config(mut self, config: Config) -> Self {
         self.0.config = Some(config);
@@ -161,19 +176,21 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     #[track_caller]
     pub fn run<'m, 'o>(
         &self,
-        a: impl Into<MatrixView<'m, B, T>>,
+        a: impl Into<Operand<'m, B, T>>,
         weights: impl Into<Weights<'m, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let (a, weights, outputs) = (a.into(), weights.into(), outputs.into());
-        let (group, shape) = (a.group(), a.shape());
-        let dtype = outputs.all.first().map(|out| out.dtype);
-        let form = self.0.called(&weights.all, dtype);
-        let widths = self.0.widths(group, shape[1], &weights.all);
-        let planned = widths.and_then(|widths| self.plan(group, shape, &widths, &form));
-        group
-            .judged(OPERATION.name(), planned)?
-            .run(a, weights, outputs)
+        let a = RawOperand::from(a.into());
+        let (weights, outputs) = (weights.into().all, outputs.into().all);
+        let RawView { group, shape, .. } = a.values;
+        let dtype = outputs.first().map(|out| out.dtype);
+        let plan = || {
+            let call = self.0.called(a.scaling()?, &weights, dtype)?;
+            let widths = self.0.widths(group, shape[1], &weights)?;
+            self.plan(group, shape, &widths, &call)
+        };
+        let planned = group.judged(OPERATION.name(), plan())?;
+        planned.run_raw(a, weights, outputs)
     }
 
     /// Plans products of a matrix [m, k] with a weight of N = `n`, so that they can run many times.
@@ -284,27 +301,47 @@ impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
     #[track_caller]
     pub fn run<'m, 'o>(
         &self,
-        a: impl Into<MatrixView<'m, B, T>>,
+        a: impl Into<Operand<'m, B, T>>,
         weights: impl Into<Weights<'m, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let a = RawView::from(a.into());
-        let (weights, outputs) = (weights.into().all, outputs.into().all);
+        self.run_raw(
+            RawOperand::from(a.into()),
+            weights.into().all,
+            outputs.into().all,
+        )
+    }
+
+    #[track_caller]
+    fn run_raw(
+        &self,
+        a: RawOperand<B>,
+        weights: RawWeights<B>,
+        outputs: RawOutputs<B>,
+    ) -> Result<()> {
         let (group, problem) = (&self.group, &self.problem);
         let check = || {
             let layout = &problem.layout;
             let widths = problem.form.columns(problem.n)?;
-            require_same_group("a", a.group, group)?;
+            let expected = [layout.m(), layout.k()];
+            let RawView {
+                group: its,
+                dtype,
+                shape,
+                ..
+            } = a.values;
+            require_same_group("a", its, group)?;
             // A plan that is made for this call fits it.
             let what = "a [M, K] of a prepared call";
-            require_shape(what, [layout.m(), layout.k()], a.shape)?;
-            require_dtype("a", problem.dtypes.operands, a.dtype)?;
+            require_shape(what, expected, shape)?;
+            require_dtype("a", problem.dtypes.operands, dtype)?;
+            a.check_scales(group, &Expected::rows(problem.form.a_scaling, expected))?;
             check_weights(group, problem, &widths, &weights)?;
             check_outputs(group, "out [M, N]", problem, &widths, layout.m(), &outputs)
         };
         group.judged(OPERATION.name(), check())?;
         let mut bound = [const { Bound::Nothing }; MATRICES];
-        bound[matrices::A] = a.input();
+        a.bind(&mut bound, matrices::A, matrices::A_SCALES);
         self.options.bind(&mut bound);
         bind_weights(&mut bound, &weights);
         bind_outputs(&mut bound, outputs);

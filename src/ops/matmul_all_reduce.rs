@@ -6,9 +6,10 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use super::call::{self, Added, Arguments, RawShards, RawView, require_same_group, require_shape};
-use super::operands::{AddendView, Weights};
+use super::operands::{AddendView, WeightScaling, Weights};
 use super::partial_sums::{PlannedSums, SumOperands, Which, operands};
 use super::product::{CallForm, ProductOptions};
+use super::scales::{Operand, RawOperand};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{AddendOf, Element, WeightOf};
@@ -17,13 +18,15 @@ use crate::error::Error;
 use crate::error::Result;
 use crate::explanation::Explanation;
 use crate::group::Group;
+use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
-use crate::matrix::{Matrix, MatrixView};
 use crate::profile::span::Span;
 use crate::refusal::{self, Refusal};
 use crate::schedule::plan::collectives::stored;
 use crate::schedule::plan::matrices::{self, MATRICES};
-use crate::schedule::{Activation, Config, Operation, Problem, Route, Schedule, WeightLayout};
+use crate::schedule::{
+    Accumulation, Activation, Config, Operation, Problem, Route, Scaling, Schedule, WeightLayout,
+};
 use crate::trace::Trace;
 
 /// Sums `a_p · b_pᵀ` over all ranks p; every rank gets the whole sum, with the same bits. Collective.
@@ -136,6 +139,18 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         self
     }
 
+    /// Makes [`MatmulAllReduce::prepare`] plan for scales of `a` and of the weights. [`MatmulAllReduce::run`] needs no such hint.
+    pub fn scaling(mut self, a: Scaling, weights: impl Into<WeightScaling>) -> Self {
+        self.0.scaling = (a, weights.into().0);
+        self
+    }
+
+    /// How sums of products of fp8 are made. The default is [`Accumulation::Promoted`].
+    pub fn accumulation(mut self, accumulation: Accumulation) -> Self {
+        self.0.accumulation = accumulation;
+        self
+    }
+
     /// Uses `config` instead of the configuration that the backend would choose.
     ///
     /// - [`Route::Pull`](crate::Route::Pull): product, sum and gather follow one another.
@@ -160,15 +175,15 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     #[track_caller]
     pub fn run<'m, O: AddendOf<T>>(
         &self,
-        a: impl Into<MatrixView<'m, B, T>>,
+        a: impl Into<Operand<'m, B, T>>,
         b: impl Into<Weights<'m, B, T>>,
         out: &mut ShardedMatrix<B, O>,
     ) -> Result<()> {
         let operands = operands(a, b);
         let raw = RawShards::from(&*out);
-        let call = self.0.called(&operands.weights, Some(raw.dtype));
-        let planned = self.plan(operands.a, raw, &call);
-        let planned = planned.map_err(operands.a.group.refusal(Which::All.name()))?;
+        let a = operands.a.values;
+        let plan = || self.plan(a, raw, &operands.called(&self.0, Some(raw.dtype))?);
+        let planned = plan().map_err(a.group.refusal(Which::All.name()))?;
         planned.collective(operands, out, None)
     }
 
@@ -183,10 +198,10 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     #[track_caller]
     pub fn prepare<'m, O: AddendOf<T>>(
         &self,
-        a: impl Into<MatrixView<'m, B, T>>,
+        a: impl Into<Operand<'m, B, T>>,
         out: &ShardedMatrix<B, O>,
     ) -> Result<PreparedAllReduce<'a, B, T>> {
-        let a = RawView::from(a.into());
+        let a = RawOperand::from(a.into()).values;
         let call = CallForm {
             output: O::DTYPE,
             ..self.0.planned()
@@ -306,7 +321,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     #[track_caller]
     pub fn run<'m, O: AddendOf<T>>(
         &self,
-        a: impl Into<MatrixView<'m, B, T>>,
+        a: impl Into<Operand<'m, B, T>>,
         b: impl Into<Weights<'m, B, T>>,
         out: &mut ShardedMatrix<B, O>,
     ) -> Result<()> {
@@ -323,7 +338,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     #[track_caller]
     pub fn run_traced<'m, O: AddendOf<T>>(
         &self,
-        a: impl Into<MatrixView<'m, B, T>>,
+        a: impl Into<Operand<'m, B, T>>,
         b: impl Into<Weights<'m, B, T>>,
         out: &mut ShardedMatrix<B, O>,
     ) -> Result<Trace> {

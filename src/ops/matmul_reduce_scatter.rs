@@ -6,9 +6,10 @@ use std::fmt;
 use std::marker::PhantomData;
 
 use super::call::{RawShards, RawView, require_same_group, require_shape};
-use super::operands::{AddendView, Outputs, Weights};
+use super::operands::{AddendView, Outputs, WeightScaling, Weights};
 use super::partial_sums::{PlannedSums, SumOperands, Which, operands, split};
 use super::product::{CallForm, ProductOptions, RawOutputs};
+use super::scales::{Operand, RawOperand};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{DType, Element, OutputOf, WeightOf};
@@ -16,11 +17,11 @@ use crate::element::{DType, Element, OutputOf, WeightOf};
 use crate::error::Error;
 use crate::error::Result;
 use crate::explanation::Explanation;
+use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
-use crate::matrix::{Matrix, MatrixView};
 use crate::profile::span::Span;
 use crate::refusal::{self, Refusal};
-use crate::schedule::{Activation, Config, Layout, Schedule, WeightLayout};
+use crate::schedule::{Accumulation, Activation, Config, Layout, Scaling, Schedule, WeightLayout};
 use crate::trace::Trace;
 
 /// Sums `a_p · b_pᵀ` over all ranks p; each rank gets its rows of the sum. Collective.
@@ -175,6 +176,18 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         self
     }
 
+    /// Makes [`MatmulReduceScatter::prepare`] plan for scales of `a` and of the weights. [`MatmulReduceScatter::run`] needs no such hint.
+    pub fn scaling(mut self, a: Scaling, weights: impl Into<WeightScaling>) -> Self {
+        self.options.scaling = (a, weights.into().0);
+        self
+    }
+
+    /// How sums of products of fp8 are made. The default is [`Accumulation::Promoted`].
+    pub fn accumulation(mut self, accumulation: Accumulation) -> Self {
+        self.options.accumulation = accumulation;
+        self
+    }
+
     /// Uses `config` instead of the configuration that the backend would choose.
     ///
     /// - [`Route::Pull`](crate::Route::Pull): all rows are multiplied before any are moved. While a kernel runs, it
@@ -207,15 +220,17 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     #[track_caller]
     pub fn run<'m, 'o>(
         &self,
-        a: impl Into<MatrixView<'m, B, T>>,
+        a: impl Into<Operand<'m, B, T>>,
         b: impl Into<Weights<'m, B, T>>,
         out: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
         let operands = operands(a, b);
         let out = out.into().all;
-        let call = self.called(&operands, out.first().map(|out| out.dtype));
-        let a = operands.a;
-        let plan = || self.plan(a, operands.n(&self.options)?, self.layout(a)?, &call);
+        let (a, dtype) = (operands.a.values, out.first().map(|out| out.dtype));
+        let plan = || {
+            let call = operands.called(&self.options, dtype)?;
+            self.plan(a, operands.n(&self.options)?, self.layout(a)?, &call)
+        };
         let planned = plan().map_err(a.group.refusal(Which::Own.name()))?;
         planned.collective(operands, out, None)
     }
@@ -231,12 +246,12 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     #[track_caller]
     pub fn run_into<'m, O: OutputOf<T>>(
         &self,
-        a: impl Into<MatrixView<'m, B, T>>,
+        a: impl Into<Operand<'m, B, T>>,
         b: impl Into<Weights<'m, B, T>>,
         out: &mut ShardedMatrix<B, O>,
     ) -> Result<()> {
         let operands = operands(a, b);
-        let a = operands.a;
+        let a = operands.a.values;
         let (group, [m, k]) = (a.group, a.shape);
         let plan = || -> refusal::Result<PreparedReduceScatter<'a, B, T>> {
             let (n, out) = (operands.n(&self.options)?, RawShards::from(&*out));
@@ -247,7 +262,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
                 Some(_) => self.layout(a)?,
                 None => out.layout.of_columns(k)?,
             };
-            self.plan(a, n, layout, &self.called(&operands, Some(out.dtype)))
+            let call = operands.called(&self.options, Some(out.dtype))?;
+            self.plan(a, n, layout, &call)
         };
         let planned = plan().map_err(group.refusal(Which::Own.name()))?;
         planned.collective_into(operands, out, None)
@@ -265,10 +281,10 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     #[track_caller]
     pub fn prepare<'m>(
         &self,
-        a: impl Into<MatrixView<'m, B, T>>,
+        a: impl Into<Operand<'m, B, T>>,
         n: usize,
     ) -> Result<PreparedReduceScatter<'a, B, T>> {
-        let a = RawView::from(a.into());
+        let a = RawOperand::from(a.into()).values;
         let plan = || self.plan(a, n, self.layout(a)?, &self.options.planned());
         let group = a.group;
         group.judged(Which::Own.name(), plan())
@@ -283,11 +299,6 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     ) -> refusal::Result<PreparedReduceScatter<'a, B, T>> {
         let planned = PlannedSums::new(&self.options, Which::Own, a.group, layout, n, call)?;
         Ok(PreparedReduceScatter(planned, PhantomData))
-    }
-
-    /// What the arguments say of a call. `out`: the output's type, if there is an output.
-    fn called(&self, operands: &SumOperands<B>, out: Option<DType>) -> CallForm {
-        self.options.called(&operands.weights, out)
     }
 
     /// Which rank owns which rows of the product of `a`.
@@ -362,7 +373,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     #[track_caller]
     pub fn run<'m, 'o>(
         &self,
-        a: impl Into<MatrixView<'m, B, T>>,
+        a: impl Into<Operand<'m, B, T>>,
         b: impl Into<Weights<'m, B, T>>,
         out: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
@@ -379,7 +390,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     #[track_caller]
     pub fn run_traced<'m, 'o>(
         &self,
-        a: impl Into<MatrixView<'m, B, T>>,
+        a: impl Into<Operand<'m, B, T>>,
         b: impl Into<Weights<'m, B, T>>,
         out: impl Into<Outputs<'o, B, T>>,
     ) -> Result<Trace> {
@@ -407,7 +418,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     #[track_caller]
     pub fn run_into<'m, O: OutputOf<T>>(
         &self,
-        a: impl Into<MatrixView<'m, B, T>>,
+        a: impl Into<Operand<'m, B, T>>,
         b: impl Into<Weights<'m, B, T>>,
         out: &mut ShardedMatrix<B, O>,
     ) -> Result<()> {
@@ -421,7 +432,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     #[track_caller]
     pub fn run_into_traced<'m, O: OutputOf<T>>(
         &self,
-        a: impl Into<MatrixView<'m, B, T>>,
+        a: impl Into<Operand<'m, B, T>>,
         b: impl Into<Weights<'m, B, T>>,
         out: &mut ShardedMatrix<B, O>,
     ) -> Result<Trace> {

@@ -13,6 +13,7 @@ mod operands;
 mod partial_sums;
 mod produce;
 mod product;
+mod scales;
 
 pub use all_gather_and_consume::{AllGatherAndConsume, Chunk, all_gather_and_consume};
 pub use all_gather_matmul::{AllGatherMatmul, Prepared, all_gather_matmul};
@@ -24,8 +25,9 @@ pub use matmul_all_reduce::{MatmulAllReduce, PreparedAllReduce, matmul_all_reduc
 pub use matmul_reduce_scatter::{
     MatmulReduceScatter, PreparedReduceScatter, matmul_reduce_scatter,
 };
-pub use operands::{AddendView, Outputs, WeightWidths, Weights};
+pub use operands::{AddendView, Outputs, WeightScaling, WeightWidths, Weights};
 pub use produce::{
     Block, ProduceAndAllToAll, ProduceAndReduceScatter, produce_and_all_to_all,
     produce_and_reduce_scatter,
 };
+pub use scales::{Operand, Scales, ShardedOperand, ShardedScales};

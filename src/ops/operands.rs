@@ -7,11 +7,13 @@ use smallvec::smallvec;
 
 use super::call::{RawOutput, RawView};
 use super::product::{RawOutputs, RawWeights};
+use super::scales::{Operand, RawOperand};
 use crate::backend::Backend;
 use crate::element::{AddendOf, DType, Element, OutputOf, Value, WeightOf};
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut};
 use crate::one_line::write_parts;
-use crate::schedule::Widths;
+use crate::schedule::scaling::WeightScalings;
+use crate::schedule::{Scaling, Widths};
 
 /// Writes the matrices of a product for `Debug`.
 fn describe<B: Backend>(
@@ -28,8 +30,8 @@ fn describe<B: Backend>(
 
 /// The weights of a product with rows of `T`: one, or up to four that share one gather of the rows.
 ///
-/// Made from a [`Matrix`], a [`MatrixView`], or an array of either, or collected from views. All of them have one type,
-/// which may be any [`WeightOf`] `T`. If the values are a slice or a vector on the host,
+/// Made from a [`Matrix`], a [`MatrixView`], an [`Operand`], which may have scales, or an array of these, or collected
+/// from views or operands. All of them have one type, which may be any [`WeightOf`] `T`, and are scaled alike. If the values are a slice or a vector on the host,
 /// [`Group::upload`](crate::Group::upload) makes a matrix of them.
 #[must_use = "operands do nothing"]
 pub struct Weights<'a, B: Backend, T: Element> {
@@ -40,46 +42,67 @@ pub struct Weights<'a, B: Backend, T: Element> {
 impl<B: Backend, T: Element> fmt::Debug for Weights<'_, B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let weights = self.all.iter();
-        describe::<B>(f, "Weights", weights.map(|one| (one.dtype, one.shape)))
+        describe::<B>(
+            f,
+            "Weights",
+            weights.map(|one| (one.values.dtype, one.values.shape)),
+        )
     }
 }
 
-impl<'a, B: Backend, T: Element, W: WeightOf<T>> From<&'a Matrix<B, W>> for Weights<'a, B, T> {
-    fn from(weight: &'a Matrix<B, W>) -> Self {
-        weight.view().into()
-    }
-}
-
-impl<'a, B: Backend, T: Element, W: WeightOf<T>> From<MatrixView<'a, B, W>> for Weights<'a, B, T> {
-    fn from(weight: MatrixView<'a, B, W>) -> Self {
-        Weights::from_iter([weight])
-    }
-}
-
-impl<'a, B: Backend, T: Element, W: WeightOf<T>, const N: usize> From<[&'a Matrix<B, W>; N]>
-    for Weights<'a, B, T>
-{
-    fn from(weights: [&'a Matrix<B, W>; N]) -> Self {
-        weights.map(Matrix::view).into()
-    }
-}
-
-impl<'a, B: Backend, T: Element, W: WeightOf<T>, const N: usize> From<[MatrixView<'a, B, W>; N]>
-    for Weights<'a, B, T>
-{
-    fn from(weights: [MatrixView<'a, B, W>; N]) -> Self {
-        weights.into_iter().collect()
-    }
-}
-
-impl<'a, B: Backend, T: Element, W: WeightOf<T>> FromIterator<MatrixView<'a, B, W>>
-    for Weights<'a, B, T>
-{
-    fn from_iter<I: IntoIterator<Item = MatrixView<'a, B, W>>>(weights: I) -> Self {
-        Weights {
-            all: weights.into_iter().map(Into::into).collect(),
-            rows: PhantomData,
+/// Weights of these, of an array of these, and of an iterator over these.
+macro_rules! weights_of {
+    ($($one:ty),+) => {$(
+        impl<'a, B: Backend, T: Element, W: WeightOf<T>> From<$one> for Weights<'a, B, T> {
+            fn from(weight: $one) -> Self {
+                Weights::from_iter([weight])
+            }
         }
+
+        impl<'a, B: Backend, T: Element, W: WeightOf<T>, const N: usize> From<[$one; N]>
+            for Weights<'a, B, T>
+        {
+            fn from(weights: [$one; N]) -> Self {
+                Weights::from_iter(weights)
+            }
+        }
+
+        impl<'a, B: Backend, T: Element, W: WeightOf<T>> FromIterator<$one> for Weights<'a, B, T> {
+            fn from_iter<I: IntoIterator<Item = $one>>(weights: I) -> Self {
+                let weights = weights.into_iter().map(Operand::from);
+                Weights {
+                    all: weights.map(RawOperand::from).collect(),
+                    rows: PhantomData,
+                }
+            }
+        }
+    )+};
+}
+
+weights_of!(&'a Matrix<B, W>, MatrixView<'a, B, W>, Operand<'a, B, W>);
+
+/// How many values of each weight of a prepared product share a scale.
+///
+/// Made from one [`Scaling`], which is that of all weights, or from an array with one for each.
+#[derive(Clone, PartialEq, Eq)]
+pub struct WeightScaling(pub(super) WeightScalings);
+
+impl fmt::Debug for WeightScaling {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("WeightScaling")?;
+        write_parts(f, self.0.iter().map(|scaling| format!("{scaling:?}")))
+    }
+}
+
+impl From<Scaling> for WeightScaling {
+    fn from(scaling: Scaling) -> Self {
+        WeightScaling(smallvec![scaling])
+    }
+}
+
+impl<const N: usize> From<[Scaling; N]> for WeightScaling {
+    fn from(scalings: [Scaling; N]) -> Self {
+        WeightScaling(scalings.into_iter().collect())
     }
 }
 

@@ -13,13 +13,13 @@ use super::operands::Weights;
 use super::product::{
     self, CallForm, ProductOptions, RawWeights, bind_weights, check_outputs, check_weights,
 };
+use super::scales::{Expected, Operand, RawOperand};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
-use crate::element::Element;
+use crate::element::{DType, Element};
 use crate::error::Result;
 use crate::explanation::Explanation;
 use crate::group::Group;
-use crate::matrix::MatrixView;
 use crate::profile::span::Span;
 use crate::refusal::{self, Refusal, require_count};
 use crate::schedule::layout::MAX_EXTENT;
@@ -98,27 +98,37 @@ impl<'a, B: Backend> PlannedSums<'a, B> {
 /// The operands of a sum over ranks.
 pub struct SumOperands<'m, B: Backend> {
     /// [M, K]
-    pub a: RawView<'m, B>,
+    pub a: RawOperand<'m, B>,
     /// One weight.
     pub weights: RawWeights<'m, B>,
 }
 
 impl<B: Backend> SumOperands<'_, B> {
+    /// What the operands say of a call that was not prepared. `out`: the output's type, if there is an output.
+    pub fn called(
+        &self,
+        options: &ProductOptions<B>,
+        out: Option<DType>,
+    ) -> refusal::Result<CallForm> {
+        options.called(self.a.scaling()?, &self.weights, out)
+    }
+
     /// N of a call that was not prepared.
     pub fn n(&self, options: &ProductOptions<B>) -> refusal::Result<usize> {
         let SumOperands { a, weights } = self;
         require_count("a sum over ranks", "weight", 1, "this call", weights.len())?;
-        options.n_of(a.group, a.shape[1], &weights[0])
+        let RawView { group, shape, .. } = a.values;
+        options.n_of(group, shape[1], &weights[0].values)
     }
 }
 
 /// The operands of a call.
 pub fn operands<'m, B: Backend, T: Element>(
-    a: impl Into<MatrixView<'m, B, T>>,
+    a: impl Into<Operand<'m, B, T>>,
     b: impl Into<Weights<'m, B, T>>,
 ) -> SumOperands<'m, B> {
     SumOperands {
-        a: a.into().into(),
+        a: RawOperand::from(a.into()),
         weights: b.into().all,
     }
 }
@@ -174,7 +184,13 @@ impl<B: Backend> PlannedSums<'_, B> {
 
     /// Checks the operands. Bias and residual were checked when the sum was planned.
     pub fn check(&self, SumOperands { a, weights }: &SumOperands<B>) -> refusal::Result<()> {
-        let (group, problem) = (a.group, &self.problem);
+        let RawView {
+            group,
+            dtype,
+            shape,
+            ..
+        } = a.values;
+        let problem = &self.problem;
         let layout = &problem.layout;
         require_same_group("the prepared sum", &self.group, group)?;
         let what = match self.which {
@@ -182,8 +198,10 @@ impl<B: Backend> PlannedSums<'_, B> {
             Which::Own => "a [M, K] of a prepared call",
             Which::All => "a [M, K]",
         };
-        require_shape(what, [layout.m(), layout.k()], a.shape)?;
-        require_dtype("a", problem.dtypes.operands, a.dtype)?;
+        let expected = [layout.m(), layout.k()];
+        require_shape(what, expected, shape)?;
+        require_dtype("a", problem.dtypes.operands, dtype)?;
+        a.check_scales(group, &Expected::rows(problem.form.a_scaling, expected))?;
         check_weights(group, problem, &[problem.n], weights)
     }
 
@@ -215,7 +233,7 @@ impl<B: Backend> PlannedSums<'_, B> {
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let fits = self.check(operands).and(checked);
-        fits.map_err(operands.a.group.refusal(self.which.name()))?;
+        fits.map_err(operands.a.values.group.refusal(self.which.name()))?;
         let before = self.multiply.as_ref();
         self.launch(before, &self.sum, Some(operands), out, shared, trace)
     }
@@ -289,7 +307,7 @@ impl<B: Backend> PlannedSums<'_, B> {
         };
         let mut bound = [const { Bound::Nothing }; MATRICES];
         if let Some(SumOperands { a, weights }) = operands {
-            bound[matrices::A] = a.input();
+            a.bind(&mut bound, matrices::A, matrices::A_SCALES);
             bind_weights(&mut bound, weights);
         }
         bound[matrices::OUT] = out;

@@ -5,6 +5,7 @@ use std::fmt;
 use smallvec::SmallVec;
 
 use super::call::{RawOutput, RawView, require_dtype, require_same_group, require_shape};
+use super::scales::{self, Expected, RawOperand};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::DType;
@@ -14,13 +15,14 @@ use crate::refusal::{Refusal, Result, require_count};
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::{self, MATRICES};
+use crate::schedule::scaling::WeightScalings;
 use crate::schedule::{
-    Activation, Config, DTypes, Form, Layout, MAX_WEIGHTS, Operation, Problem, Product, Schedule,
-    WeightLayout, Widths,
+    Accumulation, Activation, Config, DTypes, Form, Layout, MAX_WEIGHTS, Operation, Problem,
+    Product, Scaling, Schedule, WeightLayout, Widths,
 };
 
 /// The weights of a product. All of them use one gather of the rows.
-pub type RawWeights<'a, B> = SmallVec<[RawView<'a, B>; MAX_WEIGHTS]>;
+pub type RawWeights<'a, B> = SmallVec<[RawOperand<'a, B>; MAX_WEIGHTS]>;
 /// The outputs of a product.
 pub type RawOutputs<'a, B> = SmallVec<[RawOutput<'a, B>; MAX_WEIGHTS]>;
 
@@ -36,6 +38,9 @@ pub struct ProductOptions<'a, B: Backend> {
     pub activation: Activation,
     pub gated: bool,
     pub weights: WeightLayout,
+    /// How many values of the operands share scales, for `prepare`.
+    pub scaling: (Scaling, WeightScalings),
+    pub accumulation: Accumulation,
     /// The output's type for `prepare`, if the caller says one.
     pub output_dtype: Option<DType>,
     pub constant_weights: bool,
@@ -49,12 +54,19 @@ pub struct CallForm {
     pub weights: DType,
     /// The type of the outputs.
     pub output: DType,
+    /// How many values of `a` share a scale.
+    pub a_scaling: Scaling,
+    /// How many values of each weight share a scale. One entry may stand for all.
+    pub b_scaling: WeightScalings,
 }
 
 // A derived `Clone` would need a backend that can be cloned.
 impl<B: Backend> Clone for ProductOptions<'_, B> {
     fn clone(&self) -> Self {
-        ProductOptions { ..*self }
+        ProductOptions {
+            scaling: self.scaling.clone(),
+            ..*self
+        }
     }
 }
 
@@ -67,6 +79,8 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
             activation: Activation::Identity,
             gated: false,
             weights: WeightLayout::Nk,
+            scaling: Default::default(),
+            accumulation: Accumulation::default(),
             output_dtype: None,
             constant_weights: false,
             config: None,
@@ -89,10 +103,20 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
             self.gated.then(|| "gated".into()),
             (self.weights == WeightLayout::Kn).then(|| "weights [K, N]".into()),
             self.output_dtype.map(|dtype| format!("{dtype} output")),
+            self.is_scaled().then(|| "scaled".into()),
+            (self.accumulation == Accumulation::Fast).then(|| "fast accumulation".into()),
             self.constant_weights.then(|| "constant weights".into()),
             self.config.is_some().then(|| "config".into()),
         ];
         write_parts(f, shared.into_iter().chain(more).flatten())
+    }
+
+    /// True if calls are prepared for scales.
+    fn is_scaled(&self) -> bool {
+        let (a, b) = &self.scaling;
+        [*a].iter()
+            .chain(b)
+            .any(|&scaling| scaling != Scaling::None)
     }
 
     /// What the builder says of calls that it prepares.
@@ -104,17 +128,27 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
         CallForm {
             weights: half(DType::F8E4M3),
             output: self.output_dtype.unwrap_or(half(DType::Bf16)),
+            a_scaling: self.scaling.0,
+            b_scaling: self.scaling.1.clone(),
         }
     }
 
     /// What the arguments say of a call that was not prepared.
-    pub fn called(&self, weights: &[RawView<B>], output: Option<DType>) -> CallForm {
+    pub fn called(
+        &self,
+        a_scaling: Scaling,
+        weights: &[RawOperand<B>],
+        output: Option<DType>,
+    ) -> Result<CallForm> {
         let planned = self.planned();
-        let weight = weights.first().map(|weight| weight.dtype);
-        CallForm {
+        let weight = weights.first().map(|weight| weight.values.dtype);
+        let b_scaling = weights.iter().map(RawOperand::scaling);
+        Ok(CallForm {
             weights: weight.unwrap_or(planned.weights),
             output: output.unwrap_or(planned.output),
-        }
+            a_scaling,
+            b_scaling: b_scaling.collect::<Result<_>>()?,
+        })
     }
 
     /// The problem of a product with weights of these widths.
@@ -126,7 +160,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
         call: &CallForm,
     ) -> Result<Problem> {
         let several = widths.len() > 1 && !self.gated;
-        let form = Form {
+        let mut form = Form {
             widths: if several {
                 widths.into()
             } else {
@@ -136,9 +170,15 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
             activation: self.activation,
             weights: self.weights,
             constant_weights: self.constant_weights,
+            a_scaling: call.a_scaling,
+            b_scaling: WeightScalings::new(),
+            accumulation: self.accumulation,
         };
+        form.b_scaling = for_each_weight(&call.b_scaling, form.weight_count())?;
         let n = form.n_of(widths);
+        let gathers = operation == Operation::AllGatherMatmul;
         Ok(Problem {
+            beside: scales::beside(call.a_scaling, layout.k(), gathers)?,
             dtypes: DTypes::of_product(self.dtype, call.weights, call.output)?,
             form,
             ..Problem::new(operation, self.dtype, layout, n)
@@ -166,7 +206,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
     pub fn widths(&self, group: &Group<B>, k: usize, weights: &RawWeights<B>) -> Result<Widths> {
         limit(WEIGHTS, weights.len(), 1, MAX_WEIGHTS)?;
         let widths = weights.iter().enumerate().map(|(number, weight)| {
-            let n = self.n_of(group, k, weight);
+            let n = self.n_of(group, k, &weight.values);
             n.map_err(Refusal::one_of("weight", number, weights.len()))
         });
         widths.collect()
@@ -230,6 +270,28 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
     }
 }
 
+/// One entry for each weight, or none if weights have no scales. One entry may stand for all.
+fn for_each_weight(scalings: &WeightScalings, weights: usize) -> Result<WeightScalings> {
+    match scalings[..] {
+        [] | [Scaling::None] => return Ok(WeightScalings::new()),
+        [scaling] => return Ok(WeightScalings::from_elem(scaling, weights)),
+        _ => {}
+    }
+    require_count(
+        "the product",
+        "weight",
+        weights,
+        "the list of scalings",
+        scalings.len(),
+    )?;
+    let is_scaled = scalings.iter().any(|&scaling| scaling != Scaling::None);
+    Ok(if is_scaled {
+        scalings.clone()
+    } else {
+        WeightScalings::new()
+    })
+}
+
 /// The name of a weight's shape in messages, and the shape.
 fn expected_weight(layout: WeightLayout, n: usize, k: usize) -> (&'static str, [usize; 2]) {
     match layout {
@@ -256,7 +318,7 @@ pub fn check_weights<B: Backend>(
     group: &Group<B>,
     problem: &Problem,
     widths: &[usize],
-    weights: &[RawView<B>],
+    weights: &[RawOperand<B>],
 ) -> Result<()> {
     let (form, k) = (&problem.form, problem.layout.k());
     let whole = match form.gated {
@@ -268,9 +330,17 @@ pub fn check_weights<B: Backend>(
     for (number, weight) in weights.iter().enumerate() {
         let n = widths[if form.gated { 0 } else { number }];
         let (what, shape) = expected_weight(form.weights, n, k);
-        let fits = require_same_group("b", weight.group, group)
-            .and_then(|()| require_shape(what, shape, weight.shape))
-            .and_then(|()| require_dtype("b", problem.dtypes.weights, weight.dtype));
+        let expected = Expected::weight(form.scaling_of_weight(number), [n, k]);
+        let RawView {
+            group: its,
+            dtype,
+            shape: found,
+            ..
+        } = weight.values;
+        let fits = require_same_group("b", its, group)
+            .and_then(|()| require_shape(what, shape, found))
+            .and_then(|()| require_dtype("b", problem.dtypes.weights, dtype))
+            .and_then(|()| weight.check_scales(group, &expected));
         fits.map_err(Refusal::one_of("weight", number, weights.len()))?;
     }
     Ok(())
@@ -306,11 +376,10 @@ pub fn check_outputs<B: Backend>(
 /// Binds weights.
 pub fn bind_weights<'m, B: Backend>(
     matrices: &mut [Bound<'m, B>; MATRICES],
-    weights: &[RawView<'m, B>],
+    weights: &[RawOperand<'m, B>],
 ) {
-    let places = matrices[matrices::B..matrices::OUT].iter_mut();
-    for (matrix, weight) in places.zip(weights) {
-        *matrix = weight.input();
+    for (number, weight) in weights.iter().enumerate().take(MAX_WEIGHTS) {
+        weight.bind(matrices, matrices::B + number, matrices::B_SCALES + number);
     }
 }
 

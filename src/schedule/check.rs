@@ -4,9 +4,10 @@ use std::ops::Range;
 
 use super::layout::MAX_WORLD;
 use super::limits::{limit, out_of, require};
+use super::scaling;
 use super::{
     Addend, Bias, MAX_BLOCKS, MAX_FLAGS, MAX_WEIGHTS, Move, OutputBlock, Parts, Product, Reduction,
-    Region, Request, Residual, Sum, Tile, Transfer, WeightLayout,
+    Region, Request, Residual, ScaleMatrix, Sum, Tile, Transfer, WeightLayout,
 };
 use crate::element::DType;
 use crate::refusal::{Refusal, Result};
@@ -178,6 +179,26 @@ impl Parts {
                 );
                 return Err(Refusal::Unsupported { what });
             }
+        }
+        scaling::check(a_spec.dtype, product)?;
+        self.check_scales(product)
+    }
+
+    /// Checks that scales have the extents of their operands, and are f32.
+    fn check_scales(&self, product: &Product) -> Result<()> {
+        let Product { m, k, .. } = *product;
+        let of_rows = product.a_scales.map(|of| (of, of.scaling.of_rows([m, k])));
+        let of_weights = product.weights.iter().filter_map(|weight| {
+            let scales = weight.scales?;
+            Some((scales, scales.scaling.of_weight([weight.n, k])))
+        });
+        for (ScaleMatrix { matrix, .. }, shape) in of_rows.into_iter().chain(of_weights) {
+            below("a matrix", matrix, self.matrices.len())?;
+            let spec = self.matrices[matrix];
+            require("scales must be f32", spec.dtype == DType::F32)?;
+            let [rows, columns] = shape.map_or([0, 0], |(shape, _)| shape);
+            limit("rows of scales", spec.rows, rows, rows)?;
+            limit("columns of scales", spec.columns, columns, columns)?;
         }
         Ok(())
     }

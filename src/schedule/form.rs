@@ -5,6 +5,7 @@ use smallvec::SmallVec;
 use super::MatrixSpec;
 use super::layout::MAX_EXTENT;
 use super::limits::{limit, require};
+use super::scaling::{Scaling, WeightScalings};
 use crate::element::DType;
 use crate::refusal::Result;
 
@@ -62,6 +63,18 @@ fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + (-x).exp())
 }
 
+/// How sums of products of fp8 are made. Those of bf16 and f16 are always sums of f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Accumulation {
+    /// Every 128 of K are summed separately. These sums are then added in f32.
+    #[default]
+    Promoted,
+    /// On GPUs all of K may be summed by the tensor cores, which keep about 13 bits of a sum of fp8. It takes less time.
+    /// With scales of blocks, and on the host, sums are made as with `Promoted`.
+    Fast,
+}
+
 /// How a weight lies in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum WeightLayout {
@@ -99,6 +112,12 @@ pub struct Form {
     pub weights: WeightLayout,
     /// Whether nothing that may still run when the product begins writes the weights.
     pub constant_weights: bool,
+    /// How many values of `a` share a scale.
+    pub a_scaling: Scaling,
+    /// How many values of each weight share a scale. Empty if weights have no scales.
+    pub b_scaling: WeightScalings,
+    /// How sums of products of fp8 are made.
+    pub accumulation: Accumulation,
 }
 
 impl Form {
@@ -144,11 +163,19 @@ impl Form {
         n * (1 + usize::from(self.gated))
     }
 
+    /// How many values of a weight share a scale.
+    pub fn scaling_of_weight(&self, number: usize) -> Scaling {
+        self.b_scaling.get(number).copied().unwrap_or_default()
+    }
+
     /// How this form differs from the default, in words that ranks compare. It has only what all ranks must have alike
     /// to get the same sums.
-    pub(super) fn agreed(&self) -> Option<String> {
+    pub(super) fn agreed(&self) -> impl Iterator<Item = String> + use<> {
         let is_applied = self.activation != Activation::Identity;
-        is_applied.then(|| self.activation.name().into())
+        let applied = is_applied.then(|| self.activation.name().into());
+        let is_fast = self.accumulation == Accumulation::Fast;
+        let accumulated = is_fast.then(|| "fast accumulation".into());
+        [applied, accumulated].into_iter().flatten()
     }
 }
 

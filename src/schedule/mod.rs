@@ -12,13 +12,14 @@ mod parts;
 pub mod plan;
 mod problem;
 pub mod product;
+pub mod scaling;
 mod transfer;
 
 pub use crate::refusal::Refusal;
 pub use crate::route::Route;
 pub use agreed::Agreed;
 pub use config::{Chunking, Config, Numerics, TileShape};
-pub use form::{Activation, Form, MAX_WEIGHTS, WeightLayout, Widths};
+pub use form::{Accumulation, Activation, Form, MAX_WEIGHTS, WeightLayout, Widths};
 pub use layout::{Layout, RowOrder};
 pub use operation::Operation;
 pub use parts::Parts;
@@ -26,6 +27,7 @@ pub use problem::{DTypes, Problem};
 pub use product::{
     Addend, Bias, DeferredChunk, OutputBlock, Product, Reduction, Residual, Sum, Tile, Weight,
 };
+pub use scaling::{ScaleMatrix, Scaling};
 pub use transfer::{Extent, MatrixSpec, Move, Region, Request, Transfer};
 
 use std::ops::Range;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use smallvec::SmallVec;
 
-use super::{Activation, Config, MatrixSpec, WeightLayout};
+use super::{Accumulation, Activation, Config, MatrixSpec, ScaleMatrix, WeightLayout};
 use crate::element::DType;
 
 /// Products of fp8 are summed separately over every 128 of K, in ascending order. These sums are then added in f32.
@@ -15,12 +15,16 @@ pub const PROMOTED: usize = 128;
 pub struct Product {
     /// `[m, k]`
     pub a: usize,
+    /// The scales of `a`, if it has any.
+    pub a_scales: Option<ScaleMatrix>,
     /// The matrices that `a` is multiplied with. A gated product has two, first the gate and then up.
     pub weights: SmallVec<[Weight; 1]>,
     /// How the weights lie in memory.
     pub weight_layout: WeightLayout,
     /// Whether nothing that may still run when the product begins writes the weights.
     pub constant_weights: bool,
+    /// How sums of products of fp8 are made.
+    pub accumulation: Accumulation,
     /// True for a gated product: its output is `activation(a · gateᵀ) * (a · upᵀ)`.
     pub gated: bool,
     /// Rows of the product.
@@ -80,6 +84,8 @@ pub struct Weight {
     pub b: usize,
     /// Columns of the product with this weight.
     pub n: usize,
+    /// Its scales, if it has any.
+    pub scales: Option<ScaleMatrix>,
 }
 
 impl Sum {

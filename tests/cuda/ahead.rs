@@ -89,7 +89,7 @@ fn replays_ahead(test: &str, route: Route) {
             let prepared = arguments.prepare(route)?;
             let replay = Replay::capture(group, GLOBAL, || {
                 let Arguments { a, b, out, .. } = arguments;
-                prepared.run(a, &*b, &mut *out).unwrap();
+                prepared.run(&*a, &*b, &mut *out).unwrap();
             });
             for _ in 0..AHEAD {
                 replay.launch();

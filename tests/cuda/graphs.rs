@@ -82,7 +82,7 @@ fn a_captured_product_without_a_gather_outlives_what_prepared_it() {
             let prepared = arguments.prepare(Route::Pull)?;
             Replay::capture(&group, GLOBAL, || {
                 let Arguments { a, b, out, .. } = &mut arguments;
-                prepared.matmul(a, &*b, &mut *out).unwrap();
+                prepared.matmul(&*a, &*b, &mut *out).unwrap();
             })
         };
         for n in 1..=gemmesh::testing::KEPT_PROGRAMS {
@@ -116,7 +116,7 @@ fn no_rows_are_captured_as_nothing() {
             let prepared = none.prepare(route)?;
             let replay = Replay::capture(&group, GLOBAL, || {
                 let Arguments { a, b, out, .. } = &mut none;
-                prepared.run(a, &*b, &mut *out).unwrap();
+                prepared.run(&*a, &*b, &mut *out).unwrap();
                 all_gather(a).unwrap();
                 matmul.run(&alone, &*b, &mut *out).unwrap();
             });
@@ -143,7 +143,7 @@ fn a_captured_operation_is_right_in_each_of_1000_replays() {
             let prepared = arguments.prepare(route)?;
             let replay = Replay::capture(&group, mode, || {
                 let Arguments { a, b, out, .. } = &mut arguments;
-                prepared.run(a, &*b, &mut *out).unwrap();
+                prepared.run(&*a, &*b, &mut *out).unwrap();
             });
             for turn in 0..count {
                 // Other rows each time; now and then several at once, or another operation in between.
@@ -201,7 +201,7 @@ fn a_replay_that_a_rank_does_not_make_ends_at_the_deadline_and_names_it() {
             let prepared = arguments.prepare(route)?;
             let replay = Replay::capture(&group, GLOBAL, || {
                 let Arguments { a, b, out, .. } = &mut arguments;
-                prepared.run(a, &*b, &mut *out).unwrap();
+                prepared.run(&*a, &*b, &mut *out).unwrap();
             });
             replay.launch();
             group.synchronize()?;

@@ -8,8 +8,8 @@ use std::ops::Range;
 use gemmesh::DType;
 use gemmesh::schedule::plan::tile_order;
 use gemmesh::schedule::{
-    Activation, Agreed, Bias, Config, MatrixSpec, Move, OutputBlock, Parts, Product, Region, Route,
-    Schedule, Sum, Tile, Transfer, Weight, WeightLayout,
+    Accumulation, Activation, Agreed, Bias, Config, MatrixSpec, Move, OutputBlock, Parts, Product,
+    Region, Route, Schedule, Sum, Tile, Transfer, Weight, WeightLayout,
 };
 
 /// What is gathered, and perhaps multiplied.
@@ -55,7 +55,15 @@ fn product(problem: Asked, rows: usize, config: Config) -> Option<Product> {
     let Asked { k, n, .. } = problem;
     (n > 0).then_some(Product {
         a: A,
-        weights: [Weight { b: B, n }].into_iter().collect(),
+        a_scales: None,
+        accumulation: Accumulation::default(),
+        weights: [Weight {
+            b: B,
+            n,
+            scales: None,
+        }]
+        .into_iter()
+        .collect(),
         weight_layout: WeightLayout::Nk,
         constant_weights: false,
         gated: false,

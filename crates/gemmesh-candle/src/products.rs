@@ -176,7 +176,7 @@ impl<B: Device, T: Half> Product for Columns<B, T> {
         if self.gated {
             product = product.gated().activation(Activation::Silu);
         }
-        product.run(&gathered, operands.weights(), views::<B, T>(&mut outputs))?;
+        product.run(&*gathered, operands.weights(), views::<B, T>(&mut outputs))?;
         self.finish(outputs, x)
     }
 

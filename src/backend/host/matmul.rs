@@ -8,6 +8,7 @@ use gemm_f32::gemm::f32::get_gemm_fn;
 use super::matrices::RowsView;
 use super::scratch::{DEEPEST, LANES, TileScratch, grown};
 use crate::element::{DType, Element};
+use crate::schedule::Scaling;
 use crate::schedule::product::PROMOTED;
 
 /// The operands of one tile.
@@ -15,6 +16,39 @@ pub struct TileOperands<'a, T, W> {
     /// [rows, k]
     pub a: RowsView<'a, T>,
     pub b: TileWeight<'a, W>,
+    pub a_scales: Option<ScalesView<'a>>,
+    pub b_scales: Option<ScalesView<'a>>,
+}
+
+/// The scales of an operand.
+pub struct ScalesView<'a> {
+    pub scales: RowsView<'a, f32>,
+    pub scaling: Scaling,
+    /// The row and the column of the scale of a row of the operand and a block of K.
+    pub place: fn(Scaling, usize, usize) -> [usize; 2],
+    /// The operand's first row in the tile.
+    pub first: usize,
+}
+
+impl ScalesView<'_> {
+    /// The scale of a row of the tile's operand and a block of K. Without scales it is one.
+    fn of(this: &Option<Self>, row: usize, block: usize) -> f32 {
+        let Some(ScalesView {
+            scales,
+            scaling,
+            place,
+            first,
+        }) = this
+        else {
+            return 1.0;
+        };
+        let [row, column] = place(*scaling, first + row, block);
+        scales.get(row).map_or(f32::NAN, |scales| scales[column])
+    }
+
+    fn has_blocks(this: &Option<Self>) -> bool {
+        this.as_ref().is_some_and(|view| view.scaling.has_blocks())
+    }
 }
 
 /// A weight in its layout.
@@ -27,14 +61,14 @@ pub enum TileWeight<'a, T> {
 
 /// `a · bᵀ` in f32, handed to `store` row by row, unrounded. `tile_k` of K is widened at a time.
 ///
-/// Every 128 of K of fp8 are summed separately, whatever `tile_k` is.
+/// Every 128 of K of fp8 are summed separately, whatever `tile_k` is, and `store` gets scaled sums.
 pub fn multiply<T: Element, W: Element>(
     scratch: &mut TileScratch,
     operands: &TileOperands<T, W>,
     tile_k: usize,
     mut store: impl FnMut(usize, &mut [f32]),
 ) {
-    let TileOperands { a, b } = operands;
+    let TileOperands { a, b, .. } = operands;
     let (rows, k) = (a.rows, a.columns);
     let columns = match b {
         TileWeight::Nk(b) => b.rows,
@@ -63,7 +97,10 @@ pub fn multiply<T: Element, W: Element>(
             add_product(to, [padded, columns, depth], wide_a, (wide_b, strides), add);
         }
         if is_promoted {
-            promote(sums, part, begin == 0);
+            if begin == 0 {
+                sums.fill(0.0);
+            }
+            operands.promote(sums, part, padded, begin / PROMOTED);
         }
     }
     let sums_of_row = grown(&mut scratch.row, columns);
@@ -71,6 +108,7 @@ pub fn multiply<T: Element, W: Element>(
         for (sum, column) in sums_of_row.iter_mut().zip(sums.chunks_exact(padded)) {
             *sum = column[row];
         }
+        operands.scale(row, sums_of_row);
         store(row, sums_of_row);
     }
 }
@@ -83,13 +121,41 @@ pub fn step(dtype: DType, tile_k: usize) -> usize {
     }
 }
 
-/// Adds the sums of a part of K to the sums of the parts before it.
-fn promote(sums: &mut [f32], part: &[f32], is_first: bool) {
-    if is_first {
-        sums.fill(0.0);
+impl<T, W> TileOperands<'_, T, W> {
+    /// True if each part of K has scales of its own.
+    fn has_blocks(&self) -> bool {
+        ScalesView::has_blocks(&self.a_scales)
     }
-    for (sum, part) in sums.iter_mut().zip(part) {
-        *sum += part;
+
+    /// Adds the sums of a part of K, which is block `block`, to the sums of the parts before it.
+    fn promote(&self, sums: &mut [f32], part: &[f32], padded: usize, block: usize) {
+        if !self.has_blocks() {
+            for (sum, part) in sums.iter_mut().zip(part) {
+                *sum += part;
+            }
+            return;
+        }
+        let columns = sums.chunks_exact_mut(padded).zip(part.chunks_exact(padded));
+        for (column, (sums, part)) in columns.enumerate() {
+            let of_column = ScalesView::of(&self.b_scales, column, block);
+            let sums = sums.iter_mut().zip(part).take(self.a.rows);
+            for (row, (sum, part)) in sums.enumerate() {
+                let scale = ScalesView::of(&self.a_scales, row, block) * of_column;
+                *sum = scale.mul_add(*part, *sum);
+            }
+        }
+    }
+
+    /// Scales the sums of a row, unless their parts were.
+    fn scale(&self, row: usize, sums: &mut [f32]) {
+        let is_scaled = self.a_scales.is_some() || self.b_scales.is_some();
+        if !is_scaled || self.has_blocks() {
+            return;
+        }
+        let of_row = ScalesView::of(&self.a_scales, row, 0);
+        for (column, sum) in sums.iter_mut().enumerate() {
+            *sum = of_row * (ScalesView::of(&self.b_scales, column, 0) * *sum);
+        }
     }
 }
 

@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-use super::matmul::{TileOperands, TileWeight, multiply};
+use super::matmul::{ScalesView, TileOperands, TileWeight, multiply};
 use super::matrices::BoundMatrices;
 use super::scratch::{WorkerScratch, grown};
 use super::sum::Columns;
 use crate::element::{DType, Element, F8E4M3, F8E5M2, bf16, f16};
-use crate::schedule::{Product, Reduction, Tile, WeightLayout};
+use crate::schedule::{Product, Reduction, ScaleMatrix, Scaling, Tile, Weight, WeightLayout};
 
 /// # Safety
 /// The matrices lie at their places, aligned for their type. Nobody writes the tile's rows or their addends meanwhile,
@@ -98,7 +98,26 @@ impl<'a> TileProduct<'a> {
             matrices,
         } = self;
         let (rows, columns, depth) = (product.rows(tile), product.columns(tile), 0..product.k);
-        let b = matrices.place(product.weights[weight].b);
+        let Weight { b, scales, .. } = product.weights[weight];
+        let b = matrices.place(b);
+        // SAFETY: as this function's.
+        let view = |scales: ScaleMatrix| unsafe {
+            let spec = matrices.spec(scales.matrix);
+            let place = matrices.place(scales.matrix);
+            place.part(0..spec.rows, 0..spec.columns)
+        };
+        let a_scales = product.a_scales.map(|scales| ScalesView {
+            scales: view(scales),
+            scaling: scales.scaling,
+            place: Scaling::place_of_row,
+            first: rows.start,
+        });
+        let b_scales = scales.map(|scales| ScalesView {
+            scales: view(scales),
+            scaling: scales.scaling,
+            place: Scaling::place_of_column,
+            first: columns.start,
+        });
         // SAFETY: as this function's; any bits are a valid float.
         unsafe {
             TileOperands {
@@ -107,6 +126,8 @@ impl<'a> TileProduct<'a> {
                     WeightLayout::Nk => TileWeight::Nk(b.part(columns, depth)),
                     WeightLayout::Kn => TileWeight::Kn(b.part(depth, columns)),
                 },
+                a_scales,
+                b_scales,
             }
         }
     }

@@ -10,11 +10,13 @@ use crate::route::Route;
 use crate::schedule::config::{CUT_COLUMNS, Chunking, Config};
 use crate::schedule::layout::{Layout, MAX_EXTENT, RowOrder, chunk_rows};
 use crate::schedule::limits::limit;
-use crate::schedule::plan::matrices::{self, A, B, BESIDE, BIAS, OUT, RESIDUAL};
+use crate::schedule::plan::matrices::{
+    self, A, A_SCALES, B, B_SCALES, BESIDE, BIAS, OUT, RESIDUAL,
+};
 use crate::schedule::plan::tile_order::{self, ring};
 use crate::schedule::{
     Agreed, Bias, DTypes, DeferredChunk, MatrixSpec, Move, OutputBlock, Parts, Problem, Product,
-    Region, Residual, Schedule, Sum, Transfer, Weight, Widths,
+    Region, Residual, ScaleMatrix, Schedule, Sum, Transfer, Weight, Widths,
 };
 
 /// Gathers rows and multiplies them at the same time. A tile waits for its rows.
@@ -163,7 +165,16 @@ fn deferred(arrivals: &[Transfer]) -> Option<DeferredChunk> {
 
 /// Adds the same rows of the second matrix to a transfer.
 fn move_beside(transfer: &mut Transfer, columns: usize) {
-    let rows = transfer.regions[0].to.rows.clone();
+    let Region {
+        rows,
+        columns: of_first,
+        ..
+    } = &transfer.regions[0].to;
+    // The first part of rows that are cut along K brings them.
+    if of_first.start > 0 {
+        return;
+    }
+    let rows = rows.clone();
     transfer.regions.push(Move::in_place(Region {
         matrix: BESIDE,
         rows,
@@ -187,8 +198,11 @@ fn matrices(problem: &Problem, widths: &[usize], product: Option<&Product>) -> V
     for (number, &n) in widths.iter().enumerate() {
         matrices[OUT + number] = MatrixSpec::new(output, m, n);
     }
-    for &Weight { b, n } in product.iter().flat_map(|product| &product.weights) {
+    for &Weight { b, n, .. } in product.iter().flat_map(|product| &product.weights) {
         matrices[b] = form.weights.spec(weights, n, k);
+    }
+    if let Some(product) = product {
+        matrices::specify_scales(&mut matrices, product);
     }
     if let Some((dtype, columns)) = problem.beside {
         matrices[BESIDE] = MatrixSpec::new(dtype, m, columns);
@@ -230,12 +244,19 @@ fn product(
     let weights = (0..form.weight_count()).map(|number| Weight {
         b: B + number,
         n: widths[if form.gated { 0 } else { number }],
+        scales: ScaleMatrix::new(B_SCALES + number, form.scaling_of_weight(number)),
     });
+    let a_scales = match form.a_scaling.is_sharded() {
+        true => BESIDE,
+        false => A_SCALES,
+    };
     Product {
         a: A,
+        a_scales: ScaleMatrix::new(a_scales, form.a_scaling),
         weights: weights.collect(),
         weight_layout: form.weights,
         constant_weights: form.constant_weights,
+        accumulation: form.accumulation,
         gated: form.gated,
         m: layout.m(),
         k: layout.k(),

@@ -1,7 +1,7 @@
 //! The numbers of the matrices in all schedules. A call binds memory to those that it has.
 
 use crate::element::DType;
-use crate::schedule::{MAX_WEIGHTS, MatrixSpec};
+use crate::schedule::{MAX_WEIGHTS, MatrixSpec, Product, ScaleMatrix};
 
 /// The rows that are gathered, multiplied or sent.
 pub const A: usize = 0;
@@ -19,10 +19,29 @@ pub const PARTIALS: usize = 4;
 pub const B: usize = 5;
 /// The first weight's output. The other outputs have the next numbers. If nothing is multiplied, it is the result.
 pub const OUT: usize = B + MAX_WEIGHTS;
+/// The scales of `a`, unless they are gathered with it. Then they are [`BESIDE`].
+pub const A_SCALES: usize = OUT + MAX_WEIGHTS;
+/// The scales of the first weight. Those of the other weights have the next numbers.
+pub const B_SCALES: usize = A_SCALES + 1;
 /// The number of matrices.
-pub const MATRICES: usize = OUT + MAX_WEIGHTS;
+pub const MATRICES: usize = B_SCALES + MAX_WEIGHTS;
 
 /// The specifications of all matrices of an operation that uses none.
 pub(super) fn unused(dtype: DType) -> Vec<MatrixSpec> {
     vec![MatrixSpec::new(dtype, 0, 0); MATRICES]
+}
+
+/// Specifies the scales of a product, so that a call can bind them.
+pub(super) fn specify_scales(matrices: &mut [MatrixSpec], product: &Product) {
+    let mut specify = |scales: Option<ScaleMatrix>, shape: Option<([usize; 2], &str)>| {
+        if let (Some(ScaleMatrix { matrix, .. }), Some(([rows, columns], _))) = (scales, shape) {
+            matrices[matrix] = MatrixSpec::new(DType::F32, rows, columns);
+        }
+    };
+    let Product { m, k, .. } = *product;
+    let of = |scales: Option<ScaleMatrix>| scales.map(|scales| scales.scaling).unwrap_or_default();
+    specify(product.a_scales, of(product.a_scales).of_rows([m, k]));
+    for weight in &product.weights {
+        specify(weight.scales, of(weight.scales).of_weight([weight.n, k]));
+    }
 }

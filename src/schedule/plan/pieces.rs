@@ -10,14 +10,17 @@ use crate::route::Route;
 use crate::schedule::config::{Chunking, Config, TileShape};
 use crate::schedule::layout::{MAX_EXTENT, chunk_rows};
 use crate::schedule::limits::limit;
-use crate::schedule::plan::matrices::{self, A, B, BIAS, OUT, PARTIALS, RESIDUAL};
+use crate::schedule::plan::matrices::{
+    self, A, A_SCALES, B, B_SCALES, BIAS, OUT, PARTIALS, RESIDUAL,
+};
 use crate::schedule::plan::partials::{
     Incoming, Partials, Piece, by_owners, is_one_shot, is_stored_by_tiles,
 };
 use crate::schedule::plan::tile_order::{TileRow, ring};
 use crate::schedule::{
     Activation, Addend, Agreed, Bias, DTypes, MAX_FLAGS, MatrixSpec, Move, OutputBlock, Parts,
-    Problem, Product, Reduction, Region, Residual, Schedule, Sum, Tile, Transfer, Weight,
+    Problem, Product, Reduction, Region, Residual, ScaleMatrix, Schedule, Sum, Tile, Transfer,
+    Weight,
 };
 
 /// A planner of partial sums for one rank.
@@ -287,14 +290,18 @@ impl SumPlan<'_> {
     }
 
     pub(super) fn product(&self, a: usize, blocks: Vec<OutputBlock>) -> Product {
+        let form = &self.problem.form;
         Product {
             a,
+            a_scales: ScaleMatrix::new(A_SCALES, form.a_scaling),
             weights: smallvec![Weight {
                 b: B,
                 n: self.problem.n,
+                scales: ScaleMatrix::new(B_SCALES, form.scaling_of_weight(0)),
             }],
-            weight_layout: self.problem.form.weights,
-            constant_weights: self.problem.form.constant_weights,
+            weight_layout: form.weights,
+            constant_weights: form.constant_weights,
+            accumulation: form.accumulation,
             gated: false,
             m: self.problem.layout.m(),
             k: self.problem.layout.k(),
@@ -317,7 +324,7 @@ impl SumPlan<'_> {
             rank: self.rank,
             world: self.problem.layout.world(),
             agreed: collective.then(|| self.agree()),
-            matrices: self.matrices(),
+            matrices: self.matrices(product.as_ref()),
             arrivals,
             departures,
             product,
@@ -328,7 +335,7 @@ impl SumPlan<'_> {
         })
     }
 
-    fn matrices(&self) -> Vec<MatrixSpec> {
+    fn matrices(&self, product: Option<&Product>) -> Vec<MatrixSpec> {
         let Problem {
             dtypes,
             layout,
@@ -354,6 +361,9 @@ impl SumPlan<'_> {
         matrices[RESIDUAL] = MatrixSpec::new(partials, rows, *n);
         matrices[PARTIALS] = MatrixSpec::new(partials, room.rows(), room.columns());
         matrices[OUT] = MatrixSpec::new(output, rows, *n);
+        if let Some(product) = product {
+            matrices::specify_scales(&mut matrices, product);
+        }
         matrices
     }
 

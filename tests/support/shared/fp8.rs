@@ -1,8 +1,8 @@
 //! Products of fp8: their bits are those of plain loops, and their errors say what is wrong.
 
 use gemmesh::{
-    Activation, AddendOf, Element, Error, F8E4M3, F8E5M2, Group, Matmul, Matrix, Number, OutputOf,
-    WeightLayout, WeightOf, bf16, f16,
+    Accumulation, Activation, AddendOf, DType, Element, Error, F8E4M3, F8E5M2, Group, Matmul,
+    Matrix, Number, Operand, OutputOf, Scales, Scaling, Value, WeightLayout, WeightOf, bf16, f16,
 };
 
 use crate::support::numbers::normal;
@@ -11,8 +11,11 @@ use crate::support::tested::{Tested, all_done, connect, ranks};
 /// Every so many of K are summed separately.
 const PART: usize = 128;
 
+/// Columns in front of a matrix that is a part of a wider one, so that its rows begin at a multiple of 16 bytes.
+const BEFORE: usize = 16;
+
 /// A product of fp8 on one rank.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 struct Case {
     m: usize,
     /// N of each weight.
@@ -22,7 +25,98 @@ struct Case {
     residual: bool,
     activation: Activation,
     gated: bool,
+    /// How many values share a scale, in `a` and in each weight.
+    scaling: [Scaling; 2],
+    /// True if `a` and its scales are parts of wider matrices.
+    pitched: bool,
     seed: u64,
+}
+
+impl Case {
+    /// The scales of `a` or of a weight with these rows, if it has any.
+    fn scales(&self, of: usize, rows: usize, seed: u64) -> Option<ScaleValues> {
+        let blocks = self.k.div_ceil(PART);
+        let shape = match (self.scaling[of], of) {
+            (Scaling::None, _) => return None,
+            (Scaling::Tensor, _) => [1, 1],
+            (Scaling::Rows, _) => [1, rows],
+            (Scaling::Blocks, 0) => [rows, blocks],
+            (Scaling::TransposedBlocks, 0) => [blocks, rows],
+            (Scaling::Blocks, _) => [rows.div_ceil(PART), blocks],
+            (Scaling::BlocksFrom(first), _) => [(first + rows).div_ceil(PART), blocks],
+            other => panic!("{other:?}"),
+        };
+        Some(ScaleValues {
+            scaling: self.scaling[of],
+            of_a: of == 0,
+            shape,
+            values: normal(seed, shape[0] * shape[1]),
+        })
+    }
+}
+
+/// The scales of an operand.
+struct ScaleValues {
+    scaling: Scaling,
+    of_a: bool,
+    shape: [usize; 2],
+    values: Vec<f32>,
+}
+
+impl ScaleValues {
+    /// The scale of a row's block of K.
+    fn of(&self, row: usize, block: usize) -> f32 {
+        let [rows, columns] = self.shape;
+        match self.scaling {
+            Scaling::Tensor => self.values[0],
+            Scaling::Rows => self.values[row],
+            Scaling::Blocks if self.of_a => self.values[row * columns + block],
+            Scaling::TransposedBlocks => self.values[block * (self.values.len() / rows) + row],
+            Scaling::Blocks => self.values[row / PART * columns + block],
+            Scaling::BlocksFrom(first) => self.values[(first + row) / PART * columns + block],
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn place<'a, B: Tested>(&self, matrix: &'a Placed<B, f32>) -> Result<Scales<'a, B>, Error> {
+        let view = matrix.view()?;
+        Ok(match self.scaling {
+            Scaling::Tensor => Scales::tensor(view),
+            Scaling::Rows => Scales::rows(view),
+            Scaling::Blocks => Scales::blocks(view),
+            Scaling::BlocksFrom(first) => Scales::blocks(view).first_row(first),
+            Scaling::TransposedBlocks => Scales::transposed_blocks(view),
+            other => panic!("{other:?}"),
+        })
+    }
+}
+
+/// A matrix of its own, or the middle columns of a wider one.
+struct Placed<B: Tested, T> {
+    whole: Matrix<B, T>,
+    before: usize,
+    columns: usize,
+}
+
+impl<B: Tested, T: Value> Placed<B, T> {
+    fn new(group: &Group<B>, values: &[T], rows: usize, pitched: bool) -> Result<Self, Error> {
+        let columns = values.len() / rows;
+        let before = if pitched { BEFORE } else { 0 };
+        let width = columns + 2 * before;
+        let mut whole = vec![T::zeroed(); rows * width];
+        for (to, from) in whole.chunks_mut(width).zip(values.chunks(columns)) {
+            to[before..before + columns].copy_from_slice(from);
+        }
+        Ok(Placed {
+            whole: group.upload(&whole, rows, width)?,
+            before,
+            columns,
+        })
+    }
+
+    fn view(&self) -> Result<gemmesh::MatrixView<'_, B, T>, Error> {
+        self.whole.columns(self.before..self.before + self.columns)
+    }
 }
 
 /// One output of a product and what is added to it, in f32.
@@ -35,28 +129,76 @@ fn wide<T: Number>(values: &[T]) -> Vec<f32> {
     values.iter().map(|value| value.to_f32()).collect()
 }
 
-/// `a · bᵀ`, float by float.
-fn product(a: &[f32], b: &[f32], k: usize) -> Vec<f32> {
+/// An operand's values and scales.
+struct Values {
+    values: Vec<f32>,
+    scales: Option<ScaleValues>,
+}
+
+/// An element of a product.
+struct Sum {
+    /// Float by float.
+    found: f32,
+    /// In float64.
+    exact: f64,
+    /// The sum of the absolute values of all terms.
+    magnitude: f64,
+}
+
+/// `a · bᵀ`.
+fn product(a: &Values, b: &Values, k: usize) -> Vec<Sum> {
     let mut all = Vec::new();
-    for a in a.chunks_exact(k) {
-        for b in b.chunks_exact(k) {
-            let mut sum = 0.0f32;
-            for begin in (0..k).step_by(PART) {
-                let mut part = 0.0f32;
-                for at in begin..k.min(begin + PART) {
-                    // Products of fp8 are exact in f32.
-                    part += a[at] * b[at];
-                }
-                sum += part;
-            }
-            all.push(sum);
+    for (row, of_a) in a.values.chunks_exact(k).enumerate() {
+        for (column, of_b) in b.values.chunks_exact(k).enumerate() {
+            let scales = |block: usize| {
+                let of = |operand: &Values, row| {
+                    let scales = operand.scales.as_ref();
+                    scales.map(|scales| scales.of(row, block))
+                };
+                [of(a, row), of(b, column)]
+            };
+            all.push(sum(of_a, of_b, scales, has_blocks(a)));
         }
     }
     all
 }
 
+fn has_blocks(a: &Values) -> bool {
+    let blocks = [Scaling::Blocks, Scaling::TransposedBlocks];
+    let scales = a.scales.as_ref();
+    scales.is_some_and(|scales| blocks.contains(&scales.scaling))
+}
+
+fn sum(a: &[f32], b: &[f32], scales: impl Fn(usize) -> [Option<f32>; 2], blocks: bool) -> Sum {
+    let (mut sum, mut exact, mut magnitude) = (0.0f32, 0.0, 0.0);
+    for (block, (a, b)) in a.chunks(PART).zip(b.chunks(PART)).enumerate() {
+        let [of_a, of_b] = scales(block).map(|scale| scale.unwrap_or(1.0));
+        let mut part = 0.0f32;
+        for (a, b) in a.iter().zip(b) {
+            // Products of fp8 are exact in f32.
+            part += a * b;
+            let term = f64::from(a * b) * f64::from(of_a) * f64::from(of_b);
+            exact += term;
+            magnitude += term.abs();
+        }
+        sum = match blocks {
+            true => (of_a * of_b).mul_add(part, sum),
+            false => sum + part,
+        };
+    }
+    if let ([of_a, of_b], false) = (scales(0), blocks) {
+        sum = of_b.map_or(sum, |scale| scale * sum);
+        sum = of_a.map_or(sum, |scale| scale * sum);
+    }
+    Sum {
+        found: sum,
+        exact,
+        magnitude,
+    }
+}
+
 /// What follows the product: bias, activation, gate, residual.
-fn finished(case: &Case, products: &[Vec<f32>], n: usize, added: &Added) -> Vec<f32> {
+fn finished(case: &Case, products: &[Vec<Sum>], n: usize, added: &Added) -> Vec<f32> {
     let [gate, up @ ..] = products else {
         panic!("no product")
     };
@@ -64,14 +206,14 @@ fn finished(case: &Case, products: &[Vec<f32>], n: usize, added: &Added) -> Vec<
         let bias = added.bias.as_ref();
         bias.map_or(0.0, |bias| bias[of * n + index % n])
     };
-    let finish = |(index, &x): (usize, &f32)| {
-        let mut x = x;
+    let finish = |(index, sum): (usize, &Sum)| {
+        let mut x = sum.found;
         if case.bias {
             x += bias(index, 0);
         }
         x = case.activation.apply(x);
         if let [up] = up {
-            let mut up = up[index];
+            let mut up = up[index].found;
             if case.bias {
                 up += bias(index, 1);
             }
@@ -88,6 +230,33 @@ fn finished(case: &Case, products: &[Vec<f32>], n: usize, added: &Added) -> Vec<
 /// The bits of a product's output.
 fn bits<O: Number>(values: &[O]) -> &[u8] {
     bytemuck::cast_slice(values)
+}
+
+/// Checks a sum against float64.
+///
+/// Let u be 2⁻²⁴. A part of at most 128 terms is off by at most 127 u · Σ|term| of its terms, for its products are
+/// exact. Adding up the parts is off by at most one u · Σ|term| for each of them. Two scales, whose product may be
+/// rounded too, and the bias add one u each, of the sum and of the bias. To first order that is at most
+/// (131 + ⌈K/128⌉) u · (Σ|term| + |bias|), of which each term has its scales. The output is then off by half an ulp.
+fn check_bound<O: Number>(case: &Case, sums: &[Sum], found: &[O], bias: Option<&[f32]>) {
+    let n = found.len() / case.m;
+    let roundings = 131.0 + case.k.div_ceil(PART) as f64;
+    for (index, (sum, found)) in sums.iter().zip(found).enumerate() {
+        let bias = f64::from(bias.map_or(0.0, |bias| bias[index % n]));
+        let found = f64::from(found.to_f32());
+        let exact = sum.exact + bias;
+        let summing = roundings * 2f64.powi(-24) * (sum.magnitude + bias.abs());
+        let least = 2f64.powi(O::MIN_EXPONENT);
+        let exponent = exact.abs().max(least).log2().floor() as i32;
+        let ulp = 2f64.powi(exponent + 1 - O::DIGITS);
+        let allowed = summing * 1.001 + ulp / 2.0;
+        let is_saturated = O::DTYPE == DType::F8E4M3 && found.abs() == 448.0 && exact.abs() > 448.0;
+        let is_near = (found - exact).abs() <= allowed;
+        assert!(
+            is_near || is_saturated,
+            "{case:?} {index}: {found:e} {exact:e}"
+        );
+    }
 }
 
 fn rounded<O: Number>(values: &[f32]) -> Vec<O> {
@@ -107,9 +276,11 @@ where
     let outputs = if case.gated { 1 } else { case.widths.len() };
     let n: usize = case.widths[..outputs].iter().sum();
     let a = normal::<T>(seed, m * k);
-    let weights = case.widths.iter().enumerate();
-    let weights = weights.map(|(number, n)| normal::<W>(seed + 1 + number as u64, n * k));
-    let weights: Vec<Vec<W>> = weights.collect();
+    let seeds = || (seed + 1..).zip(&case.widths);
+    let weights: Vec<Vec<W>> = seeds().map(|(seed, n)| normal(seed, n * k)).collect();
+    let scales_of_a = case.scales(0, m, seed + 500);
+    let scales_of_b = seeds().map(|(seed, &n)| case.scales(1, n, seed + 600));
+    let scales_of_b: Vec<Option<ScaleValues>> = scales_of_b.collect();
     let all: usize = case.widths.iter().sum();
     let bias = case.bias.then(|| normal::<V>(seed + 8, all));
     let residual = case.residual.then(|| normal::<V>(seed + 9, m * n));
@@ -127,18 +298,51 @@ where
     if let Some(residual) = &bound_residual {
         operation = operation.residual(residual);
     }
-    let bound_a = group.upload(&a, m, k)?;
-    let bound = weights.iter().zip(&case.widths);
-    let bound = bound.map(|(values, &n)| group.upload(values, n, k));
-    let bound = bound.collect::<Result<Vec<Matrix<B, W>>, Error>>()?;
+    let place = |scales: &ScaleValues, pitched| {
+        let [rows, _] = scales.shape;
+        Placed::new(group, &scales.values, rows, pitched)
+    };
+    let bound_a = Placed::new(group, &a, m, case.pitched)?;
+    let bound_scales = scales_of_a.as_ref();
+    let bound_scales = bound_scales
+        .map(|scales| place(scales, case.pitched))
+        .transpose()?;
+    let mut operand = Operand::from(bound_a.view()?);
+    if let (Some(values), Some(scales)) = (&scales_of_a, &bound_scales) {
+        operand = bound_a.view()?.scaled(values.place(scales)?);
+    }
+    let bound = weights.iter().zip(&scales_of_b).zip(&case.widths);
+    let bound = bound.map(|((values, scales), &n)| {
+        let scales = scales.as_ref().map(|scales| place(scales, false));
+        Ok((group.upload(values, n, k)?, scales.transpose()?))
+    });
+    let bound = bound.collect::<Result<Vec<(Matrix<B, W>, _)>, Error>>()?;
+    let views = bound
+        .iter()
+        .zip(&scales_of_b)
+        .map(|((matrix, scales), values)| match (values, scales) {
+            (Some(values), Some(scales)) => Ok(matrix.scaled(values.place(scales)?)),
+            _ => Ok(matrix.into()),
+        });
+    let views = views.collect::<Result<Vec<Operand<B, W>>, Error>>()?;
+    let views: gemmesh::Weights<_, T> = views.into_iter().collect();
     let out = case.widths[..outputs].iter().map(|&n| group.zeros(m, n));
     let mut out = out.collect::<Result<Vec<Matrix<B, O>>, Error>>()?;
-    let views: gemmesh::Weights<_, T> = bound.iter().map(Matrix::view).collect();
     let views_mut: gemmesh::Outputs<_, T> = out.iter_mut().map(Matrix::view_mut).collect();
-    operation.run(&bound_a, views, views_mut)?;
+    operation.run(operand, views, views_mut)?;
 
-    let products = weights.iter().map(|b| product(&wide(&a), &wide(b), k));
-    let products: Vec<Vec<f32>> = products.collect();
+    let a = Values {
+        values: wide(&a),
+        scales: scales_of_a,
+    };
+    let products = weights.iter().zip(scales_of_b).map(|(b, scales)| {
+        let b = Values {
+            values: wide(b),
+            scales,
+        };
+        product(&a, &b, k)
+    });
+    let products: Vec<Vec<Sum>> = products.collect();
     let mut begin = 0;
     for (number, out) in out.iter().enumerate() {
         let n = case.widths[number];
@@ -152,7 +356,11 @@ where
         };
         let expected = rounded::<O>(&finished(case, own, n, &added));
         let what = [T::DTYPE, W::DTYPE, O::DTYPE];
-        assert_eq!(bits(&out.to_vec()?), bits(&expected), "{what:?} {case:?}");
+        let found = out.to_vec()?;
+        assert_eq!(bits(&found), bits(&expected), "{what:?} {case:?}");
+        if !case.gated && case.activation == Activation::Identity && !case.residual {
+            check_bound(case, &products[number], &found, added.bias.as_deref());
+        }
         begin += n;
     }
     Ok(())
@@ -195,11 +403,8 @@ pub fn products_of_fp8_have_the_bits_of_plain_loops<B: Tested>(test: &str) {
                 m,
                 widths: vec![n],
                 k,
-                bias: false,
-                residual: false,
-                activation: Activation::Identity,
-                gated: false,
                 seed: seed as u64 * 10,
+                ..Case::default()
             };
             let gated = Case {
                 widths: vec![n, n],
@@ -224,6 +429,186 @@ pub fn products_of_fp8_have_the_bits_of_plain_loops<B: Tested>(test: &str) {
                 verify_all(group, &case)?;
             }
         }
+        Ok(())
+    });
+}
+
+/// As [`products_of_fp8_have_the_bits_of_plain_loops`].
+pub fn scaled_products_have_the_bits_of_plain_loops<B: Tested>(test: &str) {
+    use Scaling::{Blocks, BlocksFrom, None, Rows, Tensor, TransposedBlocks};
+    let free = [None, Tensor, Rows];
+    let free = free.into_iter().flat_map(|a| free.map(|b| [a, b]));
+    let of_b = [Blocks, BlocksFrom(1), BlocksFrom(64), BlocksFrom(127)];
+    let of_a = [Blocks, TransposedBlocks].into_iter();
+    let blocks = of_a.flat_map(|a| of_b.map(|b| [a, b]));
+    alone::<B>(test, |group| {
+        for (seed, scaling) in free.chain(blocks).skip(1).enumerate() {
+            for [m, n, k] in [[1, 16, 16], [5, 48, 144], [130, 48, 1040], [5, 272, 144]] {
+                let plain = Case {
+                    m,
+                    widths: vec![n],
+                    k,
+                    scaling,
+                    seed: 1000 * seed as u64,
+                    ..Case::default()
+                };
+                let gated = Case {
+                    widths: vec![n, n],
+                    bias: true,
+                    activation: Activation::Silu,
+                    gated: true,
+                    pitched: true,
+                    ..plain.clone()
+                };
+                let several = Case {
+                    widths: vec![n, 16],
+                    bias: true,
+                    ..plain.clone()
+                };
+                verify_all(group, &plain)?;
+                verify::<B, F8E4M3, F8E4M3, bf16, bf16>(group, &gated)?;
+                verify::<B, F8E5M2, F8E4M3, f32, bf16>(group, &several)?;
+            }
+        }
+        Ok(())
+    });
+}
+
+pub fn nan_of_a_scale_reaches_its_elements_only<B: Tested>(test: &str) {
+    alone::<B>(test, |group| {
+        let [m, n, k] = [3, 16, 144];
+        let a = group.upload(&vec![F8E4M3::from_f32(1.0); m * k], m, k)?;
+        let b = group.upload(&vec![F8E4M3::from_f32(1.0); n * k], n, k)?;
+        let of_a = group.upload(&[1.0, f32::NAN, 1.0], 1, m)?;
+        let mut out = group.zeros::<bf16>(m, n)?;
+        Matmul::new().run(a.scaled(Scales::rows(&of_a)), &b, &mut out)?;
+        let is_nan = |values: Vec<bf16>| values.into_iter().map(|x| x.is_nan());
+        assert!(is_nan(out.to_vec()?).eq((0..m * n).map(|index| index / n == 1)));
+        // The second block of K of the last row.
+        let of_a = group.upload(&[1.0, 1.0, 1.0, 1.0, 1.0, f32::NAN], m, 2)?;
+        let of_b = group.upload(&[1.0f32; 2], 1, 2)?;
+        let (a, b) = (
+            a.scaled(Scales::blocks(&of_a)),
+            b.scaled(Scales::blocks(&of_b)),
+        );
+        Matmul::new().run(a, b, &mut out)?;
+        assert!(is_nan(out.to_vec()?).eq((0..m * n).map(|index| index / n == 2)));
+        Ok(())
+    });
+}
+
+pub fn prepared_products_take_the_scales_that_they_were_prepared_for<B: Tested>(test: &str) {
+    alone::<B>(test, |group| {
+        let [m, n, k] = [3, 16, 32];
+        let a = group.upload(&vec![F8E4M3::from_f32(1.0); m * k], m, k)?;
+        let b = group.upload(&vec![F8E4M3::from_f32(0.5); n * k], n, k)?;
+        let of_a = group.upload(&[1.0f32, 2.0, 3.0], 1, m)?;
+        let of_b = group.upload(&[0.25f32], 1, 1)?;
+        let mut out = group.zeros::<bf16>(m, n)?;
+        let operation = Matmul::new().scaling(Scaling::Rows, Scaling::Tensor);
+        let operation = operation.accumulation(Accumulation::Fast);
+        let prepared = operation.prepare(group, [m, k], n)?;
+        let scaled = a.scaled(Scales::rows(&of_a));
+        prepared.run(scaled, b.scaled(Scales::tensor(&of_b)), &mut out)?;
+        let rows = [4.0, 8.0, 12.0].map(bf16::from_f32);
+        assert!(
+            out.to_vec()?
+                .chunks(n)
+                .zip(rows)
+                .all(|(row, x)| row == [x; 16])
+        );
+        let refused = |result: Result<(), Error>, words: &str| match result {
+            Err(Error::Unsuitable { what, found, .. }) => {
+                assert_eq!(format!("{what} is {found}"), words);
+            }
+            other => panic!("{other:?}"),
+        };
+        let result = prepared.run(&a, b.scaled(Scales::tensor(&of_b)), &mut out);
+        refused(result, "the scaling of a is None");
+        let result = prepared.run(scaled, &b, &mut out);
+        refused(result, "the scaling of b is None");
+        Ok(())
+    });
+}
+
+pub fn wrong_scales_are_refused<B: Tested>(test: &str) {
+    alone::<B>(test, |group| {
+        let [m, n, k] = [3, 32, 144];
+        let (a, b) = (group.zeros::<F8E4M3>(m, k)?, group.zeros::<F8E4M3>(n, k)?);
+        let ones = |rows: usize, columns: usize| {
+            group.upload(&vec![1.0f32; rows * columns], rows, columns)
+        };
+        let mut out = group.zeros::<bf16>(m, n)?;
+        let mut run =
+            |a: Operand<_, F8E4M3>, b: Operand<_, F8E4M3>| Matmul::new().run(a, b, &mut out);
+        let shape = |result: Result<(), Error>, words: &str| match result {
+            Err(Error::Shape {
+                argument, expected, ..
+            }) => assert_eq!(format!("{argument} {expected:?}"), words),
+            other => panic!("{other:?}"),
+        };
+        let wrong = ones(3, 3)?;
+        let (of_a, of_b) = (ones(3, 2)?, ones(1, 2)?);
+        let plain = || Operand::from(&b);
+        let blocks = || b.scaled(Scales::blocks(&of_b));
+        shape(
+            run(a.scaled(Scales::tensor(&wrong)), plain()),
+            "scales of a [1, 1] [1, 1]",
+        );
+        shape(
+            run(a.scaled(Scales::rows(&wrong)), plain()),
+            "scales of a [1, M] [1, 3]",
+        );
+        shape(
+            run(a.scaled(Scales::blocks(&wrong)), blocks()),
+            "scales of a [M, ⌈K/128⌉] [3, 2]",
+        );
+        shape(
+            run(a.scaled(Scales::transposed_blocks(&wrong)), blocks()),
+            "scales of a [⌈K/128⌉, M] [2, 3]",
+        );
+        shape(
+            run((&a).into(), b.scaled(Scales::rows(&wrong))),
+            "scales of b [1, N] [1, 32]",
+        );
+        let of_blocks = || a.scaled(Scales::blocks(&of_a));
+        shape(
+            run(of_blocks(), b.scaled(Scales::blocks(&wrong))),
+            "scales of b [⌈N/128⌉, ⌈K/128⌉] [1, 2]",
+        );
+        shape(
+            run(of_blocks(), b.scaled(Scales::blocks(&of_b).first_row(97))),
+            "scales of b [⌈(first row + N)/128⌉, ⌈K/128⌉] [2, 2]",
+        );
+        let mixed = "scales of blocks must be those of both operands, or of none";
+        unsupported(run(of_blocks(), plain()), mixed);
+        unsupported(run((&a).into(), blocks()), mixed);
+        let tensor = ones(1, 1)?;
+        unsupported(
+            run(a.scaled(Scales::tensor(&tensor).first_row(1)), plain()),
+            "Scales::first_row is for the blocks of a weight",
+        );
+        unsupported(
+            run(a.scaled(Scales::blocks(&of_a).first_row(1)), blocks()),
+            "only blocks of a weight begin at a row",
+        );
+        unsupported(
+            run(of_blocks(), b.scaled(Scales::transposed_blocks(&of_b))),
+            "scales of a weight must be Tensor, Rows or Blocks",
+        );
+        let result = run(
+            of_blocks(),
+            b.scaled(Scales::blocks(&ones(2, 2)?).first_row(128)),
+        );
+        assert!(matches!(result, Err(Error::Limit { .. })), "{result:?}");
+        let mut two = [group.zeros::<bf16>(m, n)?, group.zeros::<bf16>(m, n)?];
+        let [one, other] = &mut two;
+        let weights = [b.scaled(Scales::tensor(&tensor)), plain()];
+        let result = Matmul::new().run(&a, weights, [one, other]);
+        unsupported(result, "all weights must be scaled alike");
+        let (a, b) = (group.zeros::<bf16>(m, k)?, group.zeros::<bf16>(n, k)?);
+        let result = Matmul::new().run(a.scaled(Scales::tensor(&tensor)), &b, &mut out);
+        unsupported(result, "only operands of fp8 have scales");
         Ok(())
     });
 }

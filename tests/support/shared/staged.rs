@@ -106,7 +106,7 @@ pub fn products_of_staged_rows_are_right<B: Tested>(test: &str) {
                             operation = operation.config(config);
                         }
                         let mut out = group.upload::<bf16>(&vec![nan(); m * n], m, n)?;
-                        match operation.run(a, &weight, &mut out) {
+                        match operation.run(&*a, &weight, &mut out) {
                             Err(Error::NoRoute { .. }) if route.is_some() => continue,
                             result => result?,
                         }

@@ -1,0 +1,166 @@
+//! Scales of fp8 operands: how many values share one, and where it lies.
+
+use super::Product;
+use super::form::MAX_WEIGHTS;
+use super::limits::{limit, require};
+use crate::element::DType;
+use crate::refusal::Result;
+
+/// The rows and columns of a block of a weight that share a scale, and the columns of a row that do.
+pub const SCALED_BLOCK: usize = 128;
+
+/// How many values of an fp8 operand share a scale, and where the scales lie. They are f32.
+///
+/// Without blocks, rows and weights may be scaled in different ways. Blocks of rows need blocks of weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Scaling {
+    /// No scales.
+    #[default]
+    None,
+    /// All values share one, [1, 1].
+    Tensor,
+    /// The values of a row share one: [1, M] for `a`, and [1, N] for a weight.
+    Rows,
+    /// The values of a block share one. A block of `a` is 1 × 128, [M, ⌈K/128⌉]. A block of a weight is 128 × 128,
+    /// [⌈N/128⌉, ⌈K/128⌉].
+    Blocks,
+    /// Blocks of a weight whose first row is this one of its first block, below 128: [⌈(first + N)/128⌉, ⌈K/128⌉].
+    BlocksFrom(usize),
+    /// Blocks of `a`, with the scales of a row in a column: [⌈K/128⌉, M].
+    TransposedBlocks,
+    /// The values of a row of a sharded `a` share one. The scales are sharded with it, [M, 1].
+    ShardedRows,
+    /// Blocks of a sharded `a`. The scales are sharded with it, [M, ⌈K/128⌉].
+    ShardedBlocks,
+}
+
+/// One entry for each weight.
+pub type WeightScalings = smallvec::SmallVec<[Scaling; MAX_WEIGHTS]>;
+
+impl Scaling {
+    /// True if blocks of K have scales of their own.
+    pub fn has_blocks(self) -> bool {
+        match self {
+            Scaling::None | Scaling::Tensor | Scaling::Rows | Scaling::ShardedRows => false,
+            Scaling::Blocks
+            | Scaling::BlocksFrom(_)
+            | Scaling::TransposedBlocks
+            | Scaling::ShardedBlocks => true,
+        }
+    }
+
+    /// True if the scales are gathered with the rows.
+    pub fn is_sharded(self) -> bool {
+        matches!(self, Scaling::ShardedRows | Scaling::ShardedBlocks)
+    }
+
+    /// The same, wherever a weight begins.
+    fn of_any_first_row(self) -> Scaling {
+        match self {
+            Scaling::BlocksFrom(_) => Scaling::Blocks,
+            other => other,
+        }
+    }
+
+    /// The shape of the scales of `a`, [M, K], and its name in messages. None if there are no such scales.
+    pub fn of_rows(self, [m, k]: [usize; 2]) -> Option<([usize; 2], &'static str)> {
+        let blocks = k.div_ceil(SCALED_BLOCK);
+        match self {
+            Scaling::None | Scaling::BlocksFrom(_) => None,
+            Scaling::Tensor => Some(([1, 1], "scales of a [1, 1]")),
+            Scaling::Rows => Some(([1, m], "scales of a [1, M]")),
+            Scaling::Blocks | Scaling::ShardedBlocks => {
+                Some(([m, blocks], "scales of a [M, ⌈K/128⌉]"))
+            }
+            Scaling::TransposedBlocks => Some(([blocks, m], "scales of a [⌈K/128⌉, M]")),
+            Scaling::ShardedRows => Some(([m, 1], "scales of a [M, 1]")),
+        }
+    }
+
+    /// The shape of the scales of a weight [N, K], and its name in messages. None if there are no such scales.
+    pub fn of_weight(self, [n, k]: [usize; 2]) -> Option<([usize; 2], &'static str)> {
+        let blocks = k.div_ceil(SCALED_BLOCK);
+        match self {
+            Scaling::Tensor => Some(([1, 1], "scales of b [1, 1]")),
+            Scaling::Rows => Some(([1, n], "scales of b [1, N]")),
+            Scaling::Blocks => {
+                let shape = [n.div_ceil(SCALED_BLOCK), blocks];
+                Some((shape, "scales of b [⌈N/128⌉, ⌈K/128⌉]"))
+            }
+            Scaling::BlocksFrom(first) => {
+                let shape = [first.saturating_add(n).div_ceil(SCALED_BLOCK), blocks];
+                Some((shape, "scales of b [⌈(first row + N)/128⌉, ⌈K/128⌉]"))
+            }
+            _ => None,
+        }
+    }
+
+    /// The row and the column of the scale of a row of `a` and a block of K.
+    pub fn place_of_row(self, row: usize, block: usize) -> [usize; 2] {
+        match self {
+            Scaling::Rows => [0, row],
+            Scaling::ShardedRows => [row, 0],
+            Scaling::Blocks | Scaling::ShardedBlocks => [row, block],
+            Scaling::TransposedBlocks => [block, row],
+            Scaling::None | Scaling::Tensor | Scaling::BlocksFrom(_) => [0, 0],
+        }
+    }
+
+    /// The row and the column of the scale of a row of a weight and a block of K.
+    pub fn place_of_column(self, n: usize, block: usize) -> [usize; 2] {
+        match self {
+            Scaling::Rows => [0, n],
+            Scaling::Blocks => [n / SCALED_BLOCK, block],
+            Scaling::BlocksFrom(first) => [(first + n) / SCALED_BLOCK, block],
+            _ => [0, 0],
+        }
+    }
+}
+
+/// The scales of an operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ScaleMatrix {
+    /// Its matrix, of f32.
+    pub matrix: usize,
+    /// How many values share one.
+    pub scaling: Scaling,
+}
+
+impl ScaleMatrix {
+    /// None without scales.
+    pub(super) fn new(matrix: usize, scaling: Scaling) -> Option<ScaleMatrix> {
+        (scaling != Scaling::None).then_some(ScaleMatrix { matrix, scaling })
+    }
+}
+
+/// Checks that the scales of a product of these operands can be used together.
+///
+/// # Errors
+/// `Refusal::Unsupported`; `Refusal::Limit` for the first row of a block.
+pub(super) fn check(operands: DType, product: &Product) -> Result<()> {
+    let of = |scales: Option<ScaleMatrix>| scales.map_or(Scaling::None, |scales| scales.scaling);
+    let a = of(product.a_scales);
+    let mut weights = product.weights.iter().map(|weight| of(weight.scales));
+    let b = weights.next().unwrap_or_default().of_any_first_row();
+    let is_scaled = a != Scaling::None || b != Scaling::None;
+    require(
+        "only operands of fp8 have scales",
+        operands.is_fp8() || !is_scaled,
+    )?;
+    let are_alike = weights.all(|other| other.of_any_first_row() == b);
+    require("all weights must be scaled alike", are_alike)?;
+    let what = "scales of blocks must be those of both operands, or of none";
+    require(what, a.has_blocks() == b.has_blocks())?;
+    let fits = !matches!(a, Scaling::BlocksFrom(_));
+    require("only blocks of a weight begin at a row", fits)?;
+    let fits = !(b.is_sharded() || b == Scaling::TransposedBlocks);
+    require("scales of a weight must be Tensor, Rows or Blocks", fits)?;
+    for weight in &product.weights {
+        if let Scaling::BlocksFrom(first) = of(weight.scales) {
+            let what = "the first row of a weight in its first block";
+            limit(what, first, 0, SCALED_BLOCK - 1)?;
+        }
+    }
+    Ok(())
+}
