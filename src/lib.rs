@@ -28,6 +28,7 @@
 //! | make matrices | [`Group::sharded`] (rows spread over the ranks), [`Group::upload`] and [`Group::zeros`] (a rank's own) |
 //! | change M between calls | [`Group::sharded_with_capacity`], [`ShardedMatrix::set_rows`], [`Matrix::set_rows`] |
 //! | use another library's memory | `Matrix::from_device_ptr`, `CudarcMatrix`, [`dlpack`] |
+//! | multiply fp8 | [`F8E4M3`], [`F8E5M2`], [`Scales`], [`ShardedScales`] |
 //! | use a part of a matrix | [`MatrixView`], [`MatrixViewMut`] |
 //! | read and write own rows between two products | [`ShardedMatrix::shard`], [`ShardMut::copy_from`], [`ShardMut::view_mut`] |
 //! | multiply rows that other ranks own | [`all_gather_matmul`], [`AllGatherMatmul`] |
@@ -45,9 +46,9 @@
 //!
 //! | builder | options |
 //! |---|---|
-//! | all of them | bias, activation, weights [K, N], configuration |
-//! | [`AllGatherMatmul`] | several weights, a gate and its up projection, outputs of f32 |
-//! | [`MatmulReduceScatter`] | residual, outputs of f32 |
+//! | all of them | bias, activation, scales of fp8, weights [K, N], configuration |
+//! | [`AllGatherMatmul`] | several weights, a gate and its up projection, outputs of other types |
+//! | [`MatmulReduceScatter`] | residual, outputs of other types |
 //! | [`MatmulAllReduce`] | residual |
 //! | [`Matmul`] | all of these |
 //!

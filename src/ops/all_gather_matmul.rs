@@ -92,7 +92,7 @@ pub fn all_gather_matmul<B: Backend, T: Element, W: WeightOf<T>, O: OutputOf<T>>
     AllGatherMatmul::new().run(a, b, out)
 }
 
-/// Builder for [`all_gather_matmul`]: bias, activation, several weights, gates, f32 output, configuration.
+/// Builder for [`all_gather_matmul`]: bias, activation, several weights, gates, output types, scales, configuration.
 ///
 /// ```
 /// use gemmesh::{Activation, AllGatherMatmul, Group, Host, Result, bf16};

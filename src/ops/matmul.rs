@@ -69,7 +69,7 @@ pub fn matmul<B: Backend, T: Element, W: WeightOf<T>, O: OutputOf<T>>(
     Matmul::new().run(a, b, out)
 }
 
-/// Builder for [`matmul`]: bias, activation, several weights, gates, residual, f32 output, configuration.
+/// Builder for [`matmul`]: bias, activation, several weights, gates, residual, output types, scales, configuration.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Matmul, Result, bf16};

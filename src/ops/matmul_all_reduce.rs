@@ -71,7 +71,7 @@ pub fn matmul_all_reduce<B: Backend, T: Element, W: WeightOf<T>, O: AddendOf<T>>
     MatmulAllReduce::new().run(a, b, out)
 }
 
-/// Builder for [`matmul_all_reduce`]: bias, activation, residual, configuration.
+/// Builder for [`matmul_all_reduce`]: bias, activation, residual, scales, configuration.
 ///
 /// ```
 /// use gemmesh::{Activation, Group, Host, MatmulAllReduce, Result, bf16};

@@ -87,7 +87,7 @@ pub fn matmul_reduce_scatter<B: Backend, T: Element, W: WeightOf<T>, O: OutputOf
     MatmulReduceScatter::new().run(a, b, out)
 }
 
-/// Builder for [`matmul_reduce_scatter`]: bias, activation, residual, f32 output, configuration.
+/// Builder for [`matmul_reduce_scatter`]: bias, activation, residual, output types, scales, configuration.
 ///
 /// ```
 /// use gemmesh::{Group, Host, MatmulReduceScatter, Result, bf16};

@@ -195,6 +195,15 @@ impl<B: Backend> Clone for Placed<'_, B> {
 
 impl<B: Backend> Copy for Placed<'_, B> {}
 
+// Derived, they would need a backend that can be copied.
+impl<B: Backend> Clone for ShardedScales<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for ShardedScales<'_, B> {}
+
 impl<B: Backend> fmt::Debug for ShardedScales<'_, B> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match &self.0 {
@@ -234,6 +243,15 @@ pub struct ShardedOperand<'a, B: Backend, T: Element> {
     values: &'a ShardedMatrix<B, T>,
     scales: Option<ShardedScales<'a, B>>,
 }
+
+// Derived, they would need a backend that can be copied.
+impl<B: Backend, T: Element> Clone for ShardedOperand<'_, B, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend, T: Element> Copy for ShardedOperand<'_, B, T> {}
 
 impl<B: Backend, T: Element> fmt::Debug for ShardedOperand<'_, B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {

@@ -6,9 +6,10 @@ use std::time::Duration;
 use gemmesh::launch::Launch;
 use gemmesh::trace::Timeline;
 use gemmesh::{
-    Activation, AllGatherAndConsume, AllGatherMatmul, Chunking, Config, DType, Error, Group, Host,
-    Matmul, MatmulAllReduce, MatmulReduceScatter, Matrix, Numerics, Outputs, ProduceAndAllToAll,
-    ProduceAndReduceScatter, Route, TileShape, WeightLayout, WeightWidths, Weights, bf16,
+    Accumulation, Activation, AllGatherAndConsume, AllGatherMatmul, Chunking, Config, DType, Error,
+    F8E4M3, Group, Host, Matmul, MatmulAllReduce, MatmulReduceScatter, Matrix, Numerics, Outputs,
+    ProduceAndAllToAll, ProduceAndReduceScatter, Route, Scales, Scaling, TileShape, WeightLayout,
+    WeightWidths, Weights, bf16,
 };
 
 const ROWS: [usize; 2] = [128, 384];
@@ -102,6 +103,15 @@ fn products_are_printed_in_a_short_line() {
         let prepared = gather.prepare(&a, n)?;
         is_short(&prepared, "Prepared<host, bf16>[512, 256] x [256, 256]");
         is_short(&prepared.explain(), "Explanation(Config(");
+
+        let scaled = Matmul::<Host, F8E4M3>::new().scaling(Scaling::Rows, Scaling::Tensor);
+        let scaled = scaled.accumulation(Accumulation::Fast);
+        is_short(&scaled, "Matmul<host, f8e4m3>(scaled, fast accumulation)");
+        let x = group.zeros::<F8E4M3>(4, 16)?;
+        let scales = group.zeros::<f32>(1, 4)?;
+        let scales = Scales::rows(&scales);
+        is_short(&scales, "Scales<host>(Rows, [1, 4])");
+        is_short(&x.scaled(scales), "Operand<host, f8e4m3>[4, 16] Rows");
 
         let alone = Matmul::<Host, bf16>::new().weight_layout(WeightLayout::Kn);
         let alone = alone.config(config());

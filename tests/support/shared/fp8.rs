@@ -1,11 +1,14 @@
 //! Products of fp8: their bits are those of plain loops, and their errors say what is wrong.
 
 use gemmesh::{
-    Accumulation, Activation, AddendOf, DType, Element, Error, F8E4M3, F8E5M2, Group, Matmul,
-    Matrix, Number, Operand, OutputOf, Scales, Scaling, Value, WeightLayout, WeightOf, bf16, f16,
+    Accumulation, Activation, AddendOf, AllGatherMatmul, Config, DType, Element, Error, F8E4M3,
+    F8E5M2, Float, Group, Matmul, MatmulAllReduce, MatmulReduceScatter, Matrix, Number, Operand,
+    OutputOf, Scales, Scaling, ShardedScales, Value, WeightLayout, WeightOf, bf16, f16,
 };
 
-use crate::support::numbers::normal;
+use rand::RngExt;
+
+use crate::support::numbers::{nan, normal, rng};
 use crate::support::tested::{Tested, all_done, connect, ranks};
 
 /// Every so many of K are summed separately.
@@ -676,4 +679,321 @@ pub fn what_fp8_cannot_do_is_refused<B: Tested>(test: &str) {
         unsupported(result, "a product of f8e4m3 cannot be stored as f8e5m2");
         Ok(())
     });
+}
+
+// Gathers.
+
+/// Gathers of rows with their scales, under delays that differ each time, have the bits of products of all rows at
+/// once. `config`: how a gather is cut up, by its seed.
+pub fn scales_arrive_with_their_rows<B: Tested>(test: &str, config: fn(u64) -> Config) {
+    all_done(ranks::<B>(test, 3, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        for seed in 0..90 {
+            gemmesh::testing::delay_chunks((seed % 4 > 0).then_some(seed));
+            gather(&group, seed, config(seed))?;
+        }
+        gemmesh::testing::delay_chunks(None);
+        Ok(String::new())
+    }));
+}
+
+fn gather<B: Tested>(group: &Group<B>, seed: u64, config: Config) -> Result<(), Error> {
+    let mut rng = rng(seed);
+    let k: usize = [16, 144, 272, 400][rng.random_range(0..4)];
+    let rows: [usize; 3] = std::array::from_fn(|_| rng.random_range(0..60));
+    let (m, n) = (
+        rows.iter().sum::<usize>() + 1,
+        [16, 48][rng.random_range(0..2)],
+    );
+    let rows = [rows[0] + 1, rows[1], rows[2]];
+    let has_blocks = rng.random_bool(0.5);
+    let columns = if has_blocks { k.div_ceil(PART) } else { 1 };
+
+    let values = normal::<F8E4M3>(seed, m * k);
+    let scales = normal::<f32>(seed + 1, m * columns);
+    let b = group.upload(&normal::<F8E5M2>(seed + 2, n * k), n, k)?;
+    let blocks = group.upload(&normal::<f32>(seed + 3, columns), 1, columns)?;
+    let b = match has_blocks {
+        true => b.scaled(Scales::blocks(&blocks)),
+        false => b.scaled(Scales::tensor(&blocks)),
+    };
+    let mut a = group.sharded_rows::<F8E4M3>(&rows, k)?;
+    let own = a.rows();
+    a.shard_mut()
+        .copy_from_host(&values[own.start * k..own.end * k])?;
+    a.poison(nan())?;
+    let mut sharded = group.sharded_rows::<f32>(&rows, columns)?;
+    let own = &scales[own.start * columns..own.end * columns];
+    sharded.shard_mut().copy_from_host(own)?;
+    sharded.poison(f32::NAN)?;
+
+    let whole = group.upload(&values, m, k)?;
+    let (of_rows, of_blocks) = (
+        group.upload(&scales, columns, m)?,
+        group.upload(&scales, m, columns)?,
+    );
+    let own = match has_blocks {
+        true => Scales::blocks(&of_blocks),
+        false => Scales::rows(&of_rows),
+    };
+    let mut expected = group.zeros::<bf16>(m, n)?;
+    Matmul::new().run(whole.scaled(own), b, &mut expected)?;
+
+    let mut out = group.upload::<bf16>(&vec![nan(); m * n], m, n)?;
+    let (scaled, scaling) = match (seed % 3, has_blocks) {
+        (0, _) => (
+            a.scaled(own),
+            [Scaling::Blocks, Scaling::Rows][usize::from(!has_blocks)],
+        ),
+        (_, true) => (
+            a.scaled(ShardedScales::blocks(&sharded)),
+            Scaling::ShardedBlocks,
+        ),
+        (_, false) => (
+            a.scaled(ShardedScales::rows(&sharded)),
+            Scaling::ShardedRows,
+        ),
+    };
+    let operation = AllGatherMatmul::new().config(config);
+    let operation = operation.stages(1 + seed as usize % 2);
+    match seed % 5 {
+        0 => operation.run(scaled, b, &mut out)?,
+        step => {
+            let of_b = if has_blocks {
+                Scaling::Blocks
+            } else {
+                Scaling::Tensor
+            };
+            let operation = operation.scaling(scaling, of_b);
+            let b = &group.upload(&normal::<F8E4M3>(seed + 2, n * k), n, k)?;
+            let b = match has_blocks {
+                true => b.scaled(Scales::blocks(&blocks)),
+                false => b.scaled(Scales::tensor(&blocks)),
+            };
+            Matmul::new().run(whole.scaled(own), b, &mut expected)?;
+            let prepared = operation.prepare(&a, n)?;
+            match step {
+                1 => {
+                    prepared.gather(scaled)?;
+                    prepared.matmul(scaled, b, &mut out)?;
+                }
+                _ => prepared.run(scaled, b, &mut out)?,
+            }
+        }
+    }
+    assert_eq!(
+        bits(&out.to_vec()?),
+        bits(&expected.to_vec()?),
+        "seed {seed}, {config:?}"
+    );
+    assert_eq!(bits(&a.to_vec()?), bits(&values), "seed {seed}");
+    if !seed.is_multiple_of(3) {
+        assert_eq!(bits(&sharded.to_vec()?), bits(&scales), "seed {seed}");
+    }
+    Ok(())
+}
+
+pub fn scales_of_other_rows_are_refused<B: Tested>(test: &str) {
+    all_done(ranks::<B>(test, 2, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let a = group.sharded_rows::<F8E4M3>(&[3, 5], 512)?;
+        let b = group.zeros::<F8E4M3>(16, 512)?;
+        let of_b = group.zeros::<f32>(1, 4)?;
+        let mut out = group.zeros::<bf16>(8, 16)?;
+        let [narrow, split] = [[[3, 5], [8, 8]], [[4, 4], [4, 4]]];
+        for (rows, [columns, _], expected) in [
+            (narrow[0], narrow[1], "scales of a [M, ⌈K/128⌉]"),
+            (split[0], split[1], "scales of a (rows of each rank)"),
+        ] {
+            let scales = group.sharded_rows::<f32>(&rows, columns)?;
+            let scaled = a.scaled(ShardedScales::blocks(&scales));
+            let b = b.scaled(Scales::blocks(&of_b));
+            // Every rank refuses, so none waits.
+            match AllGatherMatmul::new().run(scaled, b, &mut out) {
+                Err(Error::Shape { argument, .. }) => assert_eq!(argument, expected),
+                other => panic!("{other:?}"),
+            }
+        }
+        let operation = Matmul::<B, F8E4M3>::new().scaling(Scaling::ShardedRows, Scaling::None);
+        unsupported(
+            operation.prepare(&group, [3, 16], 16).map(drop),
+            "only scales of rows that are gathered can be sharded",
+        );
+        Ok(String::new())
+    }));
+}
+
+// Sums over ranks.
+
+/// Sums of products of fp8 have the bits of their rounded partials, added in the order of the ranks.
+pub fn sums_of_fp8_have_the_bits_of_their_partials<B: Tested>(
+    test: &str,
+    configs: fn() -> Vec<Config>,
+) {
+    all_done(ranks::<B>(test, 3, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let scalings = [
+            [Scaling::None; 2],
+            [Scaling::Rows, Scaling::Tensor],
+            [Scaling::Blocks, Scaling::BlocksFrom(100)],
+        ];
+        for (number, config) in configs().into_iter().enumerate() {
+            for (seed, scaling) in (100 * number as u64..).step_by(10).zip(scalings) {
+                let case = SumCase {
+                    scaling,
+                    config,
+                    seed,
+                };
+                case.reduce_scatter::<B, bf16, bf16>(&group)?;
+                case.reduce_scatter::<B, f16, f16>(&group)?;
+                case.reduce_scatter::<B, f32, bf16>(&group)?;
+                case.reduce_scatter::<B, F8E4M3, bf16>(&group)?;
+                case.all_reduce::<B, bf16>(&group)?;
+                case.all_reduce::<B, f16>(&group)?;
+            }
+        }
+        Ok(String::new())
+    }));
+}
+
+/// A sum over three ranks.
+struct SumCase {
+    scaling: [Scaling; 2],
+    config: Config,
+    seed: u64,
+}
+
+/// The matrices of a rank's product.
+struct SumOperands<B: Tested> {
+    a: Matrix<B, F8E4M3>,
+    b: Matrix<B, F8E4M3>,
+    scales: [Option<(ScaleValues, Placed<B, f32>)>; 2],
+}
+
+impl<B: Tested> SumOperands<B> {
+    fn scaled(&self) -> Result<[Operand<'_, B, F8E4M3>; 2], Error> {
+        let [mut a, mut b] = [&self.a, &self.b].map(Operand::from);
+        let [of_a, of_b] = &self.scales;
+        if let Some((values, placed)) = of_a {
+            a = self.a.scaled(values.place(placed)?);
+        }
+        if let Some((values, placed)) = of_b {
+            b = self.b.scaled(values.place(placed)?);
+        }
+        Ok([a, b])
+    }
+}
+
+impl SumCase {
+    const M: usize = 70;
+    const N: usize = 48;
+
+    /// Those of a rank, whose K may be different.
+    fn operands<B: Tested>(&self, group: &Group<B>, rank: usize) -> Result<SumOperands<B>, Error> {
+        let (k, seed) = ([144, 16, 272][rank], self.seed + 1000 * rank as u64);
+        let case = Case {
+            k,
+            scaling: self.scaling,
+            ..Case::default()
+        };
+        let place = |of, rows, seed| -> Result<_, Error> {
+            let Some(scales) = case.scales(of, rows, seed) else {
+                return Ok(None);
+            };
+            let placed = Placed::new(group, &scales.values, scales.shape[0], false)?;
+            Ok(Some((scales, placed)))
+        };
+        Ok(SumOperands {
+            a: group.upload(&normal(seed, Self::M * k), Self::M, k)?,
+            b: group.upload(&normal(seed + 1, Self::N * k), Self::N, k)?,
+            scales: [place(0, Self::M, seed + 2)?, place(1, Self::N, seed + 3)?],
+        })
+    }
+
+    /// Bias and residual.
+    fn added<V: Float>(&self) -> [Vec<V>; 2] {
+        [
+            normal(self.seed + 4, Self::N),
+            normal(self.seed + 5, Self::M * Self::N),
+        ]
+    }
+
+    /// All rows of the sum, from partials of `V`.
+    fn expected<B: Tested, V: AddendOf<F8E4M3> + OutputOf<F8E4M3>>(
+        &self,
+        group: &Group<B>,
+    ) -> Result<Vec<f32>, Error> {
+        let mut sums = vec![0.0f32; Self::M * Self::N];
+        for rank in 0..3 {
+            let operands = self.operands(group, rank)?;
+            let mut partials = group.zeros::<V>(Self::M, Self::N)?;
+            let [a, b] = operands.scaled()?;
+            Matmul::new().run(a, b, &mut partials)?;
+            for (sum, partial) in sums.iter_mut().zip(wide(&partials.to_vec()?)) {
+                *sum += partial;
+            }
+        }
+        let [bias, residual] = self.added::<V>().map(|values| wide(&values));
+        let finish = |(index, sum): (usize, f32)| {
+            let sum = Activation::Relu.apply(sum + bias[index % Self::N]);
+            sum + residual[index]
+        };
+        Ok(sums.into_iter().enumerate().map(finish).collect())
+    }
+
+    fn reduce_scatter<B, O, V>(&self, group: &Group<B>) -> Result<(), Error>
+    where
+        B: Tested,
+        O: OutputOf<F8E4M3>,
+        V: AddendOf<F8E4M3> + OutputOf<F8E4M3>,
+    {
+        let expected = rounded::<O>(&self.expected::<B, V>(group)?);
+        let own = group.even_rows(Self::M);
+        let first: usize = own[..group.rank()].iter().sum();
+        let rows = own[group.rank()];
+        let own = first * Self::N..(first + rows) * Self::N;
+        let [bias, residual] = self.added::<V>();
+        let bias = group.upload(&bias, 1, Self::N)?;
+        let residual = group.upload(&residual[own.clone()], rows, Self::N)?;
+        let operands = self.operands(group, group.rank())?;
+        let [a, b] = operands.scaled()?;
+        let operation = MatmulReduceScatter::new().config(self.config);
+        let operation = operation.bias(&bias).residual(&residual);
+        let operation = operation.activation(Activation::Relu);
+        let mut out = group.zeros::<O>(rows, Self::N)?;
+        operation.run(a, b, &mut out)?;
+        let what = (O::DTYPE, self.scaling, self.config);
+        assert_eq!(
+            bits(&out.to_vec()?),
+            bits(&expected[own.clone()]),
+            "{what:?}"
+        );
+        let operation = operation.scaling(self.scaling[0], self.scaling[1]);
+        let prepared = operation.output_dtype(O::DTYPE).prepare(a, Self::N)?;
+        let mut out = group.zeros::<O>(rows, Self::N)?;
+        prepared.run(a, b, &mut out)?;
+        assert_eq!(bits(&out.to_vec()?), bits(&expected[own]), "{what:?}");
+        Ok(())
+    }
+
+    fn all_reduce<B, V>(&self, group: &Group<B>) -> Result<(), Error>
+    where
+        B: Tested,
+        V: AddendOf<F8E4M3> + OutputOf<F8E4M3>,
+    {
+        let expected = rounded::<V>(&self.expected::<B, V>(group)?);
+        let [bias, residual] = self.added::<V>();
+        let bias = group.upload(&bias, 1, Self::N)?;
+        let residual = group.upload(&residual, Self::M, Self::N)?;
+        let operands = self.operands(group, group.rank())?;
+        let [a, b] = operands.scaled()?;
+        let operation = MatmulAllReduce::new().config(self.config);
+        let operation = operation.bias(&bias).residual(&residual);
+        let mut out = group.sharded::<V>(Self::M, Self::N)?;
+        let operation = operation.activation(Activation::Relu);
+        operation.run(a, b, &mut out)?;
+        let what = (V::DTYPE, self.scaling, self.config);
+        assert_eq!(bits(&out.to_vec()?), bits(&expected), "{what:?}");
+        Ok(())
+    }
 }
