@@ -272,24 +272,21 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
 
 /// One entry for each weight, or none if weights have no scales. One entry may stand for all.
 fn for_each_weight(scalings: &WeightScalings, weights: usize) -> Result<WeightScalings> {
-    match scalings[..] {
-        [] | [Scaling::None] => return Ok(WeightScalings::new()),
-        [scaling] => return Ok(WeightScalings::from_elem(scaling, weights)),
-        _ => {}
+    if scalings.iter().all(|&scaling| scaling == Scaling::None) {
+        return Ok(WeightScalings::new());
     }
+    if let [scaling] = scalings[..] {
+        return Ok(WeightScalings::from_elem(scaling, weights));
+    }
+    let count = scalings.len();
     require_count(
         "the product",
         "weight",
         weights,
         "the list of scalings",
-        scalings.len(),
+        count,
     )?;
-    let is_scaled = scalings.iter().any(|&scaling| scaling != Scaling::None);
-    Ok(if is_scaled {
-        scalings.clone()
-    } else {
-        WeightScalings::new()
-    })
+    Ok(scalings.clone())
 }
 
 /// The name of a weight's shape in messages, and the shape.
