@@ -1,5 +1,5 @@
 //! With feature `cuda`, compiles the kernels in cuda/ with nvcc to cubins that the crate embeds, one for each family
-//! and dtype.
+//! and its element types.
 
 use std::env;
 use std::fmt::Write;
@@ -86,16 +86,16 @@ fn units(out: &Path) -> Result<Vec<Unit>, String> {
         family
             .check()
             .map_err(|reason| format!("cuda/kernels.rs: {reason}"))?;
-        for dtype in family.dtypes {
-            let name = format!("{}_{dtype}", family.name);
+        for elements in family.elements {
+            let name = format!("{}_{elements}", family.name);
+            let [a, b] = dtypes(elements);
             let _ = writeln!(
                 cubins,
-                "Cubin {{ family: &FAMILIES[{index}], \
-                 dtype: <crate::element::{dtype} as crate::element::Value>::DTYPE, \
-                 image: include_bytes!(\"{name}.cubin\") }},"
+                "Cubin {{ family: &FAMILIES[{index}], elements: \"{elements}\", \
+                 dtypes: [DType::{a}, DType::{b}], image: include_bytes!(\"{name}.cubin\") }},"
             );
             let source = out.join(format!("{name}.cu"));
-            write(&source, source_of(family, dtype).as_bytes())?;
+            write(&source, source_of(family, elements).as_bytes())?;
             units.push(Unit {
                 name,
                 source,
@@ -120,17 +120,23 @@ fn units(out: &Path) -> Result<Vec<Unit>, String> {
     Ok(units)
 }
 
-/// The family's kernels for a dtype.
-fn source_of(family: &Family, dtype: &str) -> String {
-    let Family {
-        name,
-        tile_k,
-        threads,
-        ..
-    } = family;
+/// The variants of `DType` for the types of `a` and `b`.
+fn dtypes(elements: &str) -> [&'static str; 2] {
+    let of = |name| match name {
+        "bf16" => "Bf16",
+        "f16" => "F16",
+        "e4m3" => "F8E4M3",
+        _ => "F8E5M2",
+    };
+    let (a, b) = elements.split_once('_').unwrap_or((elements, elements));
+    [of(a), of(b)]
+}
+
+/// The family's kernels for the types of `a` and `b`.
+fn source_of(family: &Family, elements: &str) -> String {
+    let Family { name, threads, .. } = family;
     let mut source = format!(
         "#include \"cuda/{name}/matmul.cuh\"\n\
-         static_assert(GEMMESH_TILE_K == {tile_k}, \"cuda/kernels.rs says so\");\n\
          static_assert(GEMMESH_THREADS == {threads}, \"cuda/kernels.rs says so\");\n"
     );
     for shape in family.shapes {
@@ -141,8 +147,8 @@ fn source_of(family: &Family, dtype: &str) -> String {
             };
             let _ = writeln!(
                 source,
-                "{head}({}, {}, {}, gemmesh::{dtype}, {}, {}, {}, {}, {}, {}, {}, {}, gemmesh::Variant::k{variant:?})",
-                family.kernel(dtype, shape, variant),
+                "{head}({}, {}, {}, gemmesh::{elements}, {}, {}, {}, {}, {}, {}, {}, {}, gemmesh::Variant::k{variant:?})",
+                family.kernel(elements, shape, variant),
                 family.shared_bytes(shape),
                 shape.ctas(),
                 shape.tile_m,

@@ -10,6 +10,8 @@
  *
  *              out = activation(a * gate^T (+ bias of gate)) * (a * up^T (+ bias of up)) (+ residual)
  *
+ *              Elements of 8 bits may have scales (GemmeshScales). Their bias, residual and partials are bf16.
+ *
  *              A kernel may add partials (GemmeshBlock). Then some blocks of these rows are partials for peers. They
  *              are rounded and sent as they are made. The peers' partials are added to the other blocks.
  *              Or all rows are partials, sent as they are made, and `out` has the sums of this rank's rows
@@ -24,8 +26,8 @@
  *
  *              Every argument is __grid_constant__. kernels.rs lists the kernels, with the tile_m, tile_n, cluster_m,
  *              cluster_n and split of each. <name>_plain, <name>_alone and <name>_low_latency have the arguments of
- *              <name>. The first is for products whose params.activation, is_gated, is_f32 and b_is_kn are zero,
- *              without bias and residual. The second is for those of them that wait for no flags, and whose
+ *              <name>. The first is for products whose params.activation, is_gated, is_f32, stored_type and
+ *              b_is_kn are zero, without bias and residual. The second is for those of them that wait for no flags, and whose
  *              peers.push_epoch, slices and trace are null. The third is for those whose low_latency.share is not zero,
  *              which the others take for zero.
  *
@@ -43,15 +45,15 @@
  *              a box reads zeros past an edge, and writes there are dropped.
  *
  *              map   sizes    box                                             L2 promotion
- *              a     {K, M}   {GEMMESH_TILE_K, tile_m / cluster_n}            128B
- *              b     {K, N}   {GEMMESH_TILE_K, tile_n / cluster_m}            128B
+ *              a     {K, M}   {GEMMESH_STAGE_ROW bytes, tile_m / cluster_n}   128B
+ *              b     {K, N}   {GEMMESH_STAGE_ROW bytes, tile_n / cluster_m}   128B
  *              out   {N, M}   {GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS}     none
  *               f32  {N, M}   {GEMMESH_STORE_COLUMNS / 2, GEMMESH_STORE_ROWS} none
  *
  *              `more` has the maps of the other weights and their outputs. In a gated product, `b` is gate's map,
  *              more.b[0] is up's, and their boxes have Shape::gate_box rows (kernels.rs). If `b` is [K, N]:
  *
- *              b     {N, K}   {64, GEMMESH_TILE_K}                            128B
+ *              b     {N, K}   {64, 64}                                        128B
  *
  *              `tails` has maps of `a` and, by weight, of `b`, for tiles that have fewer rows than their boxes. TMA
  *              takes several times as long to write a row of zeros past an edge as to load a row. So the box of
@@ -61,7 +63,7 @@
  *              [K, N].
  *
  *              A map that no load or store uses may hold anything. This is so for `out` of kernels that swap operands,
- *              of f32 sums, and of gated products of the element type if Shape::gate_rows is less
+ *              of f32 sums, of results of 8 bits, and of gated products of the element type if Shape::gate_rows is less
  *              than GEMMESH_STORE_COLUMNS; and for tails of matrices that end with a whole box, or
  *              that are loaded by whole boxes.
  *
@@ -81,8 +83,8 @@
 #include <stddef.h> /* offsetof */
 #include <stdint.h>
 
-/* Columns of `a` and `b` that one pipeline stage holds: 128 bytes, the width of the swizzle. */
-#define GEMMESH_TILE_K 64
+/* Bytes of each row of `a` and `b` that one pipeline stage holds: the width of the swizzle. They are a step through K. */
+#define GEMMESH_STAGE_ROW 128
 /* Threads of a CTA: a warpgroup with the producers, and two consumer warpgroups. */
 #define GEMMESH_THREADS 384
 
@@ -99,6 +101,11 @@
 #define GEMMESH_GELU 2
 #define GEMMESH_GELU_TANH 3
 #define GEMMESH_SILU 4
+
+/* GemmeshParams.stored_type. The output type of operands of 8 bits is bf16. */
+#define GEMMESH_STORED_OUTPUT 0
+#define GEMMESH_STORED_F16 1
+#define GEMMESH_STORED_E4M3 2
 
 /* The most ranks of a group. */
 #define GEMMESH_MAX_WORLD 64
@@ -137,7 +144,7 @@ typedef struct GemmeshTile {
 
 /* The part of its tile that an entry computes, if K is cut. */
 typedef struct GemmeshSlice {
-    uint32_t begin;  /* the first step through K, GEMMESH_TILE_K columns each, */
+    uint32_t begin;  /* the first step through K, GEMMESH_STAGE_ROW bytes each, */
     uint32_t end;    /* and the one after the last; operands after K are zero. At least one step */
     uint32_t place;  /* where the tile's first slice leaves its sums; the other slices follow, in their order */
     uint16_t number; /* of this slice in its tile, from 0 */
@@ -264,13 +271,29 @@ typedef struct GemmeshLowLatency {
 typedef struct GemmeshOutput {
     const void *bias;        /* [n] of the element type, or null */
     void *out;               /* the same matrix as its map's, for stores without the map: of kernels that swap operands,
-                              * of narrow gated tiles, of sums in low-latency areas, and of f32 sums */
+                              * of narrow gated tiles, of sums in low-latency areas, of f32 sums, and of 8 bits */
     uint64_t out_pitch;      /* bytes from row to row */
     const void *residual;    /* added last, of the element type, or null */
     uint64_t residual_pitch; /* bytes from row to row */
+    const float *scales;     /* of the weight: GemmeshScales */
     uint32_t n;              /* rows of the weight, columns of `out` */
+    uint32_t scale_row;      /* floats from a row's scale, or that of a block of rows, to the next; 0: all have one */
+    uint32_t scale_first;    /* the place of the first row in its block of GEMMESH_SCALE_BLOCK rows; a multiple of 16 */
     uint32_t reserved;
 } GemmeshOutput;
+
+/* How operands of 8 bits are scaled. Scales are f32.
+ *
+ * Sums are promoted to f32 every GEMMESH_SCALE_BLOCK columns of K, because the tensor cores' accumulators keep fewer
+ * bits. If `a_block` is zero, a sum is multiplied by its weight's scale and then by that of its row of `a`. Otherwise each
+ * promoted part is multiplied by the product of its blocks' scales: of 1 x GEMMESH_SCALE_BLOCK elements of `a`, and of
+ * GEMMESH_SCALE_BLOCK x GEMMESH_SCALE_BLOCK of `b`, whose scales are side by side along K. */
+#define GEMMESH_SCALE_BLOCK 128
+typedef struct GemmeshScales {
+    const float *a;      /* null: 1, as GemmeshOutput.scales */
+    uint32_t a_row;      /* floats from the scale of a row of `a` to that of the next; 0: all have one */
+    uint32_t a_block;    /* floats from the scale of a row's block to that of the next; 0: blocks have no scales */
+} GemmeshScales;
 
 /* The problem and everything a kernel may wait for or report to. All pointers are device addresses. */
 typedef struct GemmeshParams {
@@ -293,11 +316,13 @@ typedef struct GemmeshParams {
     uint32_t m;                     /* rows of `a` and `out`; m, n and k are at least 1 */
     uint32_t k;                     /* columns of `a` and `b` */
     uint32_t deferred_flag;         /* the one flag that tiles await only before `deferred_step` */
-    uint32_t deferred_step;         /* a step through K, of GEMMESH_TILE_K columns; UINT32_MAX if there is none */
+    uint32_t deferred_step;         /* a step through K, of GEMMESH_STAGE_ROW bytes; UINT32_MAX if there is none */
     uint32_t activation;            /* GEMMESH_IDENTITY, ... */
     uint32_t is_gated;              /* nonzero: outputs[0] is gate's and the only one that is stored, and outputs[1] has
                                      * up's bias. Zero for kernels that add partials, and with low-latency areas */
     uint32_t is_f32;                /* nonzero: `out` is f32, and partials still have the element type */
+    uint32_t stored_type;           /* GEMMESH_STORED_OUTPUT, or another type if operands have 8 bits, is_f32 is zero,
+                                     * and no partials are moved */
     uint32_t b_is_kn;               /* nonzero: `b` is [K, N] in memory; a CTA loads a multiple of 64 columns of it */
     uint32_t recording;             /* nonzero: the operation is in a graph, `epoch` has no meaning, and this is the
                                      * host's number of the recording */
@@ -305,9 +330,11 @@ typedef struct GemmeshParams {
                                      * each weight after those of the weight before, and each tile waits for
                                      * `row_flags`. K is not cut */
     uint32_t row_flags;             /* flag_begin and, in the upper half, flag_end */
+    uint32_t reserved;
     uint32_t constant_weights;      /* nonzero: no kernel that may still be running writes `b`, so it is read before
                                      * the kernels before this one have ended */
     GemmeshOutput outputs[GEMMESH_MAX_WEIGHTS]; /* by weight */
+    GemmeshScales scales;
     GemmeshPeers peers;
     GemmeshLowLatency low_latency;
 } GemmeshParams;
@@ -408,13 +435,14 @@ static_assert(sizeof(GemmeshSends) == 48, "");
 static_assert(sizeof(GemmeshPeers) == 48 + 16 * GEMMESH_MAX_WORLD, "");
 static_assert(offsetof(GemmeshPeers, task_count) == 32, "");
 static_assert(sizeof(GemmeshLowLatency) == 8 + 16 * GEMMESH_MAX_TARGETS, "");
-static_assert(sizeof(GemmeshOutput) == 48, "");
-static_assert(offsetof(GemmeshOutput, n) == 40, "");
-static_assert(sizeof(GemmeshParams) == 136 + 48 * GEMMESH_MAX_WEIGHTS + sizeof(GemmeshPeers) + sizeof(GemmeshLowLatency), "");
+static_assert(sizeof(GemmeshOutput) == 64, "");
+static_assert(offsetof(GemmeshOutput, n) == 48, "");
+static_assert(sizeof(GemmeshScales) == 16, "");
+static_assert(sizeof(GemmeshParams) == 160 + 64 * GEMMESH_MAX_WEIGHTS + sizeof(GemmeshPeers) + sizeof(GemmeshLowLatency), "");
 static_assert(offsetof(GemmeshParams, trace) == 40, "");
 static_assert(offsetof(GemmeshParams, tile_count) == 80, "");
-static_assert(offsetof(GemmeshParams, outputs) == 136, "");
-static_assert(offsetof(GemmeshParams, peers) == 136 + 48 * GEMMESH_MAX_WEIGHTS, "");
+static_assert(offsetof(GemmeshParams, outputs) == 144, "");
+static_assert(offsetof(GemmeshParams, peers) == 160 + 64 * GEMMESH_MAX_WEIGHTS, "");
 static_assert(sizeof(GemmeshBlock) == 32, "a block is two 16-byte loads");
 static_assert(sizeof(GemmeshStore) == 16, "a store is one 16-byte load");
 static_assert(sizeof(GemmeshSums) == 40, "");

@@ -3,14 +3,31 @@
 
 use std::fmt::Display;
 
-pub static FAMILIES: [Family; 1] = [Family {
+pub static FAMILIES: [Family; 3] = [
+    Family {
+        elements: &["bf16", "f16"],
+        shapes: &SM90,
+        ..SM90_FAMILY
+    },
+    Family {
+        elements: &["e4m3"],
+        shapes: &SM90_FP8,
+        ..SM90_FAMILY
+    },
+    Family {
+        elements: &["e4m3_e5m2", "e5m2_e4m3"],
+        shapes: &SM90_MIXED_FP8,
+        ..SM90_FAMILY
+    },
+];
+
+const SM90_FAMILY: Family = Family {
     name: "sm90",
     arch: "90a",
     threads: 384,
-    tile_k: 64,
-    dtypes: &["bf16", "f16"],
-    shapes: &SM90,
-}];
+    elements: &[],
+    shapes: &[],
+};
 
 /// Shapes have about as many stages as shared memory holds beside the boxes. Wide tiles move the fewest bytes for a
 /// product. In long products they do so in pairs, which share loads. Which width or height is best depends on how evenly
@@ -86,6 +103,65 @@ const SM90: [Shape; 62] = [
     shape(    48,     128,       8,          1,          1,       8),
 ];
 
+/// For operands of 8 bits, whose sums are promoted: each consumer has a second set of accumulators. So few tiles are taken
+/// by turns, and those with swap_ab are low. A ring has as many bytes as one of 16 bits, and twice as much of K.
+#[rustfmt::skip]
+const SM90_FP8: [Shape; 40] = [
+    //    tile_m   tile_n   stages   cluster_m   cluster_n   split
+    fp8(     128,     256,       4,          2,          1,       1),
+    fp8(     128,     224,       4,          2,          1,       1),
+    fp8(     128,     192,       4,          2,          1,       1),
+    fp8(     128,     160,       5,          2,          1,       1),
+    fp8(     128,     128,       6,          2,          1,       1),
+    fp8(     128,     128,       6,          1,          2,       1),
+    fp8(     128,     256,       4,          1,          1,       1),
+    fp8(     128,     224,       4,          1,          1,       1),
+    fp8(     128,     192,       4,          1,          1,       1),
+    fp8(     128,     160,       5,          1,          1,       1),
+    fp8(     128,     128,       6,          1,          1,       1),
+    fp8(     128,     112,       6,          1,          1,       1),
+    fp8(     128,      96,       7,          1,          1,       1),
+    fp8(     128,      80,       7,          1,          1,       1),
+    fp8(     128,      64,       8,          1,          1,       1),
+    fp8(      64,     256,       5,          1,          1,       1),
+    fp8(      64,     128,       8,          1,          1,       1),
+    fp8(      64,      96,      10,          1,          1,       1),
+    fp8(      64,      64,      12,          1,          1,       1),
+    fp8(      16,     128,      11,          1,          1,       1),
+    fp8(      32,     128,      10,          1,          1,       1),
+    fp8(      48,     128,       9,          1,          1,       1),
+    fp8(      16,      64,      20,          1,          1,       1),
+    fp8(      32,      64,      16,          1,          1,       1),
+    fp8(      48,      64,      14,          1,          1,       1),
+    fp8(      80,     128,       7,          1,          1,       1),
+    fp8(      96,     128,       7,          1,          1,       1),
+    fp8(     112,     128,       6,          1,          1,       1),
+    fp8(     144,     128,       6,          1,          1,       1),
+    fp8(      80,      64,      11,          1,          1,       1),
+    fp8(      96,      64,      10,          1,          1,       1),
+    fp8(     128,     128,       5,          1,          1,       2),
+    fp8(      64,     128,       7,          1,          1,       2),
+    fp8(      64,     128,       7,          1,          1,       4),
+    fp8(      16,     128,      11,          1,          1,       2),
+    fp8(      16,     128,      11,          1,          1,       4),
+    fp8(      16,     128,      11,          1,          1,       8),
+    fp8(      32,     128,      10,          1,          1,       2),
+    fp8(      32,     128,       9,          1,          1,       4),
+    fp8(      32,     128,       9,          1,          1,       8),
+];
+
+/// For gradients, whose elements are of e5m2.
+#[rustfmt::skip]
+const SM90_MIXED_FP8: [Shape; 6] = [
+    //    tile_m   tile_n   stages   cluster_m   cluster_n   split
+    fp8(     128,     256,       4,          2,          1,       1),
+    fp8(     128,     128,       6,          1,          1,       1),
+    fp8(      64,     128,       8,          1,          1,       1),
+    fp8(      16,     128,      11,          1,          1,       1),
+    fp8(     128,     128,       5,          1,          1,       2),
+    fp8(      16,     128,      11,          1,          1,       4),
+];
+
 /// Kernels of one source: cuda/NAME/matmul.cuh.
 #[derive(Clone, Copy, Debug)]
 pub struct Family {
@@ -94,11 +170,9 @@ pub struct Family {
     pub arch: &'static str,
     /// Threads of a CTA.
     pub threads: u32,
-    /// Columns of `a` and `b` that a stage holds.
-    pub tile_k: u32,
-    /// The element types, by the names that they have in Rust and in the kernels' source.
-    pub dtypes: &'static [&'static str],
-    /// For each of the dtypes.
+    /// The element types of `a` and `b`, by their names in the kernels' source. If they differ, the name has both.
+    pub elements: &'static [&'static str],
+    /// For each of these.
     pub shapes: &'static [Shape],
 }
 
@@ -109,6 +183,8 @@ pub struct Shape {
     pub tile_m: u32,
     /// Columns of a CTA's tile.
     pub tile_n: u32,
+    /// Columns of `a` and `b` that a stage holds.
+    pub tile_k: u32,
     /// Depth of the ring of loads.
     pub stages: u32,
     /// CTAs, along M, that share each load of `b`.
@@ -143,6 +219,7 @@ const VARIANTS: [Variant; 5] = [
     Variant::Sums,
 ];
 
+/// A shape for elements of 16 bits.
 const fn shape(
     tile_m: u32,
     tile_n: u32,
@@ -154,10 +231,26 @@ const fn shape(
     Shape {
         tile_m,
         tile_n,
+        tile_k: STAGE_ROW / 2,
         stages,
         cluster_m,
         cluster_n,
         split,
+    }
+}
+
+/// A shape for elements of 8 bits.
+const fn fp8(
+    tile_m: u32,
+    tile_n: u32,
+    stages: u32,
+    cluster_m: u32,
+    cluster_n: u32,
+    split: u32,
+) -> Shape {
+    Shape {
+        tile_k: STAGE_ROW,
+        ..shape(tile_m, tile_n, stages, cluster_m, cluster_n, split)
     }
 }
 
@@ -167,7 +260,7 @@ const SHARED_LIMIT: u32 = 232_448;
 const BARRIER_BYTES: u32 = 1024;
 /// What a warp stores at a time: 16 rows of 64 columns.
 const BOX_COLUMNS: u32 = 64;
-const BOX_BYTES: u32 = 16 * BOX_COLUMNS * ELEMENT_BYTES;
+const BOX_BYTES: u32 = 16 * BOX_COLUMNS * 2;
 /// Columns of a box of `b` that is given as [K, N].
 pub const KN_COLUMNS: u32 = 64;
 /// Those that multiply and store, of a CTA.
@@ -176,7 +269,12 @@ pub const CONSUMER_WARPS: u32 = 8;
 const CONSUMERS: u32 = 2;
 /// The height of the instructions.
 const BAND_ROWS: u32 = 64;
-const ELEMENT_BYTES: u32 = 2;
+/// Bytes of a row of a stage.
+const STAGE_ROW: u32 = 128;
+/// Rows of `b` that have one scale in a stage.
+const SCALE_ROWS: u32 = 16;
+/// The alignment of what shared memory holds.
+const ALIGNMENT: u32 = 1024;
 
 /// Whether rows of `b` are the instructions' rows, so that tiles may be of such a height.
 pub fn swaps_ab(tile_m: u32) -> bool {
@@ -185,14 +283,22 @@ pub fn swaps_ab(tile_m: u32) -> bool {
 
 /// Whether the consumers take tiles by turns, each alone (pingpong). Then one stores while the other multiplies. Else
 /// they share each tile. It needs registers for a whole tile's accumulators. CTAs that share K meet after each tile,
-/// and partial sums are moved between the products of two tiles, so these gain nothing by it.
-pub fn is_pingpong((tile_m, tile_n, split): (u32, u32, u32), variant: Variant) -> bool {
+/// and partial sums are moved between the products of two tiles, so these gain nothing by it. If sums are promoted, the
+/// tensor cores would wait for that where consumers take turns, so only few rows gain.
+pub fn is_pingpong(tile: [u32; 3], split: u32, variant: Variant) -> bool {
+    let [tile_m, tile_n, tile_k] = tile;
     let most = match variant {
+        Variant::LowLatency | Variant::Sums => 0,
+        _ if promotes(tile_k) => 64 * 96,
         Variant::Forms => 128 * 128,
         Variant::Plain | Variant::Alone => 128 * 176,
-        Variant::LowLatency | Variant::Sums => 0,
     };
     split == 1 && tile_m * tile_n <= most
+}
+
+/// Whether a step through K is one of elements of 8 bits, whose sums are promoted and scaled.
+pub fn promotes(tile_k: u32) -> bool {
+    tile_k == STAGE_ROW
 }
 
 impl Shape {
@@ -207,7 +313,7 @@ impl Shape {
 
     /// Whether the consumers take tiles by turns.
     pub fn is_pingpong(&self, variant: Variant) -> bool {
-        is_pingpong((self.tile_m, self.tile_n, self.split), variant)
+        is_pingpong([self.tile_m, self.tile_n, self.tile_k], self.split, variant)
     }
 
     /// Whether the consumers of a product have half of a tile's columns each, because it has only one band.
@@ -266,11 +372,11 @@ impl Shape {
 
 impl Family {
     /// The kernel's symbol.
-    pub fn kernel(&self, dtype: impl Display, shape: &Shape, variant: Variant) -> String {
-        let Family { tile_k, .. } = self;
+    pub fn kernel(&self, elements: impl Display, shape: &Shape, variant: Variant) -> String {
         let Shape {
             tile_m,
             tile_n,
+            tile_k,
             stages,
             cluster_m,
             cluster_n,
@@ -284,7 +390,9 @@ impl Family {
             Variant::Sums => "_sums",
         };
         let cluster = format!("{cluster_m}x{cluster_n}");
-        format!("matmul_{dtype}_{tile_m}x{tile_n}x{tile_k}_s{stages}_c{cluster}_k{split}{variant}")
+        format!(
+            "matmul_{elements}_{tile_m}x{tile_n}x{tile_k}_s{stages}_c{cluster}_k{split}{variant}"
+        )
     }
 
     /// The kernels of a shape. Partials are not added by those that swap operands, and few rows fit one low tile. Both
@@ -293,10 +401,12 @@ impl Family {
         let is_shared = shape.is_shared() && shape.cluster_n == 1;
         let swaps_ab = shape.swaps_ab();
         let is_low = shape.tile_m * shape.cluster_m <= BAND_ROWS;
+        // If sums are promoted, wide tiles leave no registers for the rows' places.
+        let has_registers = !promotes(shape.tile_k) || shape.tile_n <= 192;
         let made = move |variant: &Variant| match variant {
             Variant::Forms | Variant::Plain | Variant::Alone => true,
             Variant::LowLatency => is_low && is_shared,
-            Variant::Sums => !swaps_ab && is_shared,
+            Variant::Sums => !swaps_ab && is_shared && has_registers,
         };
         VARIANTS.into_iter().filter(made)
     }
@@ -314,8 +424,14 @@ impl Family {
         self.ring_bytes(shape) + self.sum_bytes(shape) + boxes + BARRIER_BYTES
     }
 
+    /// The stages, and behind them those of the scales of operands of 8 bits.
     fn ring_bytes(&self, shape: &Shape) -> u32 {
-        shape.stages * (shape.tile_m + shape.tile_n) * self.tile_k * ELEMENT_BYTES
+        let scales = match promotes(shape.tile_k) {
+            true => (shape.tile_m + shape.tile_n / SCALE_ROWS) * size_of::<f32>() as u32,
+            false => 0,
+        };
+        let stage = (shape.tile_m + shape.tile_n) * STAGE_ROW + scales;
+        (shape.stages * stage).next_multiple_of(ALIGNMENT)
     }
 
     /// What the CTAs that share a tile send one another.
@@ -363,6 +479,11 @@ impl Family {
                 || !(shape.tile_n / shape.cluster_m).is_multiple_of(8)
             {
                 "tile_m and tile_n over cluster_n and cluster_m are multiples of 8"
+            } else if promotes(shape.tile_k)
+                && shape.is_gated()
+                && !shape.gate_rows().is_multiple_of(SCALE_ROWS)
+            {
+                "16 rows of b have one scale: rows of gate and of up alternate by multiples of 16"
             } else if self.boxes(shape) == 0 {
                 "its stages leave no room in shared memory for the boxes of the stores"
             } else if self.shapes[..index].iter().any(alike) {

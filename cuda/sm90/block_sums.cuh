@@ -39,7 +39,7 @@ __device__ __forceinline__ GemmeshBlock load_block(const GemmeshSums& sums, uint
 
 // Addends are loaded and added in addend boxes of this many columns and the tile's rows. Such a box has the shape of a
 // stage's `a`, and is loaded into its room.
-constexpr uint32_t kSumColumns = GEMMESH_TILE_K;
+constexpr uint32_t kSumColumns = GEMMESH_STAGE_ROW / 2;
 
 // Boxes of one addend in a stage. If the tile has columns for two boxes, the second is loaded into the room of `b`.
 // Consumers that are side by side take one box each. Others share all boxes.
@@ -120,10 +120,10 @@ __device__ __forceinline__ void add_box(float* sum, const Element* box, uint32_t
 // then the product, then the other addends. A warp without rows to store passes through the ring's stages too.
 // `own_row` is the warp's first row in the tile.
 template <class C, uint32_t Box = 0, class Shared>
-__device__ __forceinline__ void add(Accumulators<typename C::Element, C::kConsumerN>& accumulators,
+__device__ __forceinline__ void add(Accumulators<C::kConsumerN>& accumulators,
                                     const GemmeshBlock& block, Shared& shared, RingPosition<C::kStages>& at,
                                     bool has_rows, uint32_t consumer, uint32_t own_row, uint32_t lane) {
-    using Element = typename C::Element;
+    using Output = typename C::Output;
     constexpr uint32_t kGroup = 8;  // columns, of which a thread has two in each of two rows
     constexpr uint32_t kGroupsOfBox = kSumColumns / kGroup;
     constexpr uint32_t kFirst = Box * kGroupsOfBox;
@@ -137,7 +137,7 @@ __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kConsum
     uint32_t product[kGroups * 2];
 #pragma unroll
     for (uint32_t i = 0; i < kGroups * 2; ++i) {
-        product[i] = ptx::cvt_rn_x2<Element>(sum[2 * i], sum[2 * i + 1]);
+        product[i] = ptx::cvt_rn_x2<Output>(sum[2 * i], sum[2 * i + 1]);
         sum[2 * i] = sum[2 * i + 1] = -0.0f;
     }
 
@@ -145,7 +145,7 @@ __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kConsum
         if (index == block.before) {
 #pragma unroll
             for (uint32_t i = 0; i < kGroups * 2; ++i) {
-                const float2 rounded = ptx::unpack<Element>(product[i]);
+                const float2 rounded = ptx::unpack<Output>(product[i]);
                 sum[2 * i] += rounded.x;
                 sum[2 * i + 1] += rounded.y;
             }
@@ -155,10 +155,11 @@ __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kConsum
         // wait for the boxes' bytes
         shared.pipeline.wait_full(at);
         if (has_rows) {
-            const Element* first = C::kSideBySide && consumer > 0 ? shared.b[at.stage] : shared.a[at.stage];
-            add_box<Element, kOfFirst>(sum, first, own_row, lane);
+            const void* first = C::kSideBySide && consumer > 0 ? shared.b[at.stage] : shared.a[at.stage];
+            add_box<Output, kOfFirst>(sum, static_cast<const Output*>(first), own_row, lane);
             if constexpr (kGroups > kOfFirst) {
-                add_box<Element, kGroups - kOfFirst>(sum + kOfFirst * 4, shared.b[at.stage], own_row, lane);
+                const void* second = shared.b[at.stage];
+                add_box<Output, kGroups - kOfFirst>(sum + kOfFirst * 4, static_cast<const Output*>(second), own_row, lane);
             }
         }
         // After this every lane has read and added its part of the boxes. So the neighbours may be told, and no load of

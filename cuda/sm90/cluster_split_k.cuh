@@ -31,8 +31,7 @@ struct SplitSum {
 
     // One warp of the consumers: returns true if it has the sums of its rows and is to store them. `turn` counts the
     // tiles. `warp` is its number as `ConsumerWarp::number` gives it.
-    template <class Element>
-    __device__ bool gather(Accumulators<Element, N>& accumulators, uint32_t turn, uint32_t cta, uint32_t warp,
+    __device__ bool gather(Accumulators<N>& accumulators, uint32_t turn, uint32_t cta, uint32_t warp,
                            uint32_t lane) {
         const uint32_t parity = turn % 2;
         const uint32_t owner = warp / kOwn;
@@ -85,8 +84,7 @@ template <int N, int Warps>
 struct SplitSum<1, N, Warps> {
     __device__ void init() {}
 
-    template <class Element>
-    __device__ bool gather(Accumulators<Element, N>&, uint32_t, uint32_t, uint32_t, uint32_t) {
+    __device__ bool gather(Accumulators<N>&, uint32_t, uint32_t, uint32_t, uint32_t) {
         return true;
     }
 };

@@ -14,6 +14,18 @@ namespace gemmesh {
 // The element types, as the list names them.
 using bf16 = __nv_bfloat16;
 using f16 = __half;
+using ptx::e4m3;
+using ptx::e4m3_e5m2;
+using ptx::e5m2_e4m3;
+
+// The types of `b` and `a`, for products with swap_ab.
+template <class Element>
+using SwappedOf = std::conditional_t<std::is_same_v<Element, e4m3_e5m2>, e5m2_e4m3,
+                                     std::conditional_t<std::is_same_v<Element, e5m2_e4m3>, e4m3_e5m2, Element>>;
+
+// The 16-bit type of outputs, partial sums, biases and residuals.
+template <class Element>
+using OutputOf = std::conditional_t<sizeof(Element) == 1, bf16, Element>;
 
 constexpr int kWarpgroupThreads = 128;
 constexpr int kLeaveBarrier = 1;  // 0 is __syncthreads()
@@ -29,6 +41,7 @@ constexpr int kLaunchRegisters = 65536 / GEMMESH_THREADS / 8 * 8;
 constexpr int kProducerRegisters = 56;  // with the warps beside the producers
 constexpr int kConsumerRegisters = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
 static_assert(kConsumerRegisters == 224);
+
 
 // A wgmma multiplies 64 rows, a band, by columns. With swap_ab the operands are swapped: rows of `b` are the wgmma's
 // rows, and the tile's rows are its columns. A tile whose height is neither 64 nor 128 has swap_ab. Its height may be
@@ -58,6 +71,10 @@ template <class Element_, int TileM, int TileN, int Stages, int ClusterM, int Cl
           int Boxes, Variant Kind>
 struct Config {
     using Element = Element_;
+    using Swapped = SwappedOf<Element>;
+    using Output = OutputOf<Element>;
+    static constexpr bool kPromotes = sizeof(Element) == 1;  // sums, and scales them
+    static constexpr uint32_t kTileK = GEMMESH_STAGE_ROW / sizeof(Element);  // columns of a step through K
     static constexpr int kTileM = TileM;
     static constexpr int kTileN = TileN;
     static constexpr bool kSwapAb = TileM != kBandRows && TileM != 2 * kBandRows;
@@ -90,8 +107,10 @@ struct Config {
     static_assert(ClusterN == 1 || (Kind != Variant::kSums && Kind != Variant::kLowLatency));
     // Whether entries are computed if they can be. Kernels of high tiles and all forms have no registers for it.
     static constexpr bool kComputesEntries = kPlain || (!kSums && TileM < kBandRows);
-    static constexpr uint32_t kBytesA = TileM * GEMMESH_TILE_K * sizeof(Element);  // of a stage
-    static constexpr uint32_t kBytesB = TileN * GEMMESH_TILE_K * sizeof(Element);
+    // Whether bias and scales of whole sums are loaded after the product, because there are no registers for them.
+    static constexpr bool kFinishesLate = kPromotes && (kSums || (!kPlain && kColumns > 224));
+    static constexpr uint32_t kBytesA = TileM * GEMMESH_STAGE_ROW;  // of a stage
+    static constexpr uint32_t kBytesB = TileN * GEMMESH_STAGE_ROW;
 
     static constexpr int kPartM = TileM / ClusterN;  // what one CTA loads of the tile's a
     static constexpr int kPartN = TileN / ClusterM;  // and of its b
@@ -110,7 +129,7 @@ struct Config {
 
 // The accumulators of a consumer.
 template <class C>
-using Bands = Accumulators<typename C::Element, C::kColumns>[C::kBands];
+using Bands = Accumulators<C::kColumns>[C::kBands];
 
 // A consumer warp, and its part of each band.
 template <class C>
@@ -145,12 +164,20 @@ struct ConsumerWarp {
     }
 };
 
+// The scales of a stage's blocks: by row of the tile's `a`, and by 16 rows of its `b`.
+template <class C>
+struct StageScales {
+    static constexpr uint32_t kRowsOfB = 16;
+    float a[C::kPromotes ? C::kTileM : 1];
+    float b[C::kPromotes ? C::kTileN / kRowsOfB : 1];
+};
+
 template <class C>
 struct Shared {
-    using Element = typename C::Element;
-    alignas(1024) Element a[C::kStages][C::kTileM * GEMMESH_TILE_K];
-    alignas(1024) Element b[C::kStages][C::kTileN * GEMMESH_TILE_K];
-    StoreBox<Element> boxes[kConsumerWarps][C::kBoxes];
+    alignas(1024) uint8_t a[C::kStages][C::kBytesA];
+    alignas(1024) uint8_t b[C::kStages][C::kBytesB];
+    StageScales<C> scales[C::kPromotes ? C::kStages : 0];
+    StoreBox<typename C::Output> boxes[kConsumerWarps][C::kBoxes];
     SplitSum<C::kSplit, C::kColumns, kConsumerWarps> sum;
     Pipeline<C::kStages, typename C::InCluster> pipeline;
     Published<Entrance> entrance;
@@ -169,13 +196,22 @@ public:
     // `bytes` to come. At the start every stage is free, as in the phase before the first, so it waits for the opposite
     // parity.
     __device__ void acquire(const RingPosition<C::kStages>& at, uint32_t bytes) const {
+        await(at);
+        announce(at, bytes);
+    }
+
+    __device__ void await(const RingPosition<C::kStages>& at) const {
         wait_phase(at_offset(offsetof(Shared<C>, pipeline.empty), sizeof(uint64_t), at.stage), at.parity ^ 1);
+    }
+
+    __device__ void announce(const RingPosition<C::kStages>& at, uint32_t bytes) const {
         ptx::mbarrier_arrive_expect_tx(full(at.stage), bytes);
     }
 
     __device__ ptx::SharedAddress full(uint32_t stage) const {
         return at_offset(offsetof(Shared<C>, pipeline.full), sizeof(uint64_t), stage);
     }
+    __device__ ptx::SharedAddress scales(uint32_t stage) const { return at_offset(offsetof(Shared<C>, scales), sizeof(StageScales<C>), stage); }
     __device__ ptx::SharedAddress a(uint32_t stage) const { return at_offset(offsetof(Shared<C>, a), C::kBytesA, stage); }
     __device__ ptx::SharedAddress b(uint32_t stage) const { return at_offset(offsetof(Shared<C>, b), C::kBytesB, stage); }
 

@@ -307,6 +307,44 @@ __device__ __forceinline__ void store_f32_rows(const float* accumulators, Stores
     }
 }
 
+// Stores the warp's 16 rows of N columns as e4m3, 128 columns at a time through a box, without TMA. There are a multiple
+// of 16 columns.
+template <int N>
+__device__ __forceinline__ void store_e4m3_rows(const float* accumulators, StoreBox<uint8_t>& box, const GemmeshOutput& output,
+                                                const WarpPlace& place, uint32_t lane) {
+    using Box = StoreBox<uint8_t>;
+    static_assert(N % Box::kPiece == 0);
+#pragma unroll
+    for (int first = 0; first < N; first += Box::kColumns) {
+        constexpr int kGroup = 8;
+        const int columns = N - first < Box::kColumns ? N - first : Box::kColumns;
+        // all lanes have read what was in the box
+        __syncwarp();
+#pragma unroll
+        for (int column = 0; column < columns; column += kGroup) {
+            const float* d = &accumulators[(first + column) / 2];
+#pragma unroll
+            for (uint32_t half = 0; half < 2; ++half) {
+                uint8_t* piece = box.piece(lane / 4 + half * Place::kRowsApart, column / Box::kPiece);
+                uint8_t* at = piece + column % Box::kPiece + lane % 4 * 2;
+                *reinterpret_cast<uint16_t*>(at) = ptx::cvt_rn_satfinite_e4m3x2(d[half * 2], d[half * 2 + 1]);
+            }
+        }
+        __syncwarp();
+        const uint32_t pieces = columns / Box::kPiece;  // of a row
+#pragma unroll
+        for (uint32_t index = lane; index < Box::kRows * pieces; index += 32) {
+            const uint32_t row = index / pieces;
+            const uint32_t piece = index % pieces;
+            const uint32_t column = place.column + first + piece * Box::kPiece;
+            if (place.row + row >= place.end || column >= output.n) continue;
+            uint8_t* to = static_cast<uint8_t*>(output.out) + (place.row + row) * output.out_pitch + column;
+            ptx::st_global(to, *reinterpret_cast<const uint4*>(box.piece(row, piece)));
+        }
+    }
+    __syncwarp();
+}
+
 // A thread that stores a tile's boxes, `Boxes` of them in turn, calls this before it fills the next one. It waits until
 // TMA has read the box, and before the first box until TMA has read all of the tile before.
 template <int Boxes>

@@ -20,8 +20,8 @@ struct SliceSum {
     //
     // Each warp stores its part and counts. The warp that counts last adds up the parts in the order of the slices. So
     // the bits depend only on the slices. Nobody waits, so entries need not run at the same time.
-    template <class Element, int N>
-    __device__ __forceinline__ bool add(Accumulators<Element, N>& accumulators, const GemmeshParams& params, bool has_rows,
+    template <int N>
+    __device__ __forceinline__ bool add(Accumulators<N>& accumulators, const GemmeshParams& params, bool has_rows,
                                         uint32_t lane) const {
         constexpr int kPieces = N / 8;  // of four accumulators
         // Few pieces leave room for those of several slices.
@@ -90,8 +90,8 @@ struct SliceSum {
 
 private:
     // One lane: stores its pieces of its entry's part.
-    template <class Element, int N>
-    __device__ static __forceinline__ void store_part(const Accumulators<Element, N>& accumulators, float4* part) {
+    template <int N>
+    __device__ static __forceinline__ void store_part(const Accumulators<N>& accumulators, float4* part) {
 #pragma unroll
         for (int i = 0; i < N / 8; ++i) {
             const float* d = &accumulators.d[4 * i];

@@ -9,6 +9,7 @@
 #include "config.cuh"
 #include "pipeline.cuh"
 #include "ptx.cuh"
+#include "scales.cuh"
 #include "tile.cuh"
 #include "weights.cuh"
 
@@ -35,7 +36,7 @@ public:
     // `step` counts through K.
     __device__ void load(ptx::SharedAddress a, uint32_t step, ptx::SharedAddress full) const {
         if (part_ >= rows_) return;
-        const uint32_t k = step * GEMMESH_TILE_K;
+        const uint32_t k = step * C::kTileK;
         if constexpr (C::kClusterN == 1) {
             ptx::cp_async_bulk_tensor_2d_load(a, map_, k, row_, full);
         } else {
@@ -52,19 +53,24 @@ private:
     uint32_t row_;   // and in the matrix
 };
 
-// One thread: loads `a` of a tile's steps. A flag may be deferred (protocol/flags.cuh): it stands for the columns of
-// `a` from step `deferred_step` on, and is awaited just before that step. `traced`: the tile's event, or null.
-template <class C>
-__device__ __forceinline__ void load_rows(const RowLoads<C>& rows, const TableWalk& walk, Shared<C>& shared,
-                                          const Stages<C>& stages, ChunkFlags& flags, RingPosition<C::kStages>& at,
-                                          const Steps& steps, GemmeshTraceEvent* traced) {
+// Loads `a` of a tile's steps: one thread or, with `Blocks`, the whole warp, which copies the scales of blocks. A flag may
+// be deferred (protocol/flags.cuh): it stands for the columns of `a` from step `deferred_step` on, and is awaited just
+// before that step. `traced`: the tile's event, or null.
+template <class C, bool Blocks>
+__device__ __forceinline__ void load_rows(const RowLoads<C>& rows, RowScaleCopies<C>& scales, const TableWalk& walk,
+                                          Shared<C>& shared, const Stages<C>& stages, ChunkFlags& flags,
+                                          RingPosition<C::kStages>& at, const Steps& steps, GemmeshTraceEvent* traced) {
     const uint32_t deferred_step = C::kAlone ? UINT32_MAX : max(flags.deferred_step(walk.tile()), steps.begin);
 #pragma unroll 1
     for (uint32_t step = steps.begin; step < steps.end; ++step) {
         if (step == deferred_step) flags.wait_deferred(shared.entrance.get().epoch);
-        stages.acquire(at, rows.bytes());
-        if (traced != nullptr && step == steps.begin) traced->load_begin = ptx::globaltimer();
-        rows.load(stages.a(at.stage), step, stages.full(at.stage));
+        stages.await(at);
+        if (!Blocks || ptx::elect_one()) {
+            stages.announce(at, rows.bytes());
+            if (traced != nullptr && step == steps.begin) traced->load_begin = ptx::globaltimer();
+            rows.load(stages.a(at.stage), step, stages.full(at.stage));
+        }
+        if constexpr (Blocks) scales.copy(stages, at.stage, step);
         at.advance();
     }
 }
@@ -102,10 +108,17 @@ __device__ __forceinline__ void produce_rows(const Maps& maps, const GemmeshPara
             wait_for_flags();
         }
 
-        if (ptx::elect_one()) {
+        const Steps steps = steps_of<C>(params, walk.index(), cta);
+        const bool has_blocks = has_block_scales<C>(params);
+        if (has_blocks || ptx::elect_one()) {
             GemmeshTraceEvent* traced = is_traced<C>(params) ? &event() : nullptr;
             const RowLoads<C> rows(maps, params, row, cta);
-            load_rows<C>(rows, walk, shared, stages, flags, at, steps_of<C>(params, walk.index(), cta), traced);
+            RowScaleCopies<C> scales(params, row, lane);
+            if (has_blocks) {
+                load_rows<C, true>(rows, scales, walk, shared, stages, flags, at, steps, traced);
+            } else {
+                load_rows<C, false>(rows, scales, walk, shared, stages, flags, at, steps, traced);
+            }
         }
 
         if constexpr (C::kSums) {
@@ -141,26 +154,47 @@ __device__ __forceinline__ void with_weights(const Maps& maps, const GemmeshPara
     load(WeightLoads<C, WeightRows::kOfOne>(maps, gated, weight, n, column, cta));
 }
 
-// One warp, the producer of `b`: one thread of it loads each tile's rows of `b`, stage by stage. It waits for nothing
-// but free stages, neither for flags nor for the kernels before this one.
+// Loads `b` of a tile's steps, as load_rows.
+template <class C, bool Blocks, class Weights>
+__device__ __forceinline__ void load_weights(const Weights& weights, WeightScaleCopies<C>& scales, const Stages<C>& stages,
+                                             RingPosition<C::kStages>& at, const Steps& steps) {
+#pragma unroll 1
+    for (uint32_t step = steps.begin; step < steps.end; ++step) {
+        stages.await(at);
+        if (!Blocks || ptx::elect_one()) {
+            stages.announce(at, weights.bytes());
+            weights.load(stages.b(at.stage), step, stages.full(at.stage));
+        }
+        if constexpr (Blocks) scales.copy(stages, at.stage, step);
+        at.advance();
+    }
+}
+
+// One warp, the producer of `b`: loads each tile's rows of `b`, stage by stage. It waits for nothing but free stages,
+// neither for flags nor for the kernels before this one.
 template <class C>
 __device__ __forceinline__ void produce_weights(const Maps& maps, const GemmeshParams& params,
                                                 const SumArguments& partials, TableWalk& walk, Shared<C>& shared,
                                                 uint32_t cta) {
+    const uint32_t lane = threadIdx.x % 32;
     const Stages<C> stages(shared);
+    const bool has_blocks = has_block_scales<C>(params);
     RingPosition<C::kStages> at;
     for (; walk.valid(); walk.advance()) {
-        if (!ptx::elect_one()) continue;
+        if (!has_blocks && !ptx::elect_one()) continue;
         const Steps steps = steps_of<C>(params, walk.index(), cta);
+        const uint32_t column = first_column<C>(params, walk.tile(), cta);
+        WeightScaleCopies<C> scales(params, weight_of<C>(walk.tile()), column, lane);
         with_weights<C>(maps, params, walk, cta, [&](const auto& weights) {
-#pragma unroll 1
-            for (uint32_t step = steps.begin; step < steps.end; ++step) {
-                stages.acquire(at, weights.bytes());
-                weights.load(stages.b(at.stage), step, stages.full(at.stage));
-                at.advance();
+            if (has_blocks) {
+                load_weights<C, true>(weights, scales, stages, at, steps);
+            } else {
+                load_weights<C, false>(weights, scales, stages, at, steps);
             }
         });
-        if constexpr (C::kSums) pass_addends<C>(load_block(*partials.sums, walk.tile().block), stages, at);
+        if constexpr (C::kSums) {
+            if (ptx::elect_one()) pass_addends<C>(load_block(*partials.sums, walk.tile().block), stages, at);
+        }
     }
 }
 

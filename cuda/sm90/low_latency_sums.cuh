@@ -36,7 +36,7 @@ public:
 
     // The whole warp: turns the accumulators, this rank's part, into the sums of its own rows. Parts are rounded, and
     // added in the order of the ranks. If this has been given up, the sums are meaningless.
-    __device__ void send_and_add(Accumulators<Element, N>& accumulators) const {
+    __device__ void send_and_add(Accumulators<N>& accumulators) const {
         const GemmeshPeers& peers = params_.peers;
         // As in block_sums.cuh, the product is kept rounded, and -0.0 is the additive identity.
         uint32_t product[kPairs * 2];
@@ -111,14 +111,14 @@ private:
         return (row_ + half * kRowsApart) * of_row + column_ / 4 + lane_ % 4;
     }
 
-    __device__ static void add(Accumulators<Element, N>& accumulators, uint32_t pair, uint32_t half, uint32_t elements) {
+    __device__ static void add(Accumulators<N>& accumulators, uint32_t pair, uint32_t half, uint32_t elements) {
         const float2 addend = ptx::unpack<Element>(elements);
         accumulators.d[4 * pair + 2 * half] += addend.x;
         accumulators.d[4 * pair + 2 * half + 1] += addend.y;
     }
 
     // One lane: waits for `from`'s part of a row, clears it, and adds it.
-    __device__ void take(Accumulators<Element, N>& accumulators, uint32_t from, uint32_t half) const {
+    __device__ void take(Accumulators<N>& accumulators, uint32_t from, uint32_t half) const {
         const LowLatencyShare share = share_of(params_.peers.rank, from);
         ulonglong2* at = share.units + unit(half);
         ulonglong2 come[kPairs / 2];
@@ -168,7 +168,7 @@ public:
     __device__ void send_add_and_store(typename Tile::Box& box) const {
         const GemmeshPeers& peers = params_.peers;
         uint4 product[kTurns];
-        tile_.each_piece(box, [&](uint32_t turn, const uint4& piece) { product[turn] = piece; });
+        tile_.template each_piece<Element>(box, [&](uint32_t turn, const uint4& piece) { product[turn] = piece; });
 
         // send to the next rank first
         for (uint32_t step = 1; step < peers.world; ++step) {

@@ -35,6 +35,9 @@
 // In a gated product a tile has rows of two weights, gate and up. They are laid out so that each thread has both
 // factors of its results, or gets one of them from one other thread (Config::kGateRows).
 //
+// Sums of elements of 8 bits are promoted to f32 after each step through K, and scaled (promoted.cuh). The scales of
+// blocks come through the ring with their rows (scales.cuh). Scales of whole rows and columns are applied at the end.
+//
 // A plain kernel (kPlain) has no code for bias, activation, gate, residual, f32 and [K, N]. Most products need none of
 // them, and pay for code that they do not use (Config::kPlain). A kernel for a product alone (kAlone) is plain, and has
 // no code for flags, peers, slices of K and traces either.
@@ -50,9 +53,12 @@
 #include "block_sums.cuh"
 #include "config.cuh"
 #include "load.cuh"
+#include "promoted.cuh"
 #include "ptx.cuh"
+#include "scales.cuh"
 #include "store.cuh"
 #include "tile.cuh"
+#include "turn.cuh"
 #include "weights.cuh"
 #include "wgmma.cuh"
 
@@ -72,31 +78,6 @@ __device__ __forceinline__ void serve_peers(const GemmeshParams& params, Shared<
     if constexpr (!C::kLowLatency) push(params, shared.pushers, epoch, pusher);
 }
 
-// With pingpong, the order in which consumers multiply. A consumer that begins knows that the other has seen all
-// stages before. So each wait for a stage is for this phase of its barrier or for the next one.
-template <class C>
-struct Turn {
-    uint32_t consumer;
-
-    // The first turn is consumer 0's.
-    __device__ explicit Turn(uint32_t consumer) : consumer(consumer) {
-        if (C::kPingpong && consumer == 1) end();
-    }
-
-    __device__ bool is_of(uint32_t turn) const { return !C::kPingpong || turn % kConsumers == consumer; }
-
-    __device__ void begin() const {
-        if constexpr (C::kPingpong) ptx::barrier_sync<kThreads>(kTurnBarrier + consumer);
-    }
-
-    // The next tile's products are issued while the tensor cores end this tile's.
-    __device__ void end() const {
-        if constexpr (C::kPingpong) ptx::barrier_arrive<kThreads>(kTurnBarrier + (1 - consumer));
-    }
-
-    static constexpr int kThreads = kConsumers * kWarpgroupThreads;
-};
-
 // One warpgroup: the products of `count` steps through K, of all its bands. `a` and `b` are its operands in the first
 // stage. There is one loop for `b` as [N, K] and one for [K, N], because the instructions differ.
 template <class C, bool BIsKn>
@@ -105,7 +86,7 @@ __device__ __forceinline__ void multiply(Bands<C>& bands, Shared<C>& shared, Rin
                                          uint32_t lane, uint32_t cta) {
     constexpr uint32_t kStageA = operand_distance(sizeof(shared.a[0]));
     constexpr uint32_t kStageB = operand_distance(sizeof(shared.b[0]));
-    constexpr uint32_t kNextBand = operand_distance(kBandRows * GEMMESH_TILE_K * sizeof(typename C::Element));
+    constexpr uint32_t kNextBand = operand_distance(kBandRows * GEMMESH_STAGE_ROW);
     uint32_t previous = 0;
     uint32_t step = 0;
     // There is at least one step, and `do` tells the compiler so. Then it puts no other instruction on the
@@ -120,9 +101,9 @@ __device__ __forceinline__ void multiply(Bands<C>& bands, Shared<C>& shared, Rin
 #pragma unroll
         for (uint32_t band = 0; band < C::kBands; ++band) {
             if constexpr (C::kSwapAb) {
-                bands[band].template multiply<BIsKn, false>(stage_b + band * kNextBand, stage_a, step == 0);
+                bands[band].template multiply<typename C::Element, BIsKn, false>(stage_b + band * kNextBand, stage_a, step == 0);
             } else {
-                bands[band].template multiply<false, BIsKn>(stage_a + band * kNextBand, stage_b, step == 0);
+                bands[band].template multiply<typename C::Element, false, BIsKn>(stage_a + band * kNextBand, stage_b, step == 0);
             }
         }
         if (step > 0) {
@@ -169,7 +150,7 @@ __device__ __forceinline__ void load_addends(Addends<C>& bias, const GemmeshPara
 #pragma unroll
         for (uint32_t band = 0; band < C::kBands; ++band) {
             const uint32_t own = row + self.row(band);
-            prefetch_residual<typename C::Element, C::kConsumerN>(params.outputs[weight], params.m, own, left, self.lane);
+            prefetch_residual<typename C::Output, C::kConsumerN>(params.outputs[weight], params.m, own, left, self.lane);
         }
     }
 }
@@ -188,6 +169,15 @@ __device__ __forceinline__ void load_swap_ab_addends(Addends<C> (&addends)[C::kB
         const void* bias = part.bias(params, weight);
         addends[band].load(params, params.outputs[weight], bias, row, column + part.column(), self.lane);
     }
+}
+
+// One warp: the scales of whole sums, by band. `row` is the tile's first row in `a`.
+template <class C>
+__device__ __forceinline__ void load_sum_scales(SumScales<C> (&scales)[C::kBands], const GemmeshParams& params,
+                                                const ConsumerWarp<C>& self, uint32_t weight, uint32_t row, uint32_t column,
+                                                uint32_t left) {
+#pragma unroll
+    for (uint32_t band = 0; band < C::kBands; ++band) scales[band].load(params, self, weight, band, row, column, left);
 }
 
 // Notes in a trace that a tile's first operands have come.
@@ -210,10 +200,11 @@ __device__ __forceinline__ void note_done(GemmeshTraceEvent& event, uint32_t ind
 // One warp: adds up the parts of K of a band of its tile, and stores the band. `row` and `column` are the tile's first
 // ones, and `left` is the warp's first column.
 template <class C>
-__device__ __forceinline__ void store_band(Accumulators<typename C::Element, C::kColumns>& accumulators, const Maps& maps,
+__device__ __forceinline__ void store_band(Accumulators<C::kColumns>& accumulators, const Maps& maps,
                                            const GemmeshParams& params, const TableWalk& walk, Shared<C>& shared,
-                                           const Addends<C>& addends, const ConsumerWarp<C>& self, uint32_t turn,
-                                           uint32_t band, uint32_t row, uint32_t column, uint32_t left) {
+                                           SumScales<C>& scales, Addends<C>& addends,
+                                           const ConsumerWarp<C>& self, uint32_t turn, uint32_t band, uint32_t row,
+                                           uint32_t column, uint32_t left) {
     const uint32_t own = row + self.row(band);
     bool has_all_of_k;
     if constexpr (C::kSliced) {
@@ -222,14 +213,17 @@ __device__ __forceinline__ void store_band(Accumulators<typename C::Element, C::
         has_all_of_k = shared.sum.gather(accumulators, turn, self.cta, self.number(), self.lane);
     }
     if (!has_all_of_k) return;
-    store_product<C>(accumulators, maps, params, shared, addends, weight_of<C>(walk.tile()), self, band, own, column, left);
+    const uint32_t weight = weight_of<C>(walk.tile());
+    if constexpr (C::kFinishesLate) scales.load(params, self, weight, band, row, column, left);
+    if constexpr (C::kPromotes) scales.apply(accumulators, params, self.lane);
+    if constexpr (C::kFinishesLate && !C::kPlain) load_addends<C>(addends, params, self, weight, row, left);
+    store_product<C>(accumulators, maps, params, shared, addends, weight, self, band, own, column, left);
 }
 
 // One warpgroup: multiplies its part of each tile, or each tile whose turn it is, and stores it.
 template <class C>
 __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& params, const SumArguments& partials,
                                         TableWalk& walk, Shared<C>& shared, uint32_t cta, uint32_t consumer) {
-    using Element = typename C::Element;
     // The shuffle tells the compiler that a warp's lanes branch alike on their rows. Else it takes all that follows for
     // divergent, computes each operand's address in vector registers, and moves four of them before each wgmma.
     // Low-latency kernels of the largest tiles have no register for it.
@@ -240,8 +234,8 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
     const uint32_t own = C::kPingpong ? 0 : consumer * (C::kSideBySide ? C::kConsumerN : kBandRows);
     const uint32_t own_row = C::kSideBySide || C::kSwapAb ? 0 : own;
     const uint32_t own_column = own - own_row;
-    const uint32_t a = operand_address(&shared.a[0][own_row * GEMMESH_TILE_K]);
-    const uint32_t b = operand_address(&shared.b[0][own_column * GEMMESH_TILE_K]);
+    const uint32_t a = operand_address(&shared.a[0][own_row * GEMMESH_STAGE_ROW]);
+    const uint32_t b = operand_address(&shared.b[0][own_column * GEMMESH_STAGE_ROW]);
     const bool tracer = is_traced<C>(params) && self.is_first();
     Bands<C> bands;
     RingPosition<C::kStages> at;
@@ -256,32 +250,44 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
             at.skip(count);
             continue;
         }
-        // what follows the product comes while it is made
         const uint32_t row = first_row<C>(walk.tile(), cta);
         const uint32_t column = first_column<C>(params, walk.tile(), cta);
         const uint32_t left = column + (is_gated<C>(params) ? own_column / 2 : own_column);
+        const uint32_t weight = weight_of<C>(walk.tile());
         Addends<C> addends[C::kSwapAb ? C::kBands : 1];  // all bands of rows have the same bias
+        SumScales<C> scales[C::kBands];
+        // what follows the product comes while it is made
         if constexpr (C::kSwapAb && !C::kPlain) {
-            load_swap_ab_addends<C>(addends, params, self, weight_of<C>(walk.tile()), row, column);
-        } else if constexpr (!C::kPlain) {
-            load_addends<C>(addends[0], params, self, weight_of<C>(walk.tile()), row, left);
+            load_swap_ab_addends<C>(addends, params, self, weight, row, column);
+        } else if constexpr (!C::kPlain && !C::kFinishesLate) {
+            load_addends<C>(addends[0], params, self, weight, row, left);
         }
+        if constexpr (C::kPromotes && !C::kFinishesLate) load_sum_scales<C>(scales, params, self, weight, row, column, left);
         turn.begin();
         note_begin<C>(params, walk, shared, at, cta, tracer);
-        multiply_tile<C>(bands, params, shared, at, turn, placed, a, b, count, self.lane, cta);
+        if constexpr (C::kPromotes) {
+            multiply_promoted<C>(bands, params, shared, at, turn, placed, self, a, b, count, weight, left);
+        } else {
+            multiply_tile<C>(bands, params, shared, at, turn, placed, a, b, count, self.lane, cta);
+        }
         if (tracer) event_of<C>(params, walk.index(), cta).math_end = ptx::globaltimer();
 
         // store the tile; the producers are loading the next one
         if constexpr (C::kSums) {
             const bool has_all_of_k = shared.sum.gather(bands[0], number, cta, self.number(), self.lane);
+            if constexpr (C::kPromotes) {
+                load_sum_scales<C>(scales, params, self, weight, block.row + row, column, left);
+                scales[0].apply(bands[0], params, self.lane);
+            }
             const uint32_t index = walk.tile().block;
             store_sums<C>(bands[0], params, block, index, shared, at, placed, addends[0], self, row, left, has_all_of_k);
         } else {
 #pragma unroll 1
             for (uint32_t band = 0; band < C::kBands; ++band) {
-                store_band<C>(bands[0], maps, params, walk, shared, addends[0], self, number, band, row, column, left);
+                store_band<C>(bands[0], maps, params, walk, shared, scales[0], addends[0], self, number, band, row, column, left);
                 // one code stores all bands
                 if constexpr (C::kBands > 1) bands[0] = bands[1];
+                if constexpr (C::kBands > 1 && C::kPromotes) scales[0] = scales[1];
                 if constexpr (C::kBands > 1 && C::kSwapAb) addends[0] = addends[1];
             }
         }
@@ -325,7 +331,7 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
             if (!C::kSwapAb && !is_f32<C>(params)) ptx::prefetch_tensormap(maps.out);
             if (is_gated<C>(params)) ptx::prefetch_tensormap(maps.b_of(1));
         }
-        shared.pipeline.init(C::kSharing * 4);
+        shared.pipeline.init(C::kSharing * 4, has_block_scales<C>(params) ? kProducers * 32 : 0);
         shared.sum.init();
         shared.entrance.init();
         ptx::fence_mbarrier_init();

@@ -65,9 +65,9 @@ struct Pipeline {
     uint64_t empty[Stages];
 
     // One thread; before a fence for the barriers, and the CTAs of the cluster must meet before anyone uses them.
-    __device__ void init(uint32_t warps) {
+    __device__ void init(uint32_t warps, uint32_t copies = 0) {
         for (int stage = 0; stage < Stages; ++stage) {
-            ptx::mbarrier_init(&full[stage], kProducers);
+            ptx::mbarrier_init(&full[stage], kProducers + copies);
             ptx::mbarrier_init(&empty[stage], warps * InCluster::kWriters);
         }
     }

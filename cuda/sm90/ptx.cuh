@@ -189,6 +189,13 @@ __device__ __forceinline__ uint32_t cvt_rn_x2(float low, float high) {
     return packed;
 }
 
+// The same to e4m3. What is too large becomes the largest number.
+__device__ __forceinline__ uint16_t cvt_rn_satfinite_e4m3x2(float low, float high) {
+    uint16_t packed;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
 // The other way round.
 template <class Element>
 __device__ __forceinline__ float2 unpack(uint32_t packed) {
@@ -236,6 +243,16 @@ __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global,
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(is_there ? 16 : 0) : "memory");
 }
 
+// Copies 4 bytes, or writes zeros if `is_there` is false.
+__device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global, bool is_there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(is_there ? 4 : 0) : "memory");
+}
+
+// Arrives when all copies that this thread has begun are complete. The barrier counts the arrival.
+__device__ __forceinline__ void cp_async_mbarrier_arrive(SharedAddress barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier.value) : "memory");
+}
+
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // ---- wgmma ---------------------------------------------------------------------------------------------------------
@@ -262,8 +279,20 @@ __device__ __forceinline__ void pin(uint32_t& value) {
     asm volatile("" : "+r"(value)::"memory");
 }
 
-// d[64, N] = a[64, 16] * b[N, 16]^T + (accumulate ? d : 0). Both operands are in shared memory. An operand is K-major
-// if its transposition is 0, and MN-major if it is 1.
+// Pairs of types of 8 bits, of which the kernels only know the size: that of `a`, and that of `b` if it differs.
+struct e4m3 {
+    uint8_t bits;
+};
+struct e4m3_e5m2 {
+    uint8_t bits;
+};
+struct e5m2_e4m3 {
+    uint8_t bits;
+};
+
+// d[64, N] = a[64, K] * b[N, K]^T + (accumulate ? d : 0). K is 16 elements of 16 bits or 32 of 8 bits. Both operands are
+// in shared memory. An operand is K-major if its transposition is 0, and MN-major if it is 1. Those of 8 bits are
+// always K-major.
 //
 // The thread holds d as N/8 groups of four: rows r, r, r+8, r+8 and columns c, c+1, c, c+1, where r is
 // 16 * (warp in warpgroup) + lane / 4 and c is 8 * group + 2 * (lane % 4).
@@ -293,6 +322,7 @@ struct Wgmma;
 #define GEMMESH_NAMES_OF_72 GEMMESH_NAMES_OF_64 ", %32, %33, %34, %35"
 #define GEMMESH_NAMES_OF_88 GEMMESH_NAMES_OF_80 ", %40, %41, %42, %43"
 #define GEMMESH_NAMES_OF_104 GEMMESH_NAMES_OF_96 ", %48, %49, %50, %51"
+#define GEMMESH_NAMES_OF_120 GEMMESH_NAMES_OF_112 ", %56, %57, %58, %59"
 #define GEMMESH_NAMES_OF_136 GEMMESH_NAMES_OF_128 ", %64, %65, %66, %67"
 #define GEMMESH_NAMES_OF_152 GEMMESH_NAMES_OF_144 ", %72, %73, %74, %75"
 #define GEMMESH_NAMES_OF_168 GEMMESH_NAMES_OF_160 ", %80, %81, %82, %83"
@@ -316,6 +346,7 @@ struct Wgmma;
 #define GEMMESH_REGISTERS_OF_72 GEMMESH_REGISTERS_OF_64, GEMMESH_FOUR(32)
 #define GEMMESH_REGISTERS_OF_88 GEMMESH_REGISTERS_OF_80, GEMMESH_FOUR(40)
 #define GEMMESH_REGISTERS_OF_104 GEMMESH_REGISTERS_OF_96, GEMMESH_FOUR(48)
+#define GEMMESH_REGISTERS_OF_120 GEMMESH_REGISTERS_OF_112, GEMMESH_FOUR(56)
 #define GEMMESH_REGISTERS_OF_136 GEMMESH_REGISTERS_OF_128, GEMMESH_FOUR(64)
 #define GEMMESH_REGISTERS_OF_152 GEMMESH_REGISTERS_OF_144, GEMMESH_FOUR(72)
 #define GEMMESH_REGISTERS_OF_168 GEMMESH_REGISTERS_OF_160, GEMMESH_FOUR(80)
@@ -338,31 +369,52 @@ struct Wgmma;
         }                                                                                                            \
     };
 
-#define GEMMESH_WGMMA_BOTH(N, a_, b_, p_, trans_a_, trans_b_)               \
-    GEMMESH_WGMMA(__nv_bfloat16, "bf16", N, a_, b_, p_, trans_a_, trans_b_) \
-    GEMMESH_WGMMA(__half, "f16", N, a_, b_, p_, trans_a_, trans_b_)
+#define GEMMESH_WGMMA_8(Element, types, N, a_, b_, p_)                                                               \
+    template <>                                                                                                      \
+    struct Wgmma<Element, N> {                                                                                       \
+        template <int TransA, int TransB>                                                                            \
+        __device__ __forceinline__ static void mma_async(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) { \
+            static_assert(TransA == 0 && TransB == 0);                                                               \
+            asm volatile("{\n"                                                                                       \
+                         ".reg .pred p;\n"                                                                           \
+                         "setp.ne.b32 p, %" #p_ ", 0;\n"                                                             \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." types                                     \
+                         " {" GEMMESH_NAMES_OF_##N "}, %" #a_ ", %" #b_ ", p, 1, 1;\n"                               \
+                         "}\n"                                                                                       \
+                         : GEMMESH_REGISTERS_OF_##N                                                                  \
+                         : "l"(a), "l"(b), "r"(static_cast<int32_t>(accumulate)));                                   \
+        }                                                                                                            \
+    };
 
-GEMMESH_WGMMA_BOTH(16, 8, 9, 10, 11, 12)
-GEMMESH_WGMMA_BOTH(32, 16, 17, 18, 19, 20)
-GEMMESH_WGMMA_BOTH(48, 24, 25, 26, 27, 28)
-GEMMESH_WGMMA_BOTH(64, 32, 33, 34, 35, 36)
-GEMMESH_WGMMA_BOTH(72, 36, 37, 38, 39, 40)
-GEMMESH_WGMMA_BOTH(80, 40, 41, 42, 43, 44)
-GEMMESH_WGMMA_BOTH(88, 44, 45, 46, 47, 48)
-GEMMESH_WGMMA_BOTH(96, 48, 49, 50, 51, 52)
-GEMMESH_WGMMA_BOTH(104, 52, 53, 54, 55, 56)
-GEMMESH_WGMMA_BOTH(112, 56, 57, 58, 59, 60)
-GEMMESH_WGMMA_BOTH(128, 64, 65, 66, 67, 68)
-GEMMESH_WGMMA_BOTH(136, 68, 69, 70, 71, 72)
-GEMMESH_WGMMA_BOTH(144, 72, 73, 74, 75, 76)
-GEMMESH_WGMMA_BOTH(152, 76, 77, 78, 79, 80)
-GEMMESH_WGMMA_BOTH(160, 80, 81, 82, 83, 84)
-GEMMESH_WGMMA_BOTH(168, 84, 85, 86, 87, 88)
-GEMMESH_WGMMA_BOTH(176, 88, 89, 90, 91, 92)
-GEMMESH_WGMMA_BOTH(192, 96, 97, 98, 99, 100)
-GEMMESH_WGMMA_BOTH(208, 104, 105, 106, 107, 108)
-GEMMESH_WGMMA_BOTH(224, 112, 113, 114, 115, 116)
-GEMMESH_WGMMA_BOTH(240, 120, 121, 122, 123, 124)
-GEMMESH_WGMMA_BOTH(256, 128, 129, 130, 131, 132)
+#define GEMMESH_WGMMA_ALL(N, a_, b_, p_, trans_a_, trans_b_)                \
+    GEMMESH_WGMMA(__nv_bfloat16, "bf16", N, a_, b_, p_, trans_a_, trans_b_) \
+    GEMMESH_WGMMA(__half, "f16", N, a_, b_, p_, trans_a_, trans_b_)         \
+    GEMMESH_WGMMA_8(e4m3, "e4m3.e4m3", N, a_, b_, p_)                       \
+    GEMMESH_WGMMA_8(e4m3_e5m2, "e4m3.e5m2", N, a_, b_, p_)                  \
+    GEMMESH_WGMMA_8(e5m2_e4m3, "e5m2.e4m3", N, a_, b_, p_)
+
+GEMMESH_WGMMA_ALL(16, 8, 9, 10, 11, 12)
+GEMMESH_WGMMA_ALL(32, 16, 17, 18, 19, 20)
+GEMMESH_WGMMA_ALL(48, 24, 25, 26, 27, 28)
+GEMMESH_WGMMA_ALL(64, 32, 33, 34, 35, 36)
+GEMMESH_WGMMA_ALL(72, 36, 37, 38, 39, 40)
+GEMMESH_WGMMA_ALL(80, 40, 41, 42, 43, 44)
+GEMMESH_WGMMA_ALL(88, 44, 45, 46, 47, 48)
+GEMMESH_WGMMA_ALL(96, 48, 49, 50, 51, 52)
+GEMMESH_WGMMA_ALL(104, 52, 53, 54, 55, 56)
+GEMMESH_WGMMA_ALL(112, 56, 57, 58, 59, 60)
+GEMMESH_WGMMA_ALL(120, 60, 61, 62, 63, 64)
+GEMMESH_WGMMA_ALL(128, 64, 65, 66, 67, 68)
+GEMMESH_WGMMA_ALL(136, 68, 69, 70, 71, 72)
+GEMMESH_WGMMA_ALL(144, 72, 73, 74, 75, 76)
+GEMMESH_WGMMA_ALL(152, 76, 77, 78, 79, 80)
+GEMMESH_WGMMA_ALL(160, 80, 81, 82, 83, 84)
+GEMMESH_WGMMA_ALL(168, 84, 85, 86, 87, 88)
+GEMMESH_WGMMA_ALL(176, 88, 89, 90, 91, 92)
+GEMMESH_WGMMA_ALL(192, 96, 97, 98, 99, 100)
+GEMMESH_WGMMA_ALL(208, 104, 105, 106, 107, 108)
+GEMMESH_WGMMA_ALL(224, 112, 113, 114, 115, 116)
+GEMMESH_WGMMA_ALL(240, 120, 121, 122, 123, 124)
+GEMMESH_WGMMA_ALL(256, 128, 129, 130, 131, 132)
 
 }  // namespace gemmesh::ptx

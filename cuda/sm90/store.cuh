@@ -21,31 +21,58 @@ static_assert(kPairBarrier + 2 * kConsumers <= kTurnBarrier);
 
 // What a consumer warp of a kernel with block sums stores through. Other kernels do not use it.
 template <class C>
-using Placed = PlacedStores<typename C::Element, C::kColumns, C::kBoxes>;
+using Placed = PlacedStores<typename C::Output, C::kColumns, C::kBoxes>;
+
+// The same boxes for another type.
+template <class Stored, class Output, int Boxes>
+__device__ __forceinline__ StoreBox<Stored> (&boxes_of(StoreBox<Output> (&boxes)[Boxes]))[Boxes] {
+    static_assert(sizeof(StoreBox<Stored>) == sizeof(StoreBox<Output>));
+    return reinterpret_cast<StoreBox<Stored>(&)[Boxes]>(boxes);
+}
+
+// One warp: stores N columns of accumulators, rounded to 16 bits.
+template <class Stored, int N, int Boxes>
+__device__ __forceinline__ void store_16_bit_rows(const float* accumulators, const CUtensorMap* map,
+                                                  StoreBox<Stored> (&boxes)[Boxes], const GemmeshOutput& output,
+                                                  const WarpPlace& place, uint32_t lane) {
+    if constexpr (N < StoreBox<Stored>::kColumns) {
+        store_directly<Stored, N>(accumulators, output, Place(place, lane));
+    } else {
+        OwnStores<Stored, N, Boxes> stores{map, boxes, place.row, place.column, lane};
+        store_rows<Stored, N>(accumulators, stores, lane);
+    }
+}
 
 // One warp: stores N columns of accumulators, finished, to the output of a weight.
 template <class C, int N>
-__device__ __forceinline__ void store_own(const float* accumulators, const CUtensorMap* map,
-                                          StoreBox<typename C::Element> (&boxes)[C::kBoxes], const GemmeshOutput& output,
-                                          bool is_f32, const WarpPlace& place, uint32_t lane) {
-    using Element = typename C::Element;
-    if (is_f32) {
-        static_assert(sizeof(StoreBox<float>) == sizeof(StoreBox<Element>));
-        auto& of_f32 = reinterpret_cast<StoreBox<float>(&)[C::kBoxes]>(boxes);
+__device__ __forceinline__ void store_own(const float* accumulators, const CUtensorMap* map, const GemmeshParams& params,
+                                          StoreBox<typename C::Output> (&boxes)[C::kBoxes], const GemmeshOutput& output,
+                                          const WarpPlace& place, uint32_t lane) {
+    if (is_f32<C>(params)) {
+        auto& of_f32 = boxes_of<float>(boxes);
         OwnStores<float, N, C::kBoxes> stores{map, of_f32, place.row, place.column, lane};
         store_f32_rows<N>(accumulators, stores, lane);
-    } else if constexpr (N < StoreBox<Element>::kColumns) {
-        store_directly<Element, N>(accumulators, output, Place(place, lane));
-    } else {
-        OwnStores<Element, N, C::kBoxes> stores{map, boxes, place.row, place.column, lane};
-        store_rows<Element, N>(accumulators, stores, lane);
+        return;
     }
+    if constexpr (C::kPromotes && !C::kPlain && N % 16 == 0) {
+        if (params.stored_type == GEMMESH_STORED_E4M3) {
+            store_e4m3_rows<N>(accumulators, boxes_of<uint8_t>(boxes)[0], output, place, lane);
+            return;
+        }
+    }
+    if constexpr (C::kPromotes && !C::kPlain) {
+        if (params.stored_type == GEMMESH_STORED_F16) {
+            store_16_bit_rows<f16, N>(accumulators, map, boxes_of<f16>(boxes), output, place, lane);
+            return;
+        }
+    }
+    store_16_bit_rows<typename C::Output, N>(accumulators, map, boxes, output, place, lane);
 }
 
 // What a warp loads while the tensor cores multiply, and adds to a band of its tile afterwards.
 template <class C>
-using Addends = std::conditional_t<C::kSwapAb, SwapAbAddends<typename C::Element, C::kColumns>,
-                                   ColumnBias<typename C::Element, C::kSwapAb ? 8 : C::kConsumerN>>;
+using Addends = std::conditional_t<C::kSwapAb, SwapAbAddends<typename C::Output, C::kColumns>,
+                                   ColumnBias<typename C::Output, C::kSwapAb ? 8 : C::kConsumerN>>;
 
 // One warp: turns to the block of a tile that a kernel with block sums is about to make.
 template <class C>
@@ -62,7 +89,7 @@ __device__ __forceinline__ GemmeshBlock begin_block(Placed<C>& placed, const Sum
 
 // One warp: adds up the slices of K of a band, as SliceSum::add.
 template <class C>
-__device__ __forceinline__ bool add_slices(Accumulators<typename C::Element, C::kColumns>& accumulators,
+__device__ __forceinline__ bool add_slices(Accumulators<C::kColumns>& accumulators,
                                            const GemmeshParams& params, const TableWalk& walk,
                                            const ConsumerWarp<C>& self, uint32_t band, bool has_rows) {
     constexpr int kAtATime = C::kBands * C::kColumns > 256 ? 8 : 16;
@@ -73,12 +100,12 @@ __device__ __forceinline__ bool add_slices(Accumulators<typename C::Element, C::
 // One warp: stores its rows of a block's tile: sums if the block is this rank's, else partial sums. `tile_row` is the
 // tile's first row in the block. A warp without rows passes through the addends' stages too.
 template <class C>
-__device__ __forceinline__ void store_sums(Accumulators<typename C::Element, C::kColumns>& accumulators,
+__device__ __forceinline__ void store_sums(Accumulators<C::kColumns>& accumulators,
                                            const GemmeshParams& params, const GemmeshBlock& block, uint32_t index,
                                            Shared<C>& shared, RingPosition<C::kStages>& at, Placed<C>& placed,
                                            Addends<C>& bias, const ConsumerWarp<C>& self, uint32_t tile_row,
                                            uint32_t left, bool has_all_of_k) {
-    using Element = typename C::Element;
+    using Output = typename C::Output;
     const uint32_t lane = self.lane;
     const uint32_t row = tile_row + self.row(0);
     auto& boxes = shared.boxes[self.box()];
@@ -92,73 +119,54 @@ __device__ __forceinline__ void store_sums(Accumulators<typename C::Element, C::
     if (is_sum) add<C>(accumulators, block, shared, at, has_rows, self.consumer, self.row(0), lane);
     if (is_sum && has_rows) {
         bias.load(params, output, false, left, lane);
-        finish<Element, false, C::kConsumerN>(accumulators.d, params, output, bias, boxes, place, lane);
+        finish<Output, false, C::kConsumerN>(accumulators.d, params, output, bias, boxes, place, lane);
     }
     placed.await_ready(row, left);
     if (has_rows && stores_f32) store_directly<float, C::kConsumerN>(accumulators.d, output, Place(place, lane));
-    if (has_rows && !stores_f32) store_rows<Element, C::kConsumerN>(accumulators.d, placed, lane);
+    if (has_rows && !stores_f32) store_rows<Output, C::kConsumerN>(accumulators.d, placed, lane);
     if (has_all_of_k) placed.note(block, index);
 }
 
 // One warp: finishes and stores its rows of a band. `row` and `column` are its first ones.
 template <class C>
-__device__ __forceinline__ void store_tile(Accumulators<typename C::Element, C::kColumns>& accumulators, const Maps& maps,
+__device__ __forceinline__ void store_tile(Accumulators<C::kColumns>& accumulators, const Maps& maps,
                                            const GemmeshParams& params, Shared<C>& shared,
-                                           const ColumnBias<typename C::Element, C::kColumns>& bias, uint32_t weight,
+                                           const ColumnBias<typename C::Output, C::kColumns>& bias, uint32_t weight,
                                            const ConsumerWarp<C>& self, uint32_t row, uint32_t column) {
-    using Element = typename C::Element;
+    using Output = typename C::Output;
     constexpr int kN = C::kColumns;
     const GemmeshOutput& output = params.outputs[weight];
     const uint32_t lane = self.lane;
     auto& boxes = shared.boxes[self.box()];
     float* d = accumulators.d;
     if constexpr (C::kLowLatency) {
-        const LowLatencySums<Element, kN> low_latency(params, output, shared.entrance.get(), row, column, lane);
+        const LowLatencySums<Output, kN> low_latency(params, output, shared.entrance.get(), row, column, lane);
         low_latency.send_and_add(accumulators);
         const WarpPlace rows = low_latency.place();
-        finish<Element, false, kN>(d, params, output, bias, boxes, rows, lane);
+        finish<Output, false, kN>(d, params, output, bias, boxes, rows, lane);
         const Place place(rows, lane);
         if (is_f32<C>(params)) {
             store_directly<float, kN>(d, output, place);
         } else {
-            store_directly<Element, kN>(d, output, place);
+            store_directly<Output, kN>(d, output, place);
         }
     } else {
         const WarpPlace place{row, column, 0, params.m};
         const CUtensorMap* map = maps.out_of(weight);
-        if constexpr (!C::kPlain) finish<Element, C::kGates, kN>(d, params, output, bias, boxes, place, lane);
+        if constexpr (!C::kPlain) finish<Output, C::kGates, kN>(d, params, output, bias, boxes, place, lane);
         if (is_gated<C>(params)) {
-            store_own<C, kN / 2>(d, map, boxes, output, is_f32<C>(params), place, lane);
+            store_own<C, kN / 2>(d, map, params, boxes, output, place, lane);
         } else {
-            store_own<C, kN>(d, map, boxes, output, is_f32<C>(params), place, lane);
+            store_own<C, kN>(d, map, params, boxes, output, place, lane);
         }
     }
 }
-
-// A warp's part of a band of swapped operands. In a gated tile warps 0 and 1 of each consumer have gate's columns, and
-// warps 2 and 3 have the same columns of up.
-template <class C>
-struct SwapAbPart {
-    bool gated;
-    bool is_up;
-    uint32_t number;  // of its 16 columns in the tile
-
-    __device__ SwapAbPart(const GemmeshParams& params, const ConsumerWarp<C>& self, uint32_t band)
-        : gated(is_gated<C>(params)),
-          is_up(gated && self.warp >= 2),
-          number(gated ? self.part(band) / 4 * 2 + self.warp % 2 : self.part(band)) {}
-
-    __device__ uint32_t column() const { return number * 16; }
-    __device__ const void* bias(const GemmeshParams& params, uint32_t weight) const {
-        return params.outputs[is_up ? 1 : weight].bias;
-    }
-};
 
 // One warp: the same for a band of swapped operands. `row` and `column` are the tile's first ones. Of a gated tile, a CTA
 // needs the sums of gate's and of up's warp. SplitSum gives both to the same CTA. With SliceSum the two warps may be
 // last in different entries, so K of gated products is not cut into slices here.
 template <class C>
-__device__ __forceinline__ void store_swap_ab(Accumulators<typename C::Element, C::kColumns>& accumulators,
+__device__ __forceinline__ void store_swap_ab(Accumulators<C::kColumns>& accumulators,
                                               const GemmeshParams& params, Shared<C>& shared, const Addends<C>& addends,
                                               uint32_t weight, const ConsumerWarp<C>& self, uint32_t band, uint32_t row,
                                               uint32_t column) {
@@ -169,7 +177,7 @@ __device__ __forceinline__ void store_swap_ab(Accumulators<typename C::Element, 
     auto& own = shared.boxes[self.box()][0];
     auto& gates = shared.boxes[gate_box][0];
     auto& ups = shared.boxes[gate_box + 2][0];
-    SwapAbTile<typename C::Element, C::kColumns> tile(accumulators, params, output, row, column + part.column(), self.lane);
+    SwapAbTile<typename C::Output, C::kColumns> tile(accumulators, params, output, row, column + part.column(), self.lane);
     if constexpr (!C::kPlain) {
         tile.add_bias(part.bias(params, weight), addends);
         if (part.is_up) {
@@ -182,18 +190,22 @@ __device__ __forceinline__ void store_swap_ab(Accumulators<typename C::Element, 
     }
     if (is_f32<C>(params)) {
         tile.store_f32();
+    } else if (stored_type<C>(params) == GEMMESH_STORED_F16) {
+        tile.template store<f16>(own);
+    } else if (stored_type<C>(params) == GEMMESH_STORED_E4M3) {
+        tile.store_e4m3(own);
     } else {
-        tile.store(own);
+        tile.template store<typename C::Output>(own);
     }
 }
 
 // One warp: sends its rows of a tile of swapped operands, and stores their sums. `row` and `column` are the tile's first
 // ones.
 template <class C>
-__device__ __forceinline__ void send_swap_ab(Accumulators<typename C::Element, C::kColumns>& accumulators,
+__device__ __forceinline__ void send_swap_ab(Accumulators<C::kColumns>& accumulators,
                                              const GemmeshParams& params, Shared<C>& shared, const ConsumerWarp<C>& self,
                                              uint32_t row, uint32_t column) {
-    using Sums = SwapAbLowLatencySums<typename C::Element, C::kColumns>;
+    using Sums = SwapAbLowLatencySums<typename C::Output, C::kColumns>;
     const GemmeshOutput& output = params.outputs[0];
     const typename Sums::Tile tile(accumulators, params, output, row, column + self.part(0) * 16, self.lane);
     Sums(params, output, shared.entrance.get(), tile).send_add_and_store(shared.boxes[self.box()][0]);
@@ -202,7 +214,7 @@ __device__ __forceinline__ void send_swap_ab(Accumulators<typename C::Element, C
 // One warp: finishes and stores its rows of a band, with or without swap_ab. `row` is its first row. `column` is the
 // tile's first column, and `left` the warp's.
 template <class C>
-__device__ __forceinline__ void store_product(Accumulators<typename C::Element, C::kColumns>& accumulators,
+__device__ __forceinline__ void store_product(Accumulators<C::kColumns>& accumulators,
                                               const Maps& maps, const GemmeshParams& params, Shared<C>& shared,
                                               const Addends<C>& addends, uint32_t weight, const ConsumerWarp<C>& self,
                                               uint32_t band, uint32_t row, uint32_t column, uint32_t left) {

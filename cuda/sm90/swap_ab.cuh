@@ -65,7 +65,7 @@ public:
     using Box = StoreBox<Element>;
 
     // `row` and `column` are the warp's first, of `out`.
-    __device__ SwapAbTile(Accumulators<Element, N>& accumulators, const GemmeshParams& params, const GemmeshOutput& output,
+    __device__ SwapAbTile(Accumulators<N>& accumulators, const GemmeshParams& params, const GemmeshOutput& output,
                              uint32_t row, uint32_t column, uint32_t lane)
         : d_(accumulators.d), params_(params), output_(output), row_(row), column_(column), lane_(lane) {}
 
@@ -140,15 +140,47 @@ public:
         __syncwarp();
     }
 
-    // Stores 16 rows at a time, a sector of 32 bytes of each.
+    // Stores 16 rows at a time, a sector of 32 bytes of each, as another type of 16 bits or the same.
+    template <class Stored>
     __device__ void store(Box& box) const {
-        uint8_t* out = static_cast<uint8_t*>(output_.out) + piece_column() * sizeof(Element);
-        each_piece(box, [&](uint32_t turn, const uint4& values) {
+        uint8_t* out = static_cast<uint8_t*>(output_.out) + piece_column() * sizeof(Stored);
+        each_piece<Stored>(box, [&](uint32_t turn, const uint4& values) {
             // A piece that begins within the row is written whole, as by TMA: rows are padded to 16 bytes.
             if (piece_row(turn) < params_.m && piece_column() < output_.n) {
                 ptx::st_global(out + piece_row(turn) * output_.out_pitch, values);
             }
         });
+    }
+
+    // `store` for e4m3. The warp's columns of a row are a piece. There are a multiple of 16 columns.
+    __device__ void store_e4m3(Box& box) const {
+        constexpr uint32_t kAtATime = sizeof(Box::elements) / kColumns;  // rows
+        uint8_t* bytes = reinterpret_cast<uint8_t*>(box.elements);
+        uint8_t* out = static_cast<uint8_t*>(output_.out) + column_;
+#pragma unroll
+        for (uint32_t first = 0; first < N; first += kAtATime) {
+            __syncwarp();
+#pragma unroll
+            for (uint32_t of = 0; of < kAtATime && first + of < N; of += 8) {
+                const float* d = &d_[(first + of) / 2];
+                uint8_t* at = bytes + (of + lane_ % 4 * 2) * kColumns + lane_ / 4;
+#pragma unroll
+                for (uint32_t half = 0; half < 2; ++half) {
+                    const uint16_t pair = ptx::cvt_rn_satfinite_e4m3x2(d[half * 2], d[half * 2 + 1]);
+                    at[half * 8] = pair & 0xff;
+                    at[half * 8 + kColumns] = pair >> 8;
+                }
+            }
+            __syncwarp();
+#pragma unroll
+            for (uint32_t of = 0; of < kAtATime && first + of < N; of += 32) {
+                const uint32_t of_tile = first + of + lane_;
+                if (of_tile >= N || row_ + of_tile >= params_.m || column_ >= output_.n) continue;
+                const uint4 piece = *reinterpret_cast<const uint4*>(bytes + (of + lane_) * kColumns);
+                ptx::st_global(out + (row_ + of_tile) * output_.out_pitch, piece);
+            }
+        }
+        __syncwarp();
     }
 
     // `store` for f32, without the box. Eight lanes store a sector.
@@ -171,13 +203,13 @@ public:
 
     // Rounds 16 rows at a time, and calls `use` with their number and this lane's piece of one of them. The last time
     // there may be 8.
-    template <class Use>
+    template <class Stored, class Use>
     __device__ void each_piece(Box& box, const Use& use) const {
 #pragma unroll
         for (uint32_t i = 0; i < kAllTurns; ++i) {
             const auto pair = [&](uint32_t of) {
                 const uint32_t first = i * 8 + of * 2;
-                return first < N / 2 ? ptx::cvt_rn_x2<Element>(d_[first], d_[first + 1]) : 0;
+                return first < N / 2 ? ptx::cvt_rn_x2<Stored>(d_[first], d_[first + 1]) : 0;
             };
             if (i >= kTurns) __syncwarp();
             ptx::stmatrix_x4_trans(matrix_row(box, i % kTurns), pair(0), pair(1), pair(2), pair(3));

@@ -20,7 +20,7 @@ struct Steps {
 
 template <class C>
 __device__ __forceinline__ Steps steps_of(const GemmeshParams& params, uint32_t index, uint32_t cta) {
-    const uint32_t all = (params.k + GEMMESH_TILE_K - 1) / GEMMESH_TILE_K;
+    const uint32_t all = (params.k + C::kTileK - 1) / C::kTileK;
     if constexpr (C::kSplit > 1) {
         const Steps part{all * cta / C::kSplit, all * (cta + 1) / C::kSplit};
         // If K is too short to be shared, a CTA without a part multiplies zeros: TMA reads them past K's end.
@@ -51,10 +51,22 @@ __device__ __forceinline__ bool is_gated(const GemmeshParams& params) {
     return C::kGates && params.is_gated != 0;
 }
 
+// True if the operands' blocks have scales.
+template <class C>
+__device__ __forceinline__ bool has_block_scales(const GemmeshParams& params) {
+    return C::kPromotes && params.scales.a_block != 0;
+}
+
 // True if results are stored as f32.
 template <class C>
 __device__ __forceinline__ bool is_f32(const GemmeshParams& params) {
     return !C::kPlain && params.is_f32 != 0;
+}
+
+// The type that results are stored as, unless it is f32: GEMMESH_STORED_OUTPUT or another.
+template <class C>
+__device__ __forceinline__ uint32_t stored_type(const GemmeshParams& params) {
+    return C::kPromotes && !C::kPlain ? params.stored_type : GEMMESH_STORED_OUTPUT;
 }
 
 // True if other ranks' kernels have a part in the operation.
@@ -86,5 +98,24 @@ template <class C>
 __device__ __forceinline__ uint32_t weight_of(const GemmeshTile& tile) {
     return C::kSums ? 0 : tile.block;
 }
+
+// A warp's part of a band of swapped operands. In a gated tile warps 0 and 1 of each consumer have gate's columns, and
+// warps 2 and 3 have the same columns of up.
+template <class C>
+struct SwapAbPart {
+    bool gated;
+    bool is_up;
+    uint32_t number;  // of its 16 columns in the tile
+
+    __device__ SwapAbPart(const GemmeshParams& params, const ConsumerWarp<C>& self, uint32_t band)
+        : gated(is_gated<C>(params)),
+          is_up(gated && self.warp >= 2),
+          number(gated ? self.part(band) / 4 * 2 + self.warp % 2 : self.part(band)) {}
+
+    __device__ uint32_t column() const { return number * 16; }
+    __device__ const void* bias(const GemmeshParams& params, uint32_t weight) const {
+        return params.outputs[is_up ? 1 : weight].bias;
+    }
+};
 
 }  // namespace gemmesh

@@ -65,7 +65,7 @@ public:
 
     // `step` counts through K.
     __device__ void load(ptx::SharedAddress b, uint32_t step, ptx::SharedAddress full) const {
-        const uint32_t k = step * GEMMESH_TILE_K;
+        const uint32_t k = step * C::kTileK;
         if constexpr (Rows == WeightRows::kOfOne) {
             const uint32_t part = place() * C::kPartN;
             if (part < rows_) load_box(b + part * kRowBytes, map_, k, column_ + part, full);
@@ -77,9 +77,8 @@ public:
     }
 
 private:
-    using Element = typename C::Element;
     static constexpr uint32_t kBlock = 64;  // columns of a row of [K, N]: the width of the swizzle
-    static constexpr uint32_t kRowBytes = GEMMESH_TILE_K * sizeof(Element);
+    static constexpr uint32_t kRowBytes = GEMMESH_STAGE_ROW;
 
     // The CTA's rows of a tile in which kGateRows rows of gate and of up alternate.
     __device__ void load_groups(ptx::SharedAddress b, uint32_t k, ptx::SharedAddress full) const {

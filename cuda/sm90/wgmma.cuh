@@ -7,15 +7,15 @@
 namespace gemmesh {
 
 // An operand's layout in shared memory, as TMA leaves it: rows of 128 bytes, swizzled by 128 bytes, in groups of eight
-// rows at 1024 bytes. Each has 64 columns of K. In a transposed (MN-major) operand,
-// each of these rows has one k and 64 consecutive m or n. The next 64 lie GEMMESH_TILE_K rows further. That distance is
-// the descriptor's leading dimension, which is unused otherwise.
+// rows at 1024 bytes. Each has a step of K. In a transposed (MN-major) operand, whose elements have 16 bits, each of
+// these rows has one k and 64 consecutive m or n. The next 64 lie 64 rows further. That distance is the descriptor's
+// leading dimension, which is unused otherwise.
 //
 // Only the address in a descriptor (bits 0 to 13, in units of 16 bytes) varies at run time, so it is kept apart.
 template <bool IsTransposed>
 struct Layout {
-    static constexpr uint32_t kNext64 = IsTransposed ? GEMMESH_TILE_K * 128 : 0;  // bytes from 64 m or n to the next
-    static constexpr uint32_t kAlongK = IsTransposed ? 16 * 128 : 16 * 2;  // bytes from one instruction's k to the next
+    static constexpr uint32_t kNext64 = IsTransposed ? 64 * 128 : 0;  // bytes from 64 m or n to the next
+    static constexpr uint32_t kAlongK = IsTransposed ? 16 * 128 : 32;  // bytes from one instruction's k to the next
 };
 
 // The address of an operand, as its descriptor has it.
@@ -39,20 +39,19 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
 }
 
 // The accumulators of one warpgroup: 64 rows, N columns. ptx.cuh says which of them a thread holds.
-template <class Element, int N>
+template <int N>
 struct Accumulators {
     float d[N / 2];
 
     // Issues the products of one stage, and leaves them running. `a` and `b` are the addresses of the warpgroup's
     // operands, whose layouts may be transposed. The first stage of a tile overwrites, which spares clearing the
     // accumulators.
-    template <bool TransA = false, bool TransB = false>
+    template <class Element, bool TransA = false, bool TransB = false>
     __device__ void multiply(uint32_t a, uint32_t b, bool first) {
-        constexpr int kInstructionK = 16;
-        static_assert(sizeof(Element) == 2);
+        constexpr int kInstructionBytes = 32;  // of K
         ptx::wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < GEMMESH_TILE_K / kInstructionK; ++k) {
+        for (int k = 0; k < GEMMESH_STAGE_ROW / kInstructionBytes; ++k) {
             const uint64_t k_of_a = descriptor<TransA>(a + operand_distance(k * Layout<TransA>::kAlongK));
             const uint64_t k_of_b = descriptor<TransB>(b + operand_distance(k * Layout<TransB>::kAlongK));
             ptx::Wgmma<Element, N>::template mma_async<TransA, TransB>(d, k_of_a, k_of_b, !first || k > 0);

@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::backend::{Cuda, Sample, Variant};
-use crate::element::Value;
+use crate::element::{DType, Value};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
@@ -209,10 +209,10 @@ impl Cuda {
     }
 }
 
-/// `config` with the tile shape of each kernel of this variant; for benchmarks and tests.
+/// `config` with the tile shape of each kernel of this variant for these types of `a` and `b`; for benchmarks and tests.
 #[doc(hidden)]
-pub fn with_each_kernel(config: &Config, variant: Variant) -> Vec<Config> {
-    Cuda::configs(config, variant).collect()
+pub fn with_each_kernel(config: &Config, variant: Variant, dtypes: [DType; 2]) -> Vec<Config> {
+    Cuda::configs(config, variant, dtypes).collect()
 }
 
 /// Rates of this device, as text for a file that `GEMMESH_RATES` names, and the median error of the model on the

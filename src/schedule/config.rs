@@ -10,7 +10,7 @@ use crate::refusal::Result;
 use crate::route::Route;
 
 /// Chunks are cut along K at multiples of this many columns, so that a cut lies between two steps of a GPU's kernel.
-pub const CUT_COLUMNS: usize = 64;
+pub const CUT_COLUMNS: usize = 128;
 /// The most CTAs in a cluster.
 pub const MAX_CLUSTER: usize = 16;
 /// The most slices of K.

@@ -90,6 +90,11 @@ impl DTypes {
         })
     }
 
+    /// The types of `a` and of weights.
+    pub fn multiplied(&self) -> [DType; 2] {
+        [self.operands, self.weights]
+    }
+
     /// The types that differ from the operands' type, in words that ranks compare.
     pub(super) fn agreed(&self) -> impl Iterator<Item = String> + use<> {
         let of = |what: &str, dtype: DType| {

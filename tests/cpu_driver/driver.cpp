@@ -40,6 +40,8 @@
 #include <utility>
 #include <vector>
 
+#include <cuda_fp8.h>
+
 #include "../../cuda/abi.h"
 
 // The same function under the old name, which is the exported one everywhere.
@@ -222,17 +224,36 @@ void nap() { std::this_thread::sleep_for(std::chrono::microseconds(10)); }
 
 bool has_reached(uint32_t seen, uint32_t expected) { return static_cast<int32_t>(seen - expected) >= 0; }
 
-// Numbers of 16 and of 32 bits.
+// Numbers of 8, 16 and 32 bits.
 
-enum class Kind { bf16, f16, f32 };
+enum class Kind { bf16, f16, f32, e4m3, e5m2 };
 
 Kind kind_of(const std::string& name) {
     if (name.find("bf16") != std::string::npos) return Kind::bf16;
     return name.find("f16") != std::string::npos ? Kind::f16 : Kind::f32;
 }
 
+// What is added to a product, and what it is rounded to.
+Kind rounded(Kind operands) { return operands == Kind::e4m3 || operands == Kind::e5m2 ? Kind::bf16 : operands; }
+
+// By their bits.
+std::vector<float> numbers_of(__nv_fp8_interpretation_t type) {
+    std::vector<float> numbers;
+    for (int bits = 0; bits < 256; ++bits) {
+        const auto half = __nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(bits), type);
+        _Float16 value;
+        memcpy(&value, &half.x, sizeof value);
+        numbers.push_back(static_cast<float>(value));
+    }
+    return numbers;
+}
+
 float load(const void* row, uint64_t column, Kind kind) {
     if (kind == Kind::f32) return static_cast<const float*>(row)[column];
+    if (kind == Kind::e4m3 || kind == Kind::e5m2) {
+        static const auto of_e4m3 = numbers_of(__NV_E4M3), of_e5m2 = numbers_of(__NV_E5M2);
+        return (kind == Kind::e4m3 ? of_e4m3 : of_e5m2)[static_cast<const __nv_fp8_storage_t*>(row)[column]];
+    }
     const uint16_t bits = static_cast<const uint16_t*>(row)[column];
     if (kind == Kind::f16) {
         _Float16 half;
@@ -248,6 +269,10 @@ float load(const void* row, uint64_t column, Kind kind) {
 void store(void* row, uint64_t column, float value, Kind kind) {
     if (kind == Kind::f32) {
         static_cast<float*>(row)[column] = value;
+        return;
+    }
+    if (kind == Kind::e4m3) {
+        static_cast<__nv_fp8_storage_t*>(row)[column] = __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
         return;
     }
     uint16_t bits;
@@ -408,18 +433,42 @@ struct Operands {
     Matrix a, b[GEMMESH_MAX_WEIGHTS], out[GEMMESH_MAX_WEIGHTS];
 };
 
-// An element of the product with one weight, with its bias.
-float element(const Operands& operands, const GemmeshParams& params, uint32_t weight, uint32_t row, uint32_t column, Kind kind) {
-    const Matrix &a = operands.a, &b = operands.b[weight];
-    float sum = 0;
-    for (uint32_t k = 0; k < params.k; ++k) {
-        const float right = params.b_is_kn != 0 ? load(b.rows + k * b.pitch, column, kind) : load(b.rows + column * b.pitch, k, kind);
-        sum += load(a.rows + row * a.pitch, k, kind) * right;
+// The scales of a row of `a` and of a column of a weight's output, for a block of K.
+struct ElementScales {
+    float a = 1, b = 1;
+
+    ElementScales(const GemmeshParams& params, uint32_t weight, uint32_t row, uint32_t column, uint32_t block) {
+        const auto& [of_a, a_row, a_block] = params.scales;
+        const GemmeshOutput& output = params.outputs[weight];
+        if (of_a != nullptr) a = of_a[uint64_t{row} * a_row + uint64_t{block} * a_block];
+        if (output.scales == nullptr) return;
+        const uint32_t of_b = a_block == 0 ? column : (output.scale_first + column) / GEMMESH_SCALE_BLOCK;
+        b = output.scales[uint64_t{of_b} * output.scale_row + (a_block == 0 ? 0 : block)];
     }
-    return sum + addend(params.outputs[weight].bias, 0, column, kind);
+};
+
+// An element of the product with one weight, with its bias. Sums of numbers of 8 bits are promoted, block by block.
+float element(const Operands& operands, const GemmeshParams& params, uint32_t weight, uint32_t row, uint32_t column, const Kind (&kinds)[2]) {
+    const Matrix &a = operands.a, &b = operands.b[weight];
+    const bool by_blocks = params.scales.a_block != 0;
+    float sum = 0, part = 0;
+    for (uint32_t k = 0; k < params.k; ++k) {
+        const float right = params.b_is_kn != 0 ? load(b.rows + k * b.pitch, column, kinds[1]) : load(b.rows + column * b.pitch, k, kinds[1]);
+        part += load(a.rows + row * a.pitch, k, kinds[0]) * right;
+        if (rounded(kinds[0]) == kinds[0] || ((k + 1) % GEMMESH_SCALE_BLOCK != 0 && k + 1 != params.k)) continue;
+        const ElementScales scales(params, weight, row, column, k / GEMMESH_SCALE_BLOCK);
+        sum = by_blocks ? std::fma(scales.a * scales.b, part, sum) : sum + part;
+        part = 0;
+    }
+    if (rounded(kinds[0]) == kinds[0]) sum = part;
+    const ElementScales scales(params, weight, row, column, 0);
+    if (!by_blocks) sum = scales.a * (scales.b * sum);
+    return sum + addend(params.outputs[weight].bias, 0, column, rounded(kinds[0]));
 }
 
-void multiply(const Operands& operands, const GemmeshParams& params, const Shape& shape, Kind kind) {
+void multiply(const Operands& operands, const GemmeshParams& params, const Shape& shape, const Kind (&kinds)[2]) {
+    const Kind kind = rounded(kinds[0]);
+    const Kind stored[] = {params.is_f32 != 0 ? Kind::f32 : kind, Kind::f16, Kind::e4m3};
     const auto [epoch, all_ready] = enter(params);
     for (uint32_t i = 0; i < params.peers.task_count && all_ready; ++i) {
         const GemmeshCopyTask& task = params.peers.tasks[i];
@@ -440,13 +489,15 @@ void multiply(const Operands& operands, const GemmeshParams& params, const Shape
         const uint32_t rows = shape.tile_m * shape.cluster_m;
         const uint32_t columns = shape.tile_n * shape.cluster_n / (is_gated ? 2 : 1);
         const GemmeshOutput& output = params.outputs[tile.block];
-        const Matrix& out = operands.out[tile.block];
+        // Numbers of 8 bits are stored without a map.
+        const bool has_map = params.stored_type != GEMMESH_STORED_E4M3;
+        const Matrix out = has_map ? operands.out[tile.block] : Matrix{static_cast<char*>(output.out), output.out_pitch};
         for (uint32_t row = tile.m * rows; row < std::min(params.m, (tile.m + 1) * rows); ++row) {
             for (uint32_t column = tile.n * columns; column < std::min(output.n, (tile.n + 1) * columns); ++column) {
-                float sum = function(element(operands, params, tile.block, row, column, kind), params.activation);
-                if (is_gated) sum *= element(operands, params, 1, row, column, kind);
+                float sum = function(element(operands, params, tile.block, row, column, kinds), params.activation);
+                if (is_gated) sum *= element(operands, params, 1, row, column, kinds);
                 sum += addend(output.residual, row * output.residual_pitch, column, kind);
-                store(out.rows + row * out.pitch, column, sum, params.is_f32 != 0 ? Kind::f32 : kind);
+                store(out.rows + row * out.pitch, column, sum, stored[params.stored_type]);
             }
         }
         const uint32_t ctas = shape.ctas();
@@ -486,10 +537,15 @@ Work work_of(const std::string& name, unsigned grid, void** arguments) {
                 reduction = argument<GemmeshReduction>(arguments, 2), kind] { collective(*params, sends, reduction, kind); };
     }
     Shape shape{};
-    char dtype[8], rest[32] = "";
-    const int found = sscanf(name.c_str(), "matmul_%7[^_]_%dx%dx64_s%*d_c%dx%d_k%d%31s", dtype, &shape.tile_m, &shape.tile_n,
+    // The types of `a` and `b`, or one for both, stand before the tile.
+    const size_t tile = name.find_first_of('x') == std::string::npos ? 0 : name.rfind('_', name.find('x')) + 1;
+    char rest[32] = "";
+    const int found = sscanf(name.c_str() + tile, "%dx%dx%*d_s%*d_c%dx%d_k%d%31s", &shape.tile_m, &shape.tile_n,
                              &shape.cluster_m, &shape.cluster_n, &shape.split, rest);
-    if (found < 6 || strstr(rest, "_sums") != nullptr) return nullptr;
+    if (!begins("matmul_") || found < 5 || strstr(rest, "_sums") != nullptr) return nullptr;
+    const auto is_of = [&](const char* types) { return begins((std::string("matmul_") + types).c_str()); };
+    const Kind of_a = is_of("e4m3") ? Kind::e4m3 : is_of("e5m2") ? Kind::e5m2 : kind;
+    const Kind of_b = is_of("e4m3_e5m2") ? Kind::e5m2 : of_a == Kind::e5m2 ? Kind::e4m3 : of_a;
     shape.clusters = grid / shape.ctas();
     Operands operands{argument<Matrix>(arguments, 0), {argument<Matrix>(arguments, 1)}, {argument<Matrix>(arguments, 2)}};
     const auto* more = static_cast<const CUtensorMap*>(arguments[4]);
@@ -497,7 +553,7 @@ Work work_of(const std::string& name, unsigned grid, void** arguments) {
         memcpy(&operands.b[weight], &more[weight - 1], sizeof(Matrix));
         memcpy(&operands.out[weight], &more[GEMMESH_MAX_WEIGHTS - 1 + weight - 1], sizeof(Matrix));
     }
-    return [operands, params = params(3), shape, kind] { multiply(operands, *params, shape, kind); };
+    return [operands, params = params(3), shape, of_a, of_b] { multiply(operands, *params, shape, {of_a, of_b}); };
 }
 
 // Ordinary memory, with some room after it, because kernels load whole pieces.

@@ -14,6 +14,7 @@ mod doors;
 mod epochs;
 mod failures;
 mod forms;
+mod fp8;
 mod graphs;
 mod groups;
 mod max_ctas;

@@ -60,7 +60,7 @@ pub fn calibrate<T: Half>(group: &Group<Cuda>, path: &Path) -> Result<(), Failur
             let tile = config.tile.with_k_slices(slices);
             Config::new(tile, config.chunking, config.route)
         };
-        let whole = with_each_kernel(&with(&default, 1), Variant::Forms);
+        let whole = with_each_kernel(&with(&default, 1), Variant::Forms, [T::DTYPE; 2]);
         let unsplit = whole.iter().filter(|config| config.tile.split_k == 1);
         let sliced: Vec<Config> = unsplit
             .flat_map(|config| SLICES.map(|slices| with(config, slices)))

@@ -531,7 +531,7 @@ fn fastest<T: Half, O: OnGpus<T>>(group: &Group<Cuda>, operation: &mut O) -> Res
     let tile = O::config(&best).tile.with_k_slices(1);
     for (variant, mut way) in O::ways() {
         way.tile = tile;
-        for config in with_each_kernel(&way, variant) {
+        for config in with_each_kernel(&way, variant, [T::DTYPE; 2]) {
             let other = match operation.prepare(Some(config)) {
                 // A different kernel cannot use this route either.
                 Err(Error::NoRoute { .. }) => break,

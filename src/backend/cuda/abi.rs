@@ -1,6 +1,6 @@
 //! cuda/abi.h, as bindgen reads it; tests/abi.rs fails when the two differ.
 #![allow(dead_code)]
-pub const GEMMESH_TILE_K: u32 = 64;
+pub const GEMMESH_STAGE_ROW: u32 = 128;
 pub const GEMMESH_THREADS: u32 = 384;
 pub const GEMMESH_STORE_ROWS: u32 = 16;
 pub const GEMMESH_STORE_COLUMNS: u32 = 64;
@@ -10,6 +10,9 @@ pub const GEMMESH_RELU: u32 = 1;
 pub const GEMMESH_GELU: u32 = 2;
 pub const GEMMESH_GELU_TANH: u32 = 3;
 pub const GEMMESH_SILU: u32 = 4;
+pub const GEMMESH_STORED_OUTPUT: u32 = 0;
+pub const GEMMESH_STORED_F16: u32 = 1;
+pub const GEMMESH_STORED_E4M3: u32 = 2;
 pub const GEMMESH_MAX_WORLD: u32 = 64;
 pub const GEMMESH_MAX_FLAGS: u32 = 4096;
 pub const GEMMESH_REFRESH: u32 = 268435456;
@@ -23,6 +26,7 @@ pub const GEMMESH_FAULT_RECORDED: u32 = 2;
 pub const GEMMESH_COLLECTIVE_THREADS: u32 = 512;
 pub const GEMMESH_MAX_TARGETS: u32 = 8;
 pub const GEMMESH_LOW_LATENCY_BYTES: u32 = 8388608;
+pub const GEMMESH_SCALE_BLOCK: u32 = 128;
 pub const GEMMESH_UNTOLD: u32 = 4294967295;
 pub const GEMMESH_COPIED: u32 = 4294967294;
 pub const GEMMESH_REDUCE_THREADS: u32 = 256;
@@ -331,12 +335,15 @@ pub struct GemmeshOutput {
     pub out_pitch: u64,
     pub residual: *const ::core::ffi::c_void,
     pub residual_pitch: u64,
+    pub scales: *const f32,
     pub n: u32,
+    pub scale_row: u32,
+    pub scale_first: u32,
     pub reserved: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshOutput"][::core::mem::size_of::<GemmeshOutput>() - 48usize];
+    ["Size of GemmeshOutput"][::core::mem::size_of::<GemmeshOutput>() - 64usize];
     ["Alignment of GemmeshOutput"][::core::mem::align_of::<GemmeshOutput>() - 8usize];
     ["Offset of field: GemmeshOutput::bias"][::core::mem::offset_of!(GemmeshOutput, bias) - 0usize];
     ["Offset of field: GemmeshOutput::out"][::core::mem::offset_of!(GemmeshOutput, out) - 8usize];
@@ -346,9 +353,32 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshOutput, residual) - 24usize];
     ["Offset of field: GemmeshOutput::residual_pitch"]
         [::core::mem::offset_of!(GemmeshOutput, residual_pitch) - 32usize];
-    ["Offset of field: GemmeshOutput::n"][::core::mem::offset_of!(GemmeshOutput, n) - 40usize];
+    ["Offset of field: GemmeshOutput::scales"]
+        [::core::mem::offset_of!(GemmeshOutput, scales) - 40usize];
+    ["Offset of field: GemmeshOutput::n"][::core::mem::offset_of!(GemmeshOutput, n) - 48usize];
+    ["Offset of field: GemmeshOutput::scale_row"]
+        [::core::mem::offset_of!(GemmeshOutput, scale_row) - 52usize];
+    ["Offset of field: GemmeshOutput::scale_first"]
+        [::core::mem::offset_of!(GemmeshOutput, scale_first) - 56usize];
     ["Offset of field: GemmeshOutput::reserved"]
-        [::core::mem::offset_of!(GemmeshOutput, reserved) - 44usize];
+        [::core::mem::offset_of!(GemmeshOutput, reserved) - 60usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct GemmeshScales {
+    pub a: *const f32,
+    pub a_row: u32,
+    pub a_block: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshScales"][::core::mem::size_of::<GemmeshScales>() - 16usize];
+    ["Alignment of GemmeshScales"][::core::mem::align_of::<GemmeshScales>() - 8usize];
+    ["Offset of field: GemmeshScales::a"][::core::mem::offset_of!(GemmeshScales, a) - 0usize];
+    ["Offset of field: GemmeshScales::a_row"]
+        [::core::mem::offset_of!(GemmeshScales, a_row) - 8usize];
+    ["Offset of field: GemmeshScales::a_block"]
+        [::core::mem::offset_of!(GemmeshScales, a_block) - 12usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -372,18 +402,21 @@ pub struct GemmeshParams {
     pub activation: u32,
     pub is_gated: u32,
     pub is_f32: u32,
+    pub stored_type: u32,
     pub b_is_kn: u32,
     pub recording: u32,
     pub tile_rows: u32,
     pub row_flags: u32,
+    pub reserved: u32,
     pub constant_weights: u32,
     pub outputs: [GemmeshOutput; 4usize],
+    pub scales: GemmeshScales,
     pub peers: GemmeshPeers,
     pub low_latency: GemmeshLowLatency,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1536usize];
+    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1624usize];
     ["Alignment of GemmeshParams"][::core::mem::align_of::<GemmeshParams>() - 8usize];
     ["Offset of field: GemmeshParams::tiles"]
         [::core::mem::offset_of!(GemmeshParams, tiles) - 0usize];
@@ -421,22 +454,28 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshParams, is_gated) - 108usize];
     ["Offset of field: GemmeshParams::is_f32"]
         [::core::mem::offset_of!(GemmeshParams, is_f32) - 112usize];
+    ["Offset of field: GemmeshParams::stored_type"]
+        [::core::mem::offset_of!(GemmeshParams, stored_type) - 116usize];
     ["Offset of field: GemmeshParams::b_is_kn"]
-        [::core::mem::offset_of!(GemmeshParams, b_is_kn) - 116usize];
+        [::core::mem::offset_of!(GemmeshParams, b_is_kn) - 120usize];
     ["Offset of field: GemmeshParams::recording"]
-        [::core::mem::offset_of!(GemmeshParams, recording) - 120usize];
+        [::core::mem::offset_of!(GemmeshParams, recording) - 124usize];
     ["Offset of field: GemmeshParams::tile_rows"]
-        [::core::mem::offset_of!(GemmeshParams, tile_rows) - 124usize];
+        [::core::mem::offset_of!(GemmeshParams, tile_rows) - 128usize];
     ["Offset of field: GemmeshParams::row_flags"]
-        [::core::mem::offset_of!(GemmeshParams, row_flags) - 128usize];
+        [::core::mem::offset_of!(GemmeshParams, row_flags) - 132usize];
+    ["Offset of field: GemmeshParams::reserved"]
+        [::core::mem::offset_of!(GemmeshParams, reserved) - 136usize];
     ["Offset of field: GemmeshParams::constant_weights"]
-        [::core::mem::offset_of!(GemmeshParams, constant_weights) - 132usize];
+        [::core::mem::offset_of!(GemmeshParams, constant_weights) - 140usize];
     ["Offset of field: GemmeshParams::outputs"]
-        [::core::mem::offset_of!(GemmeshParams, outputs) - 136usize];
+        [::core::mem::offset_of!(GemmeshParams, outputs) - 144usize];
+    ["Offset of field: GemmeshParams::scales"]
+        [::core::mem::offset_of!(GemmeshParams, scales) - 400usize];
     ["Offset of field: GemmeshParams::peers"]
-        [::core::mem::offset_of!(GemmeshParams, peers) - 328usize];
+        [::core::mem::offset_of!(GemmeshParams, peers) - 416usize];
     ["Offset of field: GemmeshParams::low_latency"]
-        [::core::mem::offset_of!(GemmeshParams, low_latency) - 1400usize];
+        [::core::mem::offset_of!(GemmeshParams, low_latency) - 1488usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

@@ -42,6 +42,7 @@ use shared::symmetric::{Peers, Symmetric};
 
 use crate::backend::contract::sealed::{self, Bound, Run};
 use crate::backend::contract::{Backend, OpenOptions, Owner};
+use crate::element::DType;
 use crate::error::{Error, MadeCall, Result};
 use crate::explanation::Prediction;
 use crate::protocol::epoch::Epoch;
@@ -369,9 +370,13 @@ impl Cuda {
         self.shared.peers.distinct
     }
 
-    /// `config` with the tile shape of each kernel of this variant.
-    pub(crate) fn configs(config: &Config, variant: Variant) -> impl Iterator<Item = Config> {
-        kernels::configs(*config, variant, &Default::default())
+    /// `config` with the tile shape of each kernel of this variant for these types of `a` and `b`.
+    pub(crate) fn configs(
+        config: &Config,
+        variant: Variant,
+        dtypes: [DType; 2],
+    ) -> impl Iterator<Item = Config> {
+        kernels::configs(*config, variant, dtypes, &Default::default())
     }
 
     /// Fits the model's rates to the samples.

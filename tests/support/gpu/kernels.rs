@@ -3,14 +3,17 @@
 use std::sync::LazyLock;
 
 use gemmesh::testing::{Variant, with_each_kernel};
-use gemmesh::{Chunking, Config, Route, TileShape};
+use gemmesh::{Chunking, Config, DType, Route, TileShape};
 use rand::RngExt;
 use rand::rngs::StdRng;
 
 use super::{Case, ROUTES};
 
-/// A configuration for every kernel, and for some with K in slices.
-pub static SHAPES: LazyLock<Vec<Config>> = LazyLock::new(|| {
+/// A configuration for every kernel of elements of 16 bits, and for some with K in slices.
+pub static SHAPES: LazyLock<Vec<Config>> = LazyLock::new(|| shapes_of([DType::Bf16; 2]));
+
+/// A configuration for every kernel for these types of `a` and `b`, and for some with K in slices.
+pub fn shapes_of(dtypes: [DType; 2]) -> Vec<Config> {
     let base = Config::new(
         TileShape::new(0, 0, 0)
             .with_stages(0)
@@ -19,7 +22,7 @@ pub static SHAPES: LazyLock<Vec<Config>> = LazyLock::new(|| {
         Chunking::new(1),
         Route::Pull,
     );
-    let mut shapes = with_each_kernel(&base, Variant::Forms);
+    let mut shapes = with_each_kernel(&base, Variant::Forms, dtypes);
     let mut counts = [2, 4, 3, 7].into_iter().cycle();
     let whole = shapes.iter().filter(|config| config.tile.split_k == 1);
     let sliced: Vec<Config> = whole
@@ -31,12 +34,17 @@ pub static SHAPES: LazyLock<Vec<Config>> = LazyLock::new(|| {
         .collect();
     shapes.extend(sliced);
     shapes
-});
+}
 
-/// Configurations of sums: each kernel of this variant, with K in so many parts.
+/// Configurations of sums: each kernel of this variant for elements of 16 bits, with K in so many parts.
 pub fn configs_of_sums(variant: Variant, route: Route, parts: usize) -> Vec<Config> {
+    sums_of([DType::Bf16; 2], variant, route, parts)
+}
+
+/// The same for these types of `a` and `b`.
+pub fn sums_of(dtypes: [DType; 2], variant: Variant, route: Route, parts: usize) -> Vec<Config> {
     let base = Config::new(TileShape::new(128, 128, 64), Chunking::new(1), route);
-    let mut configs = with_each_kernel(&base, variant);
+    let mut configs = with_each_kernel(&base, variant, dtypes);
     configs.retain(|config| config.tile.split_k == parts);
     configs
 }

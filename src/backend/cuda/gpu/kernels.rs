@@ -3,7 +3,6 @@
 use std::ffi::CString;
 use std::sync::Arc;
 
-use crate::backend::cuda::abi::GEMMESH_TILE_K;
 use crate::backend::cuda::driver::{Device, Function, Module};
 use crate::element::DType;
 use crate::error::{Error, Result};
@@ -17,10 +16,12 @@ mod list;
 pub use list::{CONSUMER_WARPS, Shape, Variant};
 use list::{FAMILIES, Family};
 
-/// A family's kernels for a dtype, which nvcc compiles in build.rs.
+/// A family's kernels for the types of `a` and `b`, which nvcc compiles in build.rs.
 struct Cubin {
     family: &'static Family,
-    dtype: DType,
+    /// Their name in the kernels' names.
+    elements: &'static str,
+    dtypes: [DType; 2],
     /// Empty if build.rs was told to build without kernels.
     image: &'static [u8],
 }
@@ -31,13 +32,13 @@ static COUNT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/count.cubin"));
 static STORE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/store.cubin"));
 static REDUCE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/reduce.cubin"));
 
-/// One kernel: an element type, a tile shape, and a variant of it.
+/// One kernel: the types of `a` and `b`, a tile shape, and a variant of it.
 #[derive(Clone, Debug)]
 pub struct Instance {
     pub function: Function,
     /// Its variants for plain products, if it is one of all forms.
     pub plain: Option<Plain>,
-    pub dtype: DType,
+    pub dtypes: [DType; 2],
     pub family: &'static Family,
     pub shape: &'static Shape,
     /// How many hardware clusters the device holds at a time.
@@ -62,10 +63,15 @@ impl Instance {
         shape: &'static Shape,
         variant: Variant,
     ) -> Result<Instance> {
-        let &Cubin { family, dtype, .. } = cubin;
+        let &Cubin {
+            family,
+            elements,
+            dtypes,
+            ..
+        } = cubin;
         let shared_bytes = family.shared_bytes(shape);
         let function = |variant| {
-            let name = CString::new(family.kernel(dtype, shape, variant)).unwrap_or_default();
+            let name = CString::new(family.kernel(elements, shape, variant)).unwrap_or_default();
             module.function(&name, shared_bytes)
         };
         let plain = match variant {
@@ -81,7 +87,7 @@ impl Instance {
         Ok(Instance {
             function,
             plain,
-            dtype,
+            dtypes,
             family,
             shape,
             resident,
@@ -94,8 +100,7 @@ impl Instance {
     fn is_asked(&self, config: &Config) -> bool {
         // Most kernels differ in these two extents.
         let extents = (self.shape.tile_m as usize, self.shape.tile_n as usize);
-        extents == (config.tile.m, config.tile.n)
-            && configured(self.family, self.shape, config) == *config
+        extents == (config.tile.m, config.tile.n) && configured(self.shape, config) == *config
     }
 
     /// CTAs of a cluster.
@@ -190,12 +195,12 @@ impl Kernels {
     pub fn find(
         &self,
         rank: usize,
-        dtype: DType,
+        dtypes: [DType; 2],
         config: &Config,
         variant: Variant,
     ) -> Result<&Instance> {
-        let same = |i: &&Instance| (i.dtype, i.variant) == (dtype, variant);
-        let with_shape = |i: &Instance| configured(i.family, i.shape, config);
+        let same = |i: &&Instance| (i.dtypes, i.variant) == (dtypes, variant);
+        let with_shape = |i: &Instance| configured(i.shape, config);
         let known = self.instances.iter().filter(same);
         let found = known.clone().find(|i| i.is_asked(config));
         found.ok_or_else(|| {
@@ -214,7 +219,7 @@ impl Kernels {
     /// [`Error::NoKernel`] names the kernels that can.
     pub fn check_product(&self, rank: usize, product: &Product, variant: Variant) -> Result<()> {
         let (config, gated, layout) = (&product.config, product.gated, product.weight_layout);
-        let with_shape = |i: &Instance| configured(i.family, i.shape, config);
+        let with_shape = |i: &Instance| configured(i.shape, config);
         let can = |i: &Instance| multiplies(i.shape, gated, layout);
         let mut of = self.instances.iter().filter(|i| i.is_asked(config));
         // With swap_ab, the two halves of a gated tile would be added separately.
@@ -266,24 +271,29 @@ pub fn swaps_ab(config: &Config) -> bool {
 /// Whether the consumers of the configuration's kernel take tiles by turns. Products are plain, as most are.
 pub fn is_pingpong(config: &Config, variant: Variant) -> bool {
     let tile = &config.tile;
-    let [m, n, split] = [tile.m, tile.n, tile.split_k].map(|extent| extent as u32);
+    let shape = [tile.m, tile.n, tile.k].map(|extent| extent as u32);
     let variant = match variant {
         Variant::Forms => Variant::Plain,
         other => other,
     };
-    list::is_pingpong((m, n, split), variant)
+    list::is_pingpong(shape, tile.split_k as u32, variant)
 }
 
-/// Every shape of every family. Each exists for each of its family's dtypes.
-fn shapes() -> impl Iterator<Item = (&'static Family, &'static Shape)> {
+/// Every shape for these types of `a` and `b`, with its family.
+fn shapes(dtypes: [DType; 2]) -> impl Iterator<Item = (&'static Family, &'static Shape)> {
+    let mut cubins = CUBINS.iter();
+    let family = cubins
+        .find(|cubin| cubin.dtypes == dtypes)
+        .map(|cubin| cubin.family);
     let of = |family: &'static Family| family.shapes.iter().map(move |shape| (family, shape));
-    FAMILIES.iter().flat_map(of)
+    family.into_iter().flat_map(of)
 }
 
-/// `base` with each shape that supports `form` and has such a kernel.
+/// `base` with each shape that supports `form` and has such a kernel for these types of `a` and `b`.
 pub fn configs(
     base: Config,
     variant: Variant,
+    dtypes: [DType; 2],
     form: &Form,
 ) -> impl Iterator<Item = Config> + use<> {
     let (gated, layout) = (form.gated, form.weights);
@@ -291,8 +301,8 @@ pub fn configs(
         let mut variants = family.variants(shape);
         variants.any(|of| of == variant) && multiplies(shape, gated, layout)
     };
-    let configured = move |(family, shape)| configured(family, shape, &base);
-    shapes().filter(has).map(configured)
+    let configured = move |(_, shape)| configured(shape, &base);
+    shapes(dtypes).filter(has).map(configured)
 }
 
 /// Whether kernels of a shape can compute products of this form.
@@ -304,12 +314,12 @@ fn multiplies(shape: &Shape, gated: bool, layout: WeightLayout) -> bool {
 }
 
 /// `base` with a shape.
-fn configured(family: &Family, shape: &Shape, base: &Config) -> Config {
+fn configured(shape: &Shape, base: &Config) -> Config {
     let mut config = *base;
     let tile = &mut config.tile;
     tile.m = shape.tile_m as usize;
     tile.n = shape.tile_n as usize;
-    tile.k = family.tile_k as usize;
+    tile.k = shape.tile_k as usize;
     tile.stages = shape.stages as usize;
     tile.cluster_m = shape.cluster_m as usize;
     tile.cluster_n = shape.cluster_n as usize;
@@ -329,8 +339,8 @@ fn embedded(rank: usize, cubin: &'static [u8]) -> Result<&'static [u8]> {
     Ok(cubin)
 }
 
-/// The tile shape that is best if there are many tiles.
-pub const WIDEST: TileShape = TileShape::new(128, 256, GEMMESH_TILE_K as usize)
+/// The tile shape that is best if there are many tiles, of operands of 16 bits.
+pub const WIDEST: TileShape = TileShape::new(128, 256, 64)
     .with_stages(4)
     .with_cluster(2, 1)
     .with_group_m(8);
@@ -341,7 +351,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::backend::cuda::abi::GEMMESH_THREADS;
+    use crate::backend::cuda::abi::{GEMMESH_STAGE_ROW, GEMMESH_THREADS};
 
     #[test]
     fn a_program_that_was_built_without_kernels_says_so() {
@@ -357,7 +367,7 @@ mod tests {
 
     /// The kernels that build.rs wrote a line for, and the element types of these.
     fn compiled(cubin: &Cubin) -> Vec<(String, String)> {
-        let source = format!("{}_{}.cu", cubin.family.name, cubin.dtype);
+        let source = format!("{}_{}.cu", cubin.family.name, cubin.elements);
         let source = fs::read_to_string(Path::new(env!("OUT_DIR")).join(source)).unwrap();
         let lines = source.lines();
         let kernels = lines.filter_map(|line| {
@@ -374,23 +384,27 @@ mod tests {
     #[test]
     fn the_kernels_that_are_loaded_are_those_that_are_compiled() {
         for cubin in CUBINS {
-            let &Cubin { family, dtype, .. } = cubin;
-            assert_eq!(family.tile_k, GEMMESH_TILE_K);
+            let &Cubin {
+                family, elements, ..
+            } = cubin;
             assert_eq!(family.threads, GEMMESH_THREADS);
             let all = |shape| {
                 let variants = family.variants(shape);
-                variants.map(move |variant| family.kernel(dtype, shape, variant))
+                variants.map(move |variant| family.kernel(elements, shape, variant))
             };
             let loaded: Vec<String> = family.shapes.iter().flat_map(all).collect();
             let count = |is: fn(&&Shape) -> bool| family.shapes.iter().filter(is).count();
-            // Of tiles of 64 rows, those of other widths are for one consumer alone.
+            // Of tiles of 64 rows, those of other widths are for one consumer alone. Sums that are promoted leave no
+            // registers for wide tiles.
             let adding = count(|s| {
                 let has_halves = s.tile_m == 128 || s.tile_m == 64 && s.tile_n % 128 == 0;
-                has_halves && s.cluster_n == 1
+                has_halves && s.cluster_n == 1 && (s.tile_k == 64 || s.tile_n <= 192)
             });
             let low = count(|s| s.tile_m <= 64 && s.ctas() == s.split && s.tile_n % 128 == 0);
             assert_eq!(loaded.len(), 3 * family.shapes.len() + adding + low);
-            let expected = loaded.iter().map(|name| (name.clone(), dtype.to_string()));
+            let expected = loaded
+                .iter()
+                .map(|name| (name.clone(), elements.to_string()));
             assert_eq!(compiled(cubin), expected.collect::<Vec<_>>());
             for name in loaded {
                 // The section of the code. There is none if the build had no nvcc.
@@ -403,11 +417,24 @@ mod tests {
     }
 
     #[test]
-    fn each_dtype_has_a_kernel_of_each_shape() {
-        let of = |dtype| CUBINS.iter().filter(move |cubin| cubin.dtype == dtype);
-        for dtype in [DType::Bf16, DType::F16] {
-            let shapes: usize = of(dtype).map(|cubin| cubin.family.shapes.len()).sum();
-            assert_eq!(shapes, super::shapes().count());
+    fn a_step_through_k_has_the_bytes_of_a_stage() {
+        for cubin in CUBINS {
+            for shape in cubin.family.shapes {
+                for dtype in cubin.dtypes {
+                    assert_eq!(shape.tile_k * dtype.bytes() as u32, GEMMESH_STAGE_ROW);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_pair_of_types_that_products_multiply_has_kernels() {
+        let all = [DType::Bf16, DType::F16, DType::F8E4M3, DType::F8E5M2];
+        for a in all {
+            for b in all {
+                let has_kernels = shapes([a, b]).next().is_some();
+                assert_eq!(has_kernels, a.is_multiplied_by(b), "{a} {b}");
+            }
         }
     }
 

@@ -21,6 +21,15 @@ pub struct Rates {
     pub operations: f64,
     /// What each step through K takes beside its operations.
     pub step: f64,
+    /// Operations of one multiprocessor on fp8, with those that promote sums.
+    #[serde(default = "default::promoted")]
+    pub promoted: f64,
+    /// The same, if blocks have scales.
+    #[serde(default = "default::scaled")]
+    pub scaled: f64,
+    /// What each step through K of fp8 takes beside these.
+    #[serde(default = "default::promoted_step")]
+    pub promoted_step: f64,
     /// Bytes that one multiprocessor loads.
     pub loaded: f64,
     /// Bytes that all multiprocessors load through the L2 cache.
@@ -49,6 +58,23 @@ pub struct Rates {
     pub pull: Link,
     pub push: Link,
     pub store: Link,
+}
+
+/// Rates that older files lack.
+mod default {
+    use super::H200;
+
+    pub fn promoted() -> f64 {
+        H200.promoted
+    }
+
+    pub fn scaled() -> f64 {
+        H200.scaled
+    }
+
+    pub fn promoted_step() -> f64 {
+        H200.promoted_step
+    }
 }
 
 /// The times and the rate of a route.
@@ -91,6 +117,9 @@ pub const H200: Rates = Rates {
     cluster: 0.085,
     operations: 7.66e6,
     step: 0.060,
+    promoted: 14.0e6,
+    scaled: 12.0e6,
+    promoted_step: 0.166,
     loaded: 122e3,
     cached: 8.67e6,
     merged: 10.4,
@@ -201,7 +230,7 @@ impl Rates {
     }
 
     /// All rates, without the number of multiprocessors.
-    pub fn fields(&mut self) -> [Field<'_>; 28] {
+    pub fn fields(&mut self) -> [Field<'_>; 31] {
         use Kind::{Rate, Time};
         fn field<'a>(name: &'static str, kind: Kind, value: &'a mut f64) -> Field<'a> {
             Field { name, kind, value }
@@ -212,6 +241,9 @@ impl Rates {
             cluster,
             operations,
             step,
+            promoted,
+            scaled,
+            promoted_step,
             loaded,
             cached,
             merged,
@@ -233,6 +265,9 @@ impl Rates {
             field("cluster", Time, cluster),
             field("operations", Rate, operations),
             field("step", Time, step),
+            field("promoted", Rate, promoted),
+            field("scaled", Rate, scaled),
+            field("promoted_step", Time, promoted_step),
             field("loaded", Rate, loaded),
             field("cached", Rate, cached),
             field("merged", Rate, merged),

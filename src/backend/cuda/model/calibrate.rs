@@ -118,6 +118,7 @@ mod tests {
                 configs(
                     Config::new(WIDEST, Chunking::new(1), route),
                     Variant::Forms,
+                    [DType::Bf16; 2],
                     &Default::default(),
                 )
             });

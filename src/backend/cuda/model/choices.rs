@@ -114,7 +114,7 @@ mod tests {
             if m > 2048 {
                 continue;
             }
-            for config in configs(base, Variant::Forms, &Default::default()) {
+            for config in configs(base, Variant::Forms, [DType::Bf16; 2], &Default::default()) {
                 let [real, rounded] =
                     [&real, &rounded].map(|problem| Tiles::of(&H200, problem, &config).entries);
                 assert_eq!(real, rounded, "{m} {config:?}");

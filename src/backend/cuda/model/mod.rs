@@ -25,7 +25,7 @@ use crate::backend::cuda::program::block_table::TARGETS;
 use crate::backend::cuda::program::k_slices;
 use crate::explanation::Prediction;
 use crate::schedule::plan::partial_sums;
-use crate::schedule::{Chunking, Config, Form, Numerics, Problem, Route, WeightLayout};
+use crate::schedule::{Chunking, Config, DTypes, Form, Numerics, Problem, Route, WeightLayout};
 use tuned::Measured;
 
 /// Chooses an operation's configuration: the fastest measured for this very problem, or else the model's choice.
@@ -93,10 +93,12 @@ fn configs_with_room(
     rates: &Rates,
     base: Config,
     variant: Variant,
+    dtypes: &DTypes,
     form: &Form,
 ) -> impl Iterator<Item = Config> + use<> {
     let most = rates.multiprocessors;
-    configs(base, variant, form).filter(move |config| config.tile.ctas() <= most)
+    configs(base, variant, dtypes.multiplied(), form)
+        .filter(move |config| config.tile.ctas() <= most)
 }
 
 /// `base` with the tile shape and the slices of K that take the shortest time, of the kernels of this variant, and that
@@ -123,7 +125,7 @@ fn fastest(
     };
     // Higher tiles would be at least half empty. But ranks may have to agree on those of `base`.
     let highest = (2 * problem.layout.m().max(FEW_ROWS)).max(base.entry_rows());
-    let configs = configs_with_room(rates, base, variant, &problem.form)
+    let configs = configs_with_room(rates, base, variant, &problem.dtypes, &problem.form)
         .filter(|config| config.entry_rows() <= highest && config.check_numerics(numerics).is_ok());
     // The configuration is changed in place, because copying one takes as long as a part of the prediction.
     configs.for_each(|mut config| {
@@ -177,6 +179,7 @@ const FEW_ROWS: usize = 64;
 #[cfg(test)]
 mod testing {
     use super::*;
+    use crate::element::DType;
 
     /// A configuration with the kernel of this shape: rows, columns, CTAs that share `b`, and CTAs that share K.
     pub fn config(shape: [usize; 4], route: Route, chunking: Chunking) -> Config {
@@ -193,6 +196,7 @@ mod testing {
         let mut all = configs(
             Config::new(WIDEST, chunking, route),
             Variant::Forms,
+            [DType::Bf16; 2],
             &Default::default(),
         );
         all.find(has_shape).unwrap()
@@ -333,6 +337,7 @@ mod tests {
         let mut unused: Vec<Config> = configs(
             Config::new(WIDEST, Chunking::new(1), Route::Pull),
             Variant::Forms,
+            [DType::Bf16; 2],
             &Default::default(),
         )
         .collect();

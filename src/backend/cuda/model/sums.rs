@@ -10,7 +10,7 @@ mod timeline;
 
 use std::ops::Range;
 
-use super::tiles::Tiles;
+use super::tiles::{Arithmetic, Tiles};
 use super::{configs_with_room, tiled};
 use crate::backend::cuda::gpu::kernels::{Variant, WIDEST, swaps_ab};
 use crate::backend::cuda::gpu::rates::Rates;
@@ -18,7 +18,7 @@ use crate::backend::cuda::program::low_latency::fits;
 use crate::explanation::Prediction;
 use crate::schedule::plan::partial_sums::{agree, pieces};
 use crate::schedule::plan::partials::{LOW_ROWS, Piece, is_one_shot};
-use crate::schedule::{Chunking, Config, Form, Numerics, Operation, Problem, Route};
+use crate::schedule::{Chunking, Config, DTypes, Form, Numerics, Operation, Problem, Route};
 
 /// Microseconds, and bytes per microsecond. Measured on two H200s; benches/NOTES.md has the traces.
 mod rate {
@@ -106,7 +106,7 @@ pub fn choose(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
     if alike.stores_behind() {
         return tiled(rates, problem, numerics, alike).0;
     }
-    let candidates = configs(rates, alike, &problem.form);
+    let candidates = configs(rates, alike, &problem.dtypes, &problem.form);
     let candidates = candidates
         .filter(|config| agree(problem, config, &alike) && config.check_numerics(numerics).is_ok());
     let kernels: Vec<KernelModel> = candidates
@@ -120,8 +120,13 @@ pub fn choose(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
 }
 
 /// `base` with the shape of each kernel that can make sums. Those that swap operands make few rows.
-fn configs(rates: &Rates, base: Config, form: &Form) -> impl Iterator<Item = Config> + use<> {
-    let of = |variant| configs_with_room(rates, base, variant, form);
+fn configs(
+    rates: &Rates,
+    base: Config,
+    dtypes: &DTypes,
+    form: &Form,
+) -> impl Iterator<Item = Config> + use<> {
+    let of = |variant| configs_with_room(rates, base, variant, dtypes, form);
     of(Variant::Sums).chain(of(Variant::LowLatency).filter(swaps_ab))
 }
 
@@ -161,7 +166,7 @@ fn cuts(problem: &Problem) -> &'static [(Route, usize, usize)] {
 /// What the ranks agree on, independent of K: the route, the pieces and, for one-shot partials, the tiles.
 fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
     // The choice does not depend on the layout of a rank's weight either.
-    let kernels: Vec<[KernelModel; 2]> = configs(rates, WHOLE, &Form::default())
+    let kernels: Vec<[KernelModel; 2]> = configs(rates, WHOLE, &problem.dtypes, &Form::default())
         .filter(|config| config.check_numerics(numerics).is_ok())
         .map(|config| DEPTHS.map(|depth| KernelModel::new(rates, problem, depth, config)))
         .collect();
@@ -271,8 +276,8 @@ impl KernelModel {
     /// `depth`: the K that is summed over.
     fn new(rates: &Rates, problem: &Problem, depth: usize, config: Config) -> KernelModel {
         let shape = [problem.layout.m(), problem.n, depth];
-        let bytes = problem.dtypes.operands.bytes();
-        let tiles = Tiles::new(rates, &config, Variant::Sums, shape, bytes);
+        let arithmetic = Arithmetic::of(problem);
+        let tiles = Tiles::new(rates, &config, Variant::Sums, shape, arithmetic);
         let of_tile = tiles.wave(tiles.slots.min(tiles.entries));
         KernelModel {
             config,
@@ -488,9 +493,10 @@ mod tests {
                 (&[300; 8], 256),
             ] {
                 let problem = problem(operation, rows, n, 4096);
-                let kernels: Vec<KernelModel> = configs(&H200, WHOLE, &Form::default())
-                    .map(|config| KernelModel::new(&H200, &problem, 4096, config))
-                    .collect();
+                let kernels: Vec<KernelModel> =
+                    configs(&H200, WHOLE, &problem.dtypes, &Form::default())
+                        .map(|config| KernelModel::new(&H200, &problem, 4096, config))
+                        .collect();
                 for (route, count, last) in [Route::Store, Route::Push]
                     .into_iter()
                     .flat_map(|route| [(route, 1, 1), (route, 1, 2), (route, 4, 1)])

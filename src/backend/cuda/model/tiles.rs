@@ -22,6 +22,44 @@ const SOON: f64 = 10e6;
 /// Bytes of a line of the L2 cache.
 const LINE: usize = 128;
 
+/// How elements are multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arithmetic {
+    /// Elements of 16 bits.
+    Half,
+    /// fp8, whose sums are promoted.
+    Promoted,
+    /// fp8, whose blocks have scales.
+    Scaled,
+}
+
+impl Arithmetic {
+    pub fn of(problem: &Problem) -> Arithmetic {
+        match problem.dtypes.operands.is_fp8() {
+            false => Arithmetic::Half,
+            true if problem.form.a_scaling.has_blocks() => Arithmetic::Scaled,
+            true => Arithmetic::Promoted,
+        }
+    }
+
+    /// Bytes of an element.
+    fn bytes(self) -> usize {
+        match self {
+            Arithmetic::Half => 2,
+            Arithmetic::Promoted | Arithmetic::Scaled => 1,
+        }
+    }
+
+    /// The operations of one multiprocessor, and what a step takes beside them.
+    fn rates(self, rates: &Rates) -> (f64, f64) {
+        match self {
+            Arithmetic::Half => (rates.operations, rates.step),
+            Arithmetic::Promoted => (rates.promoted, rates.promoted_step),
+            Arithmetic::Scaled => (rates.scaled, rates.promoted_step),
+        }
+    }
+}
+
 /// The tiles of a product of M rows, N columns and depth K.
 #[derive(Clone, Copy, Debug)]
 pub struct Tiles<'a> {
@@ -153,8 +191,8 @@ impl<'a> Tiles<'a> {
         };
         let shape = [problem.layout.m(), n, problem.layout.k()];
         let variant = variant_of(problem, config);
-        let bytes = problem.dtypes.operands.bytes();
-        let tiles = Tiles::new(rates, config, variant, shape, bytes);
+        let arithmetic = Arithmetic::of(problem);
+        let tiles = Tiles::new(rates, config, variant, shape, arithmetic);
         let gathered = !problem.operation.is_sum() && problem.layout.world() > 1;
         // Rows arrive at some CTAs' tiles before others', so these CTAs do not load at the same time.
         let apart = gathered && problem.layout.m() > tiles.rows;
@@ -164,7 +202,7 @@ impl<'a> Tiles<'a> {
                 false => 0.0,
             },
             step_of_cached: match apart {
-                true => step_of_cached(rates, &config.tile, bytes, [1, 1], 1.0),
+                true => step_of_cached(rates, &config.tile, arithmetic.bytes(), [1, 1], 1.0),
                 false => tiles.step_of_cached,
             },
             ..tiles
@@ -176,8 +214,9 @@ impl<'a> Tiles<'a> {
         config: &Config,
         variant: Variant,
         [m, n, k]: [usize; 3],
-        bytes: usize,
+        arithmetic: Arithmetic,
     ) -> Self {
+        let (bytes, (operations, of_step)) = (arithmetic.bytes(), arithmetic.rates(rates));
         let tile = &config.tile;
         let ctas = tile.ctas();
         let multiprocessors = rates
@@ -199,7 +238,7 @@ impl<'a> Tiles<'a> {
         };
         let counts = [m.div_ceil(rows), n.div_ceil(config.entry_columns())];
         let read = ((m + n) * k * bytes) as f64 / (entries as f64 * steps);
-        let products = 2.0 * area * tile.k as f64 / rates.operations + rates.step;
+        let products = 2.0 * area * tile.k as f64 / operations + of_step;
         let column = match kernels::swaps_ab(config) {
             true => rates.swap_ab_column,
             false => rates.column,
@@ -380,7 +419,7 @@ mod tests {
     fn products_are_predicted_within_a_fifth_and_most_within_seven_percent() {
         let mut offs = PRODUCTS.map(|(shape, tile, measured)| {
             let config = config_of(tile, Route::Pull, Chunking::new(1));
-            let time = Tiles::new(&H200, &config, Variant::Forms, shape, 2).cold();
+            let time = Tiles::new(&H200, &config, Variant::Forms, shape, Arithmetic::Half).cold();
             let off = (measured / time - 1.0).abs();
             assert!(off < 0.2, "{shape:?} {tile:?}: {time} µs, not {measured}");
             off
@@ -394,7 +433,7 @@ mod tests {
         const NONE: [usize; 0] = [];
         let of = |shape, slots: [usize; 4], most: usize| {
             let config = config(slots, Route::Pull, Chunking::new(1));
-            let tiles = Tiles::new(&H200, &config, Variant::Forms, shape, 2);
+            let tiles = Tiles::new(&H200, &config, Variant::Forms, shape, Arithmetic::Half);
             tiles.slices(most).collect::<Vec<_>>()
         };
         // 32 tiles on 132 multiprocessors: four of each are 128.

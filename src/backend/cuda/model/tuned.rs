@@ -155,7 +155,12 @@ impl Table {
 /// Checks that the library still has the kernels that were the fastest.
 fn has_kernels(lines: &[Winner]) -> Result<(), String> {
     let is_there = |line: &Winner| {
-        let mut configs = configs(line.config, Variant::Forms, &Form::default());
+        let mut configs = configs(
+            line.config,
+            Variant::Forms,
+            [line.dtype; 2],
+            &Form::default(),
+        );
         configs.any(|config| config == line.config)
     };
     match lines.iter().find(|line| !is_there(line)) {

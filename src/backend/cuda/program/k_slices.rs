@@ -1,6 +1,6 @@
 //! Slices of K: which part of which tile each entry of a kernel's table makes.
 
-use crate::backend::cuda::abi::{GEMMESH_TILE_K, GemmeshSlice};
+use crate::backend::cuda::abi::GemmeshSlice;
 use crate::backend::cuda::gpu::workspace::BYTES;
 use crate::refusal::Result;
 use crate::schedule::Config;
@@ -26,7 +26,7 @@ pub fn cut(config: &Config, tiles: usize, k: usize) -> Result<Vec<SliceEntry>> {
     }
     let what = "bytes that Config::tile.k_slices adds up";
     limit(what, bytes(config, tiles), 0, BYTES)?;
-    Ok(entries(tiles, k.div_ceil(GEMMESH_TILE_K as usize), slices).collect())
+    Ok(entries(tiles, k.div_ceil(config.tile.k), slices).collect())
 }
 
 /// Bytes of the partial sums of the slices of `tiles` tiles.
@@ -69,12 +69,13 @@ mod tests {
     use super::*;
     use crate::backend::cuda::gpu::kernels::{CONSUMER_WARPS, Variant, WIDEST, configs};
     use crate::backend::cuda::gpu::workspace::COUNTS;
+    use crate::element::DType;
     use crate::refusal::Refusal;
     use crate::schedule::{Chunking, Route};
 
     fn with_slices(count: usize) -> impl Iterator<Item = Config> {
         let base = Config::new(WIDEST.with_k_slices(count), Chunking::new(1), Route::Pull);
-        configs(base, Variant::Forms, &Default::default())
+        configs(base, Variant::Forms, [DType::Bf16; 2], &Default::default())
             .filter(move |config| config.tile.k_slices == count)
     }
 

@@ -10,7 +10,7 @@ use super::params::{self, CallNumbers};
 use super::product::ProductKernel;
 use super::sm90::Maps;
 use crate::backend::cuda::abi::{
-    GEMMESH_IDENTITY, GemmeshOutput, GemmeshParams, GemmeshTraceEvent,
+    GEMMESH_IDENTITY, GEMMESH_STORED_OUTPUT, GemmeshOutput, GemmeshParams, GemmeshTraceEvent,
 };
 use crate::backend::cuda::driver::{DeviceMemory, Function};
 use crate::backend::cuda::gpu::Gpu;
@@ -44,14 +44,14 @@ impl<'p> ProductLaunch<'p> {
             product,
             kernel.places.as_ref(),
             kernel.low_latency.is_some(),
-            kernel.stores_f32,
+            kernel.stored,
             operands,
         )?;
         let (world, a) = (schedule.world(), product.a);
         let mut params = params::of_call(&kernel.params, world, run, operands, a);
         let finished = kernel.finished(schedule, product);
-        let dtype = kernel.instance.dtype;
-        operands::finish(&mut params.outputs, &finished, product, dtype, operands);
+        operands::finish(&mut params.outputs, &finished, product, schedule, operands);
+        operands::scale(&mut params, product, operands);
         let events = kernel.entry_count(schedule) * kernel.instance.ctas();
         let trace = match traced {
             true => Some(gpu.scratch(events * size_of::<GemmeshTraceEvent>())?),
@@ -97,6 +97,7 @@ impl<'p> ProductLaunch<'p> {
             |output: &GemmeshOutput| output.bias.is_null() && output.residual.is_null();
         params.activation == GEMMESH_IDENTITY
             && [params.is_gated, params.is_f32, params.b_is_kn] == [0; 3]
+            && params.stored_type == GEMMESH_STORED_OUTPUT
             && params.outputs.iter().all(adds_nothing)
     }
 

@@ -5,14 +5,15 @@ use std::ffi::c_void;
 use smallvec::SmallVec;
 
 use super::block_table::{Places, TARGETS};
-use crate::backend::cuda::abi::GemmeshOutput;
+use crate::backend::cuda::abi::{GemmeshOutput, GemmeshParams, GemmeshScales};
 use crate::backend::cuda::driver::{DeviceMatrix, DevicePtr};
 use crate::backend::cuda::shared::symmetric::Symmetric;
 use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::schedule::plan::matrices::MATRICES;
 use crate::schedule::{
-    Bias, MAX_WEIGHTS, MatrixSpec, OutputBlock, Product, Route, Schedule, Sum, WeightLayout,
+    Bias, MAX_WEIGHTS, MatrixSpec, OutputBlock, Product, Route, ScaleMatrix, Schedule, Sum,
+    WeightLayout,
 };
 
 /// A matrix of a call.
@@ -95,8 +96,8 @@ pub struct Matrices {
     pub gated: bool,
     /// By weight: where its tiles go or, for a kernel that adds partials, the addends.
     pub outputs: SmallVec<[DeviceMatrix; MAX_WEIGHTS]>,
-    /// Whether results are stored in f32.
-    pub stores_f32: bool,
+    /// The type that results are stored in.
+    pub stored: DType,
     /// Where the tiles of a kernel that adds partials go, in the kernel's numbering.
     pub targets: Option<[Option<DeviceMatrix>; 2 * TARGETS]>,
 }
@@ -110,7 +111,7 @@ pub fn matrices(
     product: &Product,
     places: Option<&Places>,
     sends_low_latency: bool,
-    stores_f32: bool,
+    stored: DType,
     operands: &Operands,
 ) -> Result<Matrices> {
     // The kernel loads no row behind the product's last one.
@@ -139,7 +140,7 @@ pub fn matrices(
         weight_layout: product.weight_layout,
         gated: product.gated,
         outputs,
-        stores_f32,
+        stored,
         targets,
     })
 }
@@ -212,7 +213,7 @@ pub fn finish(
     outputs: &mut [GemmeshOutput; MAX_WEIGHTS],
     finished: &[Finished],
     product: &Product,
-    dtype: DType,
+    schedule: &Schedule,
     operands: &Operands,
 ) {
     for &Finished { weight, row, sum } in finished {
@@ -235,11 +236,36 @@ pub fn finish(
         if let Some(Bias { matrix, first }) = sum.bias
             && let Some(Operand { ptr, .. }) = operands.get(matrix)
         {
-            let column = |column: usize| (ptr + (column * dtype.bytes()) as u64) as *const c_void;
+            let bytes = schedule.matrices()[matrix].dtype.bytes();
+            let column = |column: usize| (ptr + (column * bytes) as u64) as *const c_void;
             output.bias = column(first);
             if product.gated {
                 outputs[1].bias = column(first + product.weights[0].n);
             }
+        }
+    }
+}
+
+/// Sets the scales of operands of fp8.
+pub fn scale(params: &mut GemmeshParams, product: &Product, operands: &Operands) {
+    let of = |scales: Option<ScaleMatrix>| {
+        let scales = scales?;
+        let Operand { ptr, pitch, .. } = operands.get(scales.matrix)?;
+        let pitch = (pitch / size_of::<f32>()) as u32;
+        Some((scales.scaling, ptr as *const f32, pitch))
+    };
+    if let Some((scaling, ptr, pitch)) = of(product.a_scales) {
+        params.scales = GemmeshScales {
+            a: ptr,
+            a_row: scaling.row_distance(pitch),
+            a_block: scaling.block_distance(pitch),
+        };
+    }
+    for (weight, output) in product.weights.iter().zip(&mut params.outputs) {
+        if let Some((scaling, ptr, pitch)) = of(weight.scales) {
+            output.scales = ptr;
+            output.scale_row = scaling.row_distance(pitch);
+            output.scale_first = scaling.first_row() as u32;
         }
     }
 }

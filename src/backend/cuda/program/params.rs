@@ -7,8 +7,9 @@ use super::low_latency;
 use super::operands::Operands;
 use super::tables::ProgramTables;
 use crate::backend::cuda::abi::{
-    GEMMESH_GELU, GEMMESH_GELU_TANH, GEMMESH_IDENTITY, GEMMESH_RELU, GEMMESH_SILU, GemmeshCopyTask,
-    GemmeshFault, GemmeshMailbox, GemmeshOutput, GemmeshParams, GemmeshPeers, GemmeshPushEpoch,
+    GEMMESH_GELU, GEMMESH_GELU_TANH, GEMMESH_IDENTITY, GEMMESH_RELU, GEMMESH_SILU,
+    GEMMESH_STORED_OUTPUT, GemmeshCopyTask, GemmeshFault, GemmeshMailbox, GemmeshOutput,
+    GemmeshParams, GemmeshPeers, GemmeshPushEpoch, GemmeshScales,
 };
 use crate::backend::cuda::shared::Shared;
 use crate::protocol::epoch::Epoch;
@@ -69,12 +70,19 @@ pub fn fixed(
         activation: GEMMESH_IDENTITY,
         is_gated: 0,
         is_f32: 0,
+        stored_type: GEMMESH_STORED_OUTPUT,
         b_is_kn: 0,
         recording: 0,
         tile_rows: 0,
         row_flags: 0,
+        reserved: 0,
         constant_weights: 0,
         outputs: [NO_OUTPUT; MAX_WEIGHTS],
+        scales: GemmeshScales {
+            a: std::ptr::null(),
+            a_row: 0,
+            a_block: 0,
+        },
         peers: peers(shared, members, schedule, tables, completes),
         low_latency: low_latency::NONE,
     }
@@ -164,6 +172,9 @@ const NO_OUTPUT: GemmeshOutput = GemmeshOutput {
     out_pitch: 0,
     residual: std::ptr::null(),
     residual_pitch: 0,
+    scales: std::ptr::null(),
     n: 0,
+    scale_row: 0,
+    scale_first: 0,
     reserved: 0,
 };

@@ -11,8 +11,9 @@ use super::sm90::KnownMaps;
 use super::support::Destination;
 use super::tables::ProgramTables;
 use crate::backend::cuda::abi::{
-    GEMMESH_IDENTITY, GEMMESH_MAX_WEIGHTS, GEMMESH_TILE_K, GemmeshBlock, GemmeshParams,
-    GemmeshSlice, GemmeshStore, GemmeshSums, GemmeshTile,
+    GEMMESH_IDENTITY, GEMMESH_MAX_WEIGHTS, GEMMESH_STAGE_ROW, GEMMESH_STORED_E4M3,
+    GEMMESH_STORED_F16, GEMMESH_STORED_OUTPUT, GemmeshBlock, GemmeshParams, GemmeshSlice,
+    GemmeshStore, GemmeshSums, GemmeshTile,
 };
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::gpu::kernels::{Instance, Variant};
@@ -21,6 +22,7 @@ use crate::element::DType;
 use crate::refusal::Result;
 use crate::schedule::config::CUT_COLUMNS;
 use crate::schedule::limits::limit;
+use crate::schedule::product::PROMOTED;
 use crate::schedule::{
     MAX_WEIGHTS, OutputBlock, Product, Reduction, Route, Schedule, Tile, WeightLayout,
 };
@@ -41,8 +43,8 @@ pub struct ProductKernel {
     pub places: Option<Places>,
     /// The rows of each rank, if partials are sent by low latency.
     pub low_latency: Option<LowLatencyRows>,
-    /// Whether results are stored in f32.
-    pub stores_f32: bool,
+    /// The type that results are stored in.
+    pub stored: DType,
     pub params: Fixed<GemmeshParams>,
     /// The parameters about blocks, if they go to several places.
     pub sums: Option<Fixed<GemmeshSums>>,
@@ -79,9 +81,9 @@ pub fn choose<'a>(
         let what = "Config::tile.k_slices of partial sums that are sent,";
         limit(what, config.tile.k_slices, 1, 1)?;
     }
-    let dtype = schedule.matrices()[product.a].dtype;
+    let dtypes = [product.a, product.weights[0].b].map(|number| schedule.matrices()[number].dtype);
     gpu.kernels.check_product(rank, product, variant)?;
-    let instance = gpu.kernels.find(rank, dtype, config, variant)?;
+    let instance = gpu.kernels.find(rank, dtypes, config, variant)?;
     let (most, ctas) = (gpu.most_ctas(Some(product)), instance.ctas());
     let what = format!("max_ctas of a kernel whose clusters have {ctas} CTAs");
     limit(&what, most, ctas, usize::MAX)?;
@@ -146,7 +148,7 @@ impl ProductKernel {
             entries,
             places,
             low_latency,
-            stores_f32: false,
+            stored: DType::Bf16,
             params: Fixed(fixed),
             maps: KnownMaps::default(),
         };
@@ -157,14 +159,16 @@ impl ProductKernel {
             kernel.clusters = kernel.clusters.min(count);
         }
         let finished = kernel.finished(schedule, product);
-        let is_f32 = |number: usize| schedule.matrices()[number].dtype == DType::F32;
-        let stores_f32 = finished.iter().any(|finished| is_f32(finished.sum.out));
         let first = finished.first();
         let activation = first.map_or(GEMMESH_IDENTITY, |of| function(of.sum.activation));
+        // Without a sum that is finished, the kernel stores partials.
+        let output = product.blocks.first().map(|block| block.sum.out);
+        let stored = first.map(|of| of.sum.out).or(output);
+        let stored = stored.map_or(DType::Bf16, |number| schedule.matrices()[number].dtype);
         drop(finished);
-        kernel.stores_f32 = stores_f32;
+        kernel.stored = stored;
         let params = &mut kernel.params.0;
-        describe(params, product, activation, stores_f32);
+        describe(params, product, activation, stored);
         params.tiles = tables.tiles as *const GemmeshTile;
         params.tile_count = count as u32;
         match kernel.entries.is_empty() {
@@ -224,12 +228,13 @@ impl ProductKernel {
 }
 
 /// Sets the parameters about the product.
-fn describe(params: &mut GemmeshParams, product: &Product, activation: u32, stores_f32: bool) {
+fn describe(params: &mut GemmeshParams, product: &Product, activation: u32, stored: DType) {
     params.m = product.m as u32;
     params.k = product.k as u32;
     params.activation = activation;
     params.is_gated = product.gated.into();
-    params.is_f32 = stores_f32.into();
+    params.is_f32 = (stored == DType::F32).into();
+    params.stored_type = stored_type(product, stored);
     params.b_is_kn = (product.weight_layout == WeightLayout::Kn).into();
     params.constant_weights = product.constant_weights.into();
     for (weight, output) in product.weights.iter().zip(&mut params.outputs) {
@@ -237,7 +242,16 @@ fn describe(params: &mut GemmeshParams, product: &Product, activation: u32, stor
     }
     if let Some(deferred) = product.deferred {
         params.deferred_flag = deferred.flag as u32;
-        params.deferred_step = (deferred.column / CUT_COLUMNS) as u32;
+        params.deferred_step = (deferred.column / product.config.tile.k) as u32;
+    }
+}
+
+/// The kernels' number of a type that products of fp8 are stored in.
+fn stored_type(product: &Product, stored: DType) -> u32 {
+    match (product.config.tile.k, stored) {
+        (PROMOTED, DType::F16) => GEMMESH_STORED_F16,
+        (PROMOTED, DType::F8E4M3) => GEMMESH_STORED_E4M3,
+        _ => GEMMESH_STORED_OUTPUT,
     }
 }
 
@@ -285,4 +299,4 @@ fn sums(shared: &Shared, schedule: &Schedule, tables: &ProgramTables) -> Fixed<G
 /// Rust and CUDA agree on this limit.
 const _: () = assert!(MAX_WEIGHTS == GEMMESH_MAX_WEIGHTS as usize);
 /// A cut through the columns of `a` lies between two steps of a kernel.
-const _: () = assert!(CUT_COLUMNS == GEMMESH_TILE_K as usize);
+const _: () = assert!(CUT_COLUMNS.is_multiple_of(GEMMESH_STAGE_ROW as usize));

@@ -9,7 +9,7 @@ use super::block_table::TARGETS;
 use super::operands::Matrices;
 use super::params::Fixed;
 use crate::backend::cuda::abi::{
-    GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS, GEMMESH_TILE_K, GemmeshParams, GemmeshSums,
+    GEMMESH_STAGE_ROW, GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS, GemmeshParams, GemmeshSums,
 };
 use crate::backend::cuda::driver::{DeviceMatrix, TensorMap};
 use crate::backend::cuda::gpu::kernels::{Instance, Shape};
@@ -84,7 +84,7 @@ impl KnownMaps {
         }
         let encoder = Encoder {
             rank,
-            dtype: instance.dtype,
+            dtype: instance.dtypes[0],
             shape: instance.shape,
             matrices: &matrices,
         };
@@ -101,6 +101,7 @@ impl KnownMaps {
 /// Makes the maps of a kernel, with the boxes that it loads and stores.
 struct Encoder<'a> {
     rank: usize,
+    /// The type of `a`. `b` has as many bytes.
     dtype: DType,
     shape: &'static Shape,
     matrices: &'a Matrices,
@@ -121,12 +122,22 @@ impl Encoder<'_> {
 
     /// A map for loads of so many rows at a time.
     fn loaded(&self, matrix: DeviceMatrix, rows: u32) -> Result<TensorMap> {
-        TensorMap::new(self.rank, self.dtype, matrix, rows, GEMMESH_TILE_K, true)
+        let columns = GEMMESH_STAGE_ROW / self.dtype.bytes() as u32;
+        TensorMap::new(self.rank, self.dtype, matrix, rows, columns, true)
     }
 
     /// A map for stores of so many columns at a time.
     fn stored(&self, matrix: DeviceMatrix, dtype: DType, columns: u32) -> Result<TensorMap> {
         TensorMap::new(self.rank, dtype, matrix, GEMMESH_STORE_ROWS, columns, false)
+    }
+
+    /// The type of partial sums and of sums that are rounded.
+    fn rounded(&self) -> DType {
+        if self.dtype.is_half() {
+            self.dtype
+        } else {
+            DType::Bf16
+        }
     }
 
     /// Rows of `b` that a CTA loads at a time, as [N, K] without a gate.
@@ -144,19 +155,25 @@ impl Encoder<'_> {
             (WeightLayout::Nk, false) => self.part_n(),
             (WeightLayout::Nk, true) => self.shape.gate_box(),
             // The box is as wide as a step through K, but along N.
-            (WeightLayout::Kn, _) => GEMMESH_TILE_K,
+            (WeightLayout::Kn, _) => GEMMESH_STAGE_ROW / self.dtype.bytes() as u32,
         };
         self.loaded(matrix, rows)
     }
 
     fn out_or_added(&self, matrix: DeviceMatrix) -> Result<TensorMap> {
         match self.matrices.targets {
-            Some(_) => self.loaded(matrix, self.shape.tile_m),
-            // Half the columns are as many bytes.
-            None if self.matrices.stores_f32 => {
-                self.stored(matrix, DType::F32, GEMMESH_STORE_COLUMNS / 2)
+            // Addends come through the stages of `a`.
+            Some(_) => {
+                let (rows, columns) = (self.shape.tile_m, GEMMESH_STORE_COLUMNS);
+                TensorMap::new(self.rank, self.rounded(), matrix, rows, columns, true)
             }
-            None => self.stored(matrix, self.dtype, GEMMESH_STORE_COLUMNS),
+            None => match self.matrices.stored {
+                // Half the columns are as many bytes.
+                DType::F32 => self.stored(matrix, DType::F32, GEMMESH_STORE_COLUMNS / 2),
+                // These are stored without a map.
+                DType::F8E4M3 => Ok(TensorMap::none()),
+                dtype => self.stored(matrix, dtype, GEMMESH_STORE_COLUMNS),
+            },
         }
     }
 
@@ -189,7 +206,7 @@ impl Encoder<'_> {
         let mut maps = Box::new([TensorMap::none(); 2 * TARGETS]);
         for (map, target) in maps.iter_mut().zip(targets) {
             if let Some(target) = target {
-                *map = self.stored(target, self.dtype, GEMMESH_STORE_COLUMNS)?;
+                *map = self.stored(target, self.rounded(), GEMMESH_STORE_COLUMNS)?;
             }
         }
         Ok(Some(maps))

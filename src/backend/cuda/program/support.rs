@@ -3,7 +3,8 @@
 use super::block_table::Places;
 use super::low_latency::LowLatencyRows;
 use super::sends;
-use crate::refusal::Result;
+use crate::element::DType;
+use crate::refusal::{Refusal, Result};
 use crate::schedule::limits::{limit, require};
 use crate::schedule::{Move, OutputBlock, Route, Schedule, Transfer};
 
@@ -26,12 +27,11 @@ pub fn check(schedule: &Schedule) -> Result<Destination> {
     // A kernel waits either for flags of pulls or for flags of pushes.
     let routes = schedule.routes();
     limit("routes of an operation on GPUs", routes.len(), 0, 1)?;
+    check_sums(schedule)?;
     let Some(product) = schedule.product() else {
         sends::check(schedule)?;
         return Ok(Destination::One);
     };
-    let operands = schedule.matrices()[product.a].dtype;
-    require("operands must be bf16 or f16 on GPUs", operands.is_half())?;
     if schedule.is_idle() {
         return Ok(Destination::One);
     }
@@ -78,6 +78,25 @@ pub fn check(schedule: &Schedule) -> Result<Destination> {
     Ok(Destination::One)
 }
 
+/// Checks the types in which sums over ranks are stored.
+fn check_sums(schedule: &Schedule) -> Result<()> {
+    let blocks = schedule.product().map(|product| &product.blocks[..]);
+    let of_blocks = blocks.unwrap_or_default().iter().map(|block| &block.sum);
+    let reduced = schedule.reduction().map(|reduction| &reduction.sum);
+    for sum in of_blocks
+        .chain(reduced)
+        .filter(|sum| !sum.addends.is_empty())
+    {
+        let stored = schedule.matrices()[sum.out].dtype;
+        let is_rounded = stored == sum.dtype(schedule.matrices());
+        if !is_rounded && stored != DType::F32 {
+            let what = format!("sums over ranks of {stored} on GPUs: use bf16 or f32");
+            return Err(Refusal::Unsupported { what });
+        }
+    }
+    Ok(())
+}
+
 /// The commands that a queue of the device holds.
 pub const COMMANDS: usize = 1024;
 
@@ -97,13 +116,12 @@ pub fn commands(schedule: &Schedule) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::element::DType;
     use crate::error::Error;
     use crate::schedule::Operation::{
         self, AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, MultiplyPartials,
     };
     use crate::schedule::plan::plan;
-    use crate::schedule::{Chunking, Config, Layout, Problem, TileShape};
+    use crate::schedule::{Chunking, Config, DTypes, Layout, Problem, TileShape};
 
     fn problem(operation: Operation, rows: &[usize]) -> Problem {
         let layout = Layout::new(rows, 8).unwrap();
@@ -207,5 +225,24 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn sums_of_fp8_are_stored_in_the_type_of_their_addends_or_in_f32() {
+        let stored = |operation, output| {
+            let mut problem = Problem {
+                n: 16,
+                ..problem(operation, &[8; 2])
+            };
+            problem.layout = Layout::new(&[8; 2], 16).unwrap();
+            problem.dtypes = DTypes::of_product(DType::F8E4M3, DType::F8E4M3, output).unwrap();
+            let schedule = |route| plan(&problem, 0, CONFIG.with_route(route)).unwrap();
+            [Route::Pull, Route::Push, Route::Store].map(|route| check(&schedule(route)).is_ok())
+        };
+        for operation in [MatmulReduceScatter, MatmulAllReduce] {
+            assert_eq!(stored(operation, DType::Bf16), [true; 3], "{operation}");
+            assert_eq!(stored(operation, DType::F8E4M3), [false; 3], "{operation}");
+        }
+        assert_eq!(stored(MatmulReduceScatter, DType::F32), [true; 3]);
     }
 }
