@@ -58,6 +58,7 @@ examples! {
     DType { rank: 3, call: call(), argument: "out".into(), expected: DType::Bf16, found: DType::F32 }
     DType { rank: 3, call: call(), argument: "out".into(), expected: DType::F32, found: DType::Bf16 }
     DType { rank: 3, call: call(), argument: "b".into(), expected: DType::Bf16, found: DType::F16 }
+    DType { rank: 3, call: call(), argument: "b".into(), expected: DType::F8E4M3, found: DType::F8E5M2 }
     Unsuitable {
         rank: 3,
         call: call(),

@@ -75,10 +75,12 @@ impl fmt::Display for Prepare<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let Prepare(argument, expected, found) = *self;
         // More words may follow, such as which output it is.
-        match argument.starts_with("out") {
-            true => write!(f, "prepare it with output_dtype(DType::{found:?})"),
-            false => write!(f, "give it {expected}"),
-        }
+        let option = match argument {
+            _ if argument.starts_with("out") => "output_dtype",
+            _ if argument.starts_with('b') && expected.is_fp8() && found.is_fp8() => "weight_dtype",
+            _ => return write!(f, "give it {expected}"),
+        };
+        write!(f, "prepare it with {option}(DType::{found:?})")
     }
 }
 

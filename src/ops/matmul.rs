@@ -147,6 +147,14 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         self
     }
 
+    /// Makes [`Matmul::prepare`] plan for weights of this type. [`Matmul::run`] needs no such hint.
+    ///
+    /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::WeightOf) lists the others.
+    pub fn weight_dtype(mut self, dtype: DType) -> Self {
+        self.0.weight_dtype = Some(dtype);
+        self
+    }
+
     /// Makes [`Matmul::prepare`] plan for scales of `a` and of the weights. [`Matmul::run`] needs no such hint.
     pub fn scaling(mut self, a: Scaling, weights: impl Into<WeightScaling>) -> Self {
         self.0.scaling = (a, weights.into().0);

@@ -12,7 +12,7 @@ use super::product::{CallForm, ProductOptions};
 use super::scales::{Operand, RawOperand};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
-use crate::element::{AddendOf, Element, WeightOf};
+use crate::element::{AddendOf, DType, Element, WeightOf};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
@@ -136,6 +136,14 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// As [`AllGatherMatmul::constant_weights`](crate::AllGatherMatmul::constant_weights).
     pub fn constant_weights(mut self) -> Self {
         self.0.constant_weights = true;
+        self
+    }
+
+    /// Makes [`MatmulAllReduce::prepare`] plan for weights of this type. [`MatmulAllReduce::run`] needs no such hint.
+    ///
+    /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::WeightOf) lists the others.
+    pub fn weight_dtype(mut self, dtype: DType) -> Self {
+        self.0.weight_dtype = Some(dtype);
         self
     }
 

@@ -176,6 +176,14 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         self
     }
 
+    /// Makes [`MatmulReduceScatter::prepare`] plan for weights of this type. [`MatmulReduceScatter::run`] needs no such hint.
+    ///
+    /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::WeightOf) lists the others.
+    pub fn weight_dtype(mut self, dtype: DType) -> Self {
+        self.options.weight_dtype = Some(dtype);
+        self
+    }
+
     /// Makes [`MatmulReduceScatter::prepare`] plan for scales of `a` and of the weights. [`MatmulReduceScatter::run`] needs no such hint.
     pub fn scaling(mut self, a: Scaling, weights: impl Into<WeightScaling>) -> Self {
         self.options.scaling = (a, weights.into().0);

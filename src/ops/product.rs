@@ -41,6 +41,8 @@ pub struct ProductOptions<'a, B: Backend> {
     /// How many values of the operands share scales, for `prepare`.
     pub scaling: (Scaling, WeightScalings),
     pub accumulation: Accumulation,
+    /// The weights' type for `prepare`, if the caller says one.
+    pub weight_dtype: Option<DType>,
     /// The output's type for `prepare`, if the caller says one.
     pub output_dtype: Option<DType>,
     pub constant_weights: bool,
@@ -81,6 +83,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
             weights: WeightLayout::Nk,
             scaling: Default::default(),
             accumulation: Accumulation::default(),
+            weight_dtype: None,
             output_dtype: None,
             constant_weights: false,
             config: None,
@@ -102,6 +105,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
             (activation != Activation::Identity).then(|| format!("{activation:?}")),
             self.gated.then(|| "gated".into()),
             (self.weights == WeightLayout::Kn).then(|| "weights [K, N]".into()),
+            self.weight_dtype.map(|dtype| format!("{dtype} weights")),
             self.output_dtype.map(|dtype| format!("{dtype} output")),
             self.is_scaled().then(|| "scaled".into()),
             (self.accumulation == Accumulation::Fast).then(|| "fast accumulation".into()),
@@ -126,7 +130,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
             false => otherwise,
         };
         CallForm {
-            weights: half(DType::F8E4M3),
+            weights: self.weight_dtype.unwrap_or(half(DType::F8E4M3)),
             output: self.output_dtype.unwrap_or(half(DType::Bf16)),
             a_scaling: self.scaling.0,
             b_scaling: self.scaling.1.clone(),

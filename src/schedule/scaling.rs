@@ -4,10 +4,13 @@ use super::Product;
 use super::form::MAX_WEIGHTS;
 use super::limits::{limit, require};
 use crate::element::DType;
-use crate::refusal::Result;
+use crate::refusal::{Refusal, Result};
 
 /// The rows and columns of a block of a weight that share a scale, and the columns of a row that do.
 pub const SCALED_BLOCK: usize = 128;
+
+/// A weight may begin at a multiple of this many rows of a block, because GPUs read one scale for so many rows.
+const FIRST_ROW_MULTIPLE: usize = 16;
 
 /// How many values of an fp8 operand share a scale, and where the scales lie. They are f32.
 ///
@@ -25,7 +28,8 @@ pub enum Scaling {
     /// The values of a block share one. A block of `a` is 1 × 128, [M, ⌈K/128⌉]. A block of a weight is 128 × 128,
     /// [⌈N/128⌉, ⌈K/128⌉].
     Blocks,
-    /// Blocks of a weight whose first row is this one of its first block, below 128: [⌈(first + N)/128⌉, ⌈K/128⌉].
+    /// Blocks of a weight whose first row is this one of its first block: [⌈(first + N)/128⌉, ⌈K/128⌉]. It is a multiple
+    /// of 16, below 128.
     BlocksFrom(usize),
     /// Blocks of `a`, with the scales of a row in a column: [⌈K/128⌉, M].
     TransposedBlocks,
@@ -162,6 +166,18 @@ impl ScaleMatrix {
     }
 }
 
+/// Checks the row of a block at which a weight begins.
+fn check_first_row(first: usize) -> Result<()> {
+    let what = "the first row of a weight in its first block";
+    limit(what, first, 0, SCALED_BLOCK - 1)?;
+    if first.is_multiple_of(FIRST_ROW_MULTIPLE) {
+        return Ok(());
+    }
+    Err(Refusal::Unsupported {
+        what: format!("{what} must be a multiple of {FIRST_ROW_MULTIPLE}, not {first}"),
+    })
+}
+
 /// Checks that the scales of a product of these operands can be used together.
 ///
 /// # Errors
@@ -186,8 +202,7 @@ pub(super) fn check(operands: DType, product: &Product) -> Result<()> {
     require("scales of a weight must be Tensor, Rows or Blocks", fits)?;
     for weight in &product.weights {
         if let Scaling::BlocksFrom(first) = of(weight.scales) {
-            let what = "the first row of a weight in its first block";
-            limit(what, first, 0, SCALED_BLOCK - 1)?;
+            check_first_row(first)?;
         }
     }
     Ok(())

@@ -443,7 +443,7 @@ pub fn scaled_products_have_the_bits_of_plain_loops<B: Tested>(test: &str) {
     use Scaling::{Blocks, BlocksFrom, None, Rows, Tensor, TransposedBlocks};
     let free = [None, Tensor, Rows];
     let free = free.into_iter().flat_map(|a| free.map(|b| [a, b]));
-    let of_b = [Blocks, BlocksFrom(1), BlocksFrom(64), BlocksFrom(127)];
+    let of_b = [Blocks, BlocksFrom(16), BlocksFrom(64), BlocksFrom(112)];
     let of_a = [Blocks, TransposedBlocks].into_iter();
     let blocks = of_a.flat_map(|a| of_b.map(|b| [a, b]));
     alone::<B>(test, |group| {
@@ -545,6 +545,32 @@ pub fn prepared_products_take_the_scales_that_they_were_prepared_for<B: Tested>(
     });
 }
 
+pub fn prepared_products_take_the_weights_that_they_were_prepared_for<B: Tested>(test: &str) {
+    alone::<B>(test, |group| {
+        let [m, n, k] = [3, 16, 32];
+        let a = group.upload(&vec![F8E4M3::from_f32(1.0); m * k], m, k)?;
+        let of_e4m3 = group.upload(&vec![F8E4M3::from_f32(0.5); n * k], n, k)?;
+        let of_e5m2 = group.upload(&vec![F8E5M2::from_f32(0.5); n * k], n, k)?;
+        let mut out = group.zeros::<bf16>(m, n)?;
+        let prepared = Matmul::new().weight_dtype(DType::F8E5M2);
+        let prepared = prepared.prepare(group, [m, k], n)?;
+        prepared.run(&a, &of_e5m2, &mut out)?;
+        assert_eq!(out.to_vec()?, vec![bf16::from_f32(16.0); m * n]);
+        match prepared.run(&a, &of_e4m3, &mut out) {
+            Err(error @ Error::DType { .. }) => {
+                let words = error.to_string();
+                assert!(words.contains("weight_dtype(DType::F8E4M3)"), "{words}");
+            }
+            other => panic!("{other:?}"),
+        }
+        let wrong = Matmul::<B, F8E5M2>::new().weight_dtype(DType::F8E5M2);
+        let wrong = wrong.prepare(group, [m, k], n).map(drop);
+        let words = "rows of f8e5m2 cannot be multiplied by weights of f8e5m2";
+        unsupported(wrong, words);
+        Ok(())
+    });
+}
+
 pub fn wrong_scales_are_refused<B: Tested>(test: &str) {
     alone::<B>(test, |group| {
         let [m, n, k] = [3, 32, 144];
@@ -591,7 +617,7 @@ pub fn wrong_scales_are_refused<B: Tested>(test: &str) {
             "scales of b [⌈N/128⌉, ⌈K/128⌉] [1, 2]",
         );
         shape(
-            run(of_blocks(), b.scaled(Scales::blocks(&of_b).first_row(97))),
+            run(of_blocks(), b.scaled(Scales::blocks(&of_b).first_row(112))),
             "scales of b [⌈(first row + N)/128⌉, ⌈K/128⌉] [2, 2]",
         );
         let mixed = "scales of blocks must be those of both operands, or of none";
@@ -615,6 +641,10 @@ pub fn wrong_scales_are_refused<B: Tested>(test: &str) {
             b.scaled(Scales::blocks(&ones(2, 2)?).first_row(128)),
         );
         assert!(matches!(result, Err(Error::Limit { .. })), "{result:?}");
+        unsupported(
+            run(of_blocks(), b.scaled(Scales::blocks(&of_b).first_row(8))),
+            "the first row of a weight in its first block must be a multiple of 16, not 8",
+        );
         let mut two = [group.zeros::<bf16>(m, n)?, group.zeros::<bf16>(m, n)?];
         let [one, other] = &mut two;
         let weights = [b.scaled(Scales::tensor(&tensor)), plain()];
@@ -846,7 +876,7 @@ pub fn sums_of_fp8_have_the_bits_of_their_partials<B: Tested>(
         let scalings = [
             [Scaling::None; 2],
             [Scaling::Rows, Scaling::Tensor],
-            [Scaling::Blocks, Scaling::BlocksFrom(100)],
+            [Scaling::Blocks, Scaling::BlocksFrom(96)],
         ];
         for (number, config) in configs().into_iter().enumerate() {
             for (seed, scaling) in (100 * number as u64..).step_by(10).zip(scalings) {
