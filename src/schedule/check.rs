@@ -334,3 +334,54 @@ fn below(what: &str, value: usize, end: usize) -> Result<()> {
         false => Err(out_of(what, value, 0, end.saturating_sub(1))),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schedule::plan::matrices::{A_SCALES, B_SCALES};
+    use crate::schedule::plan::plan;
+    use crate::schedule::{
+        Chunking, Config, DTypes, Form, Layout, Operation, Problem, Scaling, Schedule, TileShape,
+    };
+
+    const CONFIG: Config = Config::new(TileShape::new(16, 16, 64), Chunking::new(1), Route::Pull);
+
+    /// The schedule of a product with scales of rows.
+    fn scaled(operands: DType, weights: DType) -> Result<Schedule> {
+        let layout = Layout::new(&[5], 32)?;
+        let problem = Problem {
+            dtypes: DTypes::of_product(operands, weights, DType::Bf16)?,
+            form: Form {
+                a_scaling: Scaling::Rows,
+                b_scaling: [Scaling::Rows].into_iter().collect(),
+                ..Form::default()
+            },
+            ..Problem::new(Operation::Matmul, operands, layout, 16)
+        };
+        plan(&problem, 0, CONFIG)
+    }
+
+    fn unsupported(what: &str) -> Option<Refusal> {
+        let what = what.into();
+        Some(Refusal::Unsupported { what })
+    }
+
+    #[test]
+    fn rows_of_e5m2_have_no_weights_of_e5m2() {
+        assert!(scaled(DType::F8E4M3, DType::F8E5M2).is_ok());
+        let words = "rows of f8e5m2 cannot be multiplied by weights of f8e5m2";
+        let refused = scaled(DType::F8E5M2, DType::F8E5M2).err();
+        assert_eq!(refused, unsupported(words));
+    }
+
+    #[test]
+    fn scales_are_f32() {
+        let schedule = scaled(DType::F8E4M3, DType::F8E4M3).unwrap();
+        for number in [A_SCALES, B_SCALES] {
+            let mut parts = schedule.parts.clone();
+            parts.matrices[number].dtype = DType::Bf16;
+            let refused = Schedule::new(parts).err();
+            assert_eq!(refused, unsupported("scales must be f32"));
+        }
+    }
+}

@@ -1,8 +1,12 @@
 //! Products of fp8, on the host.
 
+use crate::support::numbers::normal;
 use crate::support::shared::fp8;
 use crate::test_name;
-use gemmesh::{Chunking, Config, Host, Route, TileShape};
+use gemmesh::{
+    AllGatherAndConsume, Chunking, Config, Error, F8E4M3, Group, Host, Matmul, Route, TileShape,
+    all_gather_matmul, bf16,
+};
 
 const ROUTES: [Route; 3] = [Route::Pull, Route::Push, Route::Store];
 
@@ -31,6 +35,37 @@ fn sums_of_fp8_have_the_bits_of_their_partials() {
     fp8::sums_of_fp8_have_the_bits_of_their_partials::<Host>(test_name!(), sums);
 }
 
+/// Each chunk of rows is multiplied when it has come, in a group of this rank alone.
+#[test]
+fn chunks_of_fp8_are_multiplied_as_they_come() {
+    const M: usize = 50;
+    const N: usize = 16;
+    const K: usize = 144;
+    let rank = |group: Group<Host>| {
+        let alone = group.split(group.rank(), 0)?;
+        let rows: Vec<F8E4M3> = normal(1, M * K);
+        let mut a = group.sharded::<F8E4M3>(M, K)?;
+        let own = a.rows();
+        a.shard_mut()
+            .copy_from_host(&rows[own.start * K..own.end * K])?;
+        let weight = normal::<F8E4M3>(2, N * K);
+        let b = alone.upload(&weight, N, K)?;
+        let mut out = alone.zeros::<bf16>(M, N)?;
+        AllGatherAndConsume::new().chunks(3).run(&a, |chunk| {
+            let [count, _] = chunk.shape();
+            let values = alone.upload(chunk.values(), count, K)?;
+            let out = out.view_mut().rows(chunk.rows())?;
+            Matmul::new().run(&values, &b, out)?;
+            Ok(())
+        })?;
+        let mut expected = group.zeros::<bf16>(M, N)?;
+        all_gather_matmul(&a, &group.upload(&weight, N, K)?, &mut expected)?;
+        assert_eq!(out.to_vec()?, expected.to_vec()?);
+        Ok::<_, Error>(())
+    };
+    Group::threads(3, rank).unwrap();
+}
+
 crate::support::shared::on_backend! {
     gemmesh::Host, Some(());
     fp8 {
@@ -38,9 +73,15 @@ crate::support::shared::on_backend! {
         scaled_products_have_the_bits_of_plain_loops
         nan_of_a_scale_reaches_its_elements_only
         prepared_products_take_the_scales_that_they_were_prepared_for
+        prepared_products_take_the_weights_that_they_were_prepared_for
         wrong_scales_are_refused
         scales_of_other_rows_are_refused
         outputs_of_e4m3_saturate_and_nan_stays
         what_fp8_cannot_do_is_refused
+    }
+    fp8_gathers {
+        gathers_of_fp8_have_gates_and_several_weights
+        scales_of_staged_rows_are_staged
+        scales_have_as_many_rows_as_their_operand
     };
 }

@@ -5,6 +5,7 @@ pub mod collectives;
 pub mod failures;
 pub mod forms;
 pub mod fp8;
+pub mod fp8_gathers;
 pub mod groups;
 pub mod late;
 pub mod mismatches;
