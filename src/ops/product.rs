@@ -177,6 +177,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
             a_scaling: call.a_scaling,
             b_scaling: WeightScalings::new(),
             accumulation: self.accumulation,
+            quantization: None,
         };
         form.b_scaling = for_each_weight(&call.b_scaling, form.weight_count())?;
         let n = form.n_of(widths);

@@ -193,14 +193,17 @@ impl Parts {
             Some((scales, scales.scaling.of_weight([weight.n, k])))
         });
         for (ScaleMatrix { matrix, .. }, shape) in of_rows.into_iter().chain(of_weights) {
-            below("a matrix", matrix, self.matrices.len())?;
-            let spec = self.matrices[matrix];
-            require("scales must be f32", spec.dtype == DType::F32)?;
-            let [rows, columns] = shape.map_or([0, 0], |(shape, _)| shape);
-            limit("rows of scales", spec.rows, rows, rows)?;
-            limit("columns of scales", spec.columns, columns, columns)?;
+            self.check_scale_matrix(matrix, shape.map_or([0, 0], |(shape, _)| shape))?;
         }
         Ok(())
+    }
+
+    fn check_scale_matrix(&self, matrix: usize, [rows, columns]: [usize; 2]) -> Result<()> {
+        below("a matrix", matrix, self.matrices.len())?;
+        let spec = self.matrices[matrix];
+        require("scales must be f32", spec.dtype == DType::F32)?;
+        limit("rows of scales", spec.rows, rows, rows)?;
+        limit("columns of scales", spec.columns, columns, columns)
     }
 
     fn check_block(&self, product: &Product, block: &OutputBlock) -> Result<()> {
@@ -213,6 +216,9 @@ impl Parts {
         // Nothing of 8 bits is added to a product of fp8.
         let dtype = Some(self.matrices[product.a].dtype).filter(|dtype| dtype.is_half());
         let n = product.weights[*weight].n;
+        if let Some(scales) = &sum.scales {
+            scales.check_tiles(n, product.tile_columns())?;
+        }
         self.check_sum(sum, rows.len(), n, dtype)
     }
 
@@ -289,6 +295,8 @@ impl Parts {
             if let Addend::Rows { matrix, first } = *addend {
                 check(matrix, first, rows)?;
                 check_type(matrix)?;
+                let is_added = self.matrices[matrix].dtype.is_float();
+                require("addends must be bf16, f16 or f32", is_added)?;
             }
         }
         if let Some(Bias { matrix, first }) = sum.bias {
@@ -302,6 +310,10 @@ impl Parts {
         if let Some(Residual { matrix, first }) = sum.residual {
             check(matrix, first, rows)?;
             check_type(matrix)?;
+        }
+        if let Some(scales) = sum.scales {
+            let spec = scales.spec(self.matrices[sum.out], n)?;
+            self.check_scale_matrix(scales.matrix, [spec.rows, spec.columns])?;
         }
         // Sums are stored in the addends' type, in f32 or in F8E4M3.
         match output {

@@ -5,6 +5,7 @@ use smallvec::SmallVec;
 use super::MatrixSpec;
 use super::layout::MAX_EXTENT;
 use super::limits::{limit, require};
+use super::quantization::Quantization;
 use super::scaling::{Scaling, WeightScalings};
 use crate::element::DType;
 use crate::refusal::Result;
@@ -118,6 +119,8 @@ pub struct Form {
     pub b_scaling: WeightScalings,
     /// How sums of products of fp8 are made.
     pub accumulation: Accumulation,
+    /// How outputs are quantised, if they are.
+    pub quantization: Option<Quantization>,
 }
 
 impl Form {

@@ -12,6 +12,7 @@ mod parts;
 pub mod plan;
 mod problem;
 pub mod product;
+pub mod quantization;
 pub mod scaling;
 mod transfer;
 
@@ -27,6 +28,7 @@ pub use problem::{DTypes, Problem};
 pub use product::{
     Addend, Bias, DeferredChunk, OutputBlock, Product, Reduction, Residual, Sum, Tile, Weight,
 };
+pub use quantization::{OutputScales, Quantization};
 pub use scaling::{ScaleMatrix, Scaling};
 pub use transfer::{Extent, MatrixSpec, Move, Region, Request, Transfer};
 
@@ -198,7 +200,11 @@ impl Schedule {
     /// The operation's name for a profiler, with the extents of its product, or else with what ranks agree on.
     pub(crate) fn name(&self) -> String {
         let agreed = self.agreed();
-        let operation = agreed.map_or(Operation::Matmul.name(), Agreed::name);
+        let alone = match self.reduction() {
+            Some(_) => Operation::Quantize.name(),
+            None => Operation::Matmul.name(),
+        };
+        let operation = agreed.map_or(alone, Agreed::name);
         match self.product() {
             Some(product) => {
                 let dtype = self.matrices()[product.a].dtype;
@@ -265,6 +271,17 @@ impl Schedule {
     /// The sum that is made when all transfers to this rank have come.
     pub fn reduction(&self) -> Option<&Reduction> {
         self.parts.reduction.as_ref()
+    }
+
+    /// True if a sum is quantised.
+    pub fn quantizes(&self) -> bool {
+        let blocks = self
+            .product()
+            .into_iter()
+            .flat_map(|product| &product.blocks);
+        let of_blocks = blocks.map(|block| &block.sum);
+        let mut sums = of_blocks.chain(self.reduction().map(|reduction| &reduction.sum));
+        sums.any(|sum| sum.scales.is_some())
     }
 
     /// True if all ranks make all rows, by the same tiles in the same order, before partials are stored and added. An

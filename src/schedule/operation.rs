@@ -18,6 +18,8 @@ pub enum Operation {
     AllGather,
     /// Gathers rows, which each rank pulls and gives to a function of the caller.
     AllGatherAndConsume,
+    /// Quantises rows on one rank, as [`Operation::Matmul`] multiplies on one.
+    Quantize,
     /// Gives all ranks the rows of one rank.
     Broadcast,
     /// Gives each rank its rows of the sum of all ranks' rows.
@@ -56,13 +58,14 @@ pub enum Operation {
 impl Operation {
     /// All operations, in the order of their declaration. Of two with one name, the whole operation stands before the
     /// part.
-    const ALL: [Operation; 20] = [
+    const ALL: [Operation; 21] = [
         Operation::AllGatherMatmul,
         Operation::Matmul,
         Operation::MatmulReduceScatter,
         Operation::MatmulAllReduce,
         Operation::AllGather,
         Operation::AllGatherAndConsume,
+        Operation::Quantize,
         Operation::Broadcast,
         Operation::ReduceScatter,
         Operation::AllReduce,
@@ -88,6 +91,7 @@ impl Operation {
             Operation::MatmulAllReduce => "matmul_all_reduce",
             Operation::AllGather => "all_gather",
             Operation::AllGatherAndConsume => "all_gather_and_consume",
+            Operation::Quantize => "quantize",
             Operation::Broadcast => "broadcast",
             Operation::ReduceScatter => "reduce_scatter",
             Operation::AllReduce => "all_reduce",

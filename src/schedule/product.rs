@@ -4,7 +4,9 @@ use std::ops::Range;
 
 use smallvec::SmallVec;
 
-use super::{Accumulation, Activation, Config, MatrixSpec, ScaleMatrix, WeightLayout};
+use super::{
+    Accumulation, Activation, Config, MatrixSpec, OutputScales, ScaleMatrix, WeightLayout,
+};
 use crate::element::DType;
 
 /// Products of fp8 are summed separately over every 128 of K, in ascending order. These sums are then added in f32.
@@ -129,6 +131,8 @@ pub struct Sum {
     pub activation: Activation,
     /// Added last, if the call binds it. Then the sum is rounded.
     pub residual: Option<Residual>,
+    /// If the sum is quantised, its values are multiplied by one over their scale before they are rounded.
+    pub scales: Option<OutputScales>,
 }
 
 /// Columns of a matrix with one row. They are added to each row of a sum.

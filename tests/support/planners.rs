@@ -84,6 +84,7 @@ fn product(problem: Asked, rows: usize, config: Config) -> Option<Product> {
                 }),
                 activation: Activation::Identity,
                 residual: None,
+                scales: None,
             },
         }],
     })

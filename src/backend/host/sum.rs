@@ -3,7 +3,8 @@
 use super::matrices::BoundMatrices;
 use super::scratch::{SumScratch, grown};
 use crate::element::{DType, F8E4M3, Float, Number, bf16, f16};
-use crate::schedule::{Activation, Addend, Bias, Residual, Sum};
+use crate::schedule::scaling::SCALED_BLOCK;
+use crate::schedule::{Activation, Addend, Bias, OutputScales, Quantization, Residual, Sum};
 
 /// Columns of a sum, as they lie in the call's matrices.
 #[derive(Clone, Copy)]
@@ -68,6 +69,9 @@ impl Columns<'_> {
                 multiply_by(total, up, bias_of_up);
             }
             self.add_residual::<T>(total, row);
+            if let Some(scales) = &self.sum.scales {
+                self.quantize(scales, row, total);
+            }
             match self.matrices.spec(out).dtype {
                 DType::F32 => self.round::<f32>(row, total),
                 DType::F8E4M3 => self.round::<F8E4M3>(row, total),
@@ -136,6 +140,31 @@ impl Columns<'_> {
             // SAFETY: as this function's.
             let residual = unsafe { self.row::<T>(matrix, first + row, 0) };
             add(total, residual.iter().map(|residual| residual.to_f32()));
+        }
+    }
+
+    /// Multiplies by one over the scales, and writes the scales that the schedule asks for.
+    ///
+    /// # Safety
+    /// As [`Columns::store`]. Whole blocks are made, and nobody else touches their scales.
+    unsafe fn quantize(&self, scales: &OutputScales, row: usize, total: &mut [f32]) {
+        let &OutputScales {
+            matrix,
+            quantization,
+        } = scales;
+        let Quantization { scaling, .. } = quantization;
+        let (row, first) = (self.sum.first + row, self.begin / SCALED_BLOCK);
+        for (block, values) in total.chunks_mut(SCALED_BLOCK).enumerate() {
+            let [row, column] = scaling.place_of_row(row, first + block);
+            // SAFETY: as this function's.
+            let scale = unsafe { self.matrices.place(matrix).element::<f32>(row, column) };
+            if scaling.has_blocks() {
+                // SAFETY: as this function's.
+                unsafe { scale.write(quantization.scale_of(values)) };
+            }
+            // SAFETY: as this function's. A scale that is given is only read.
+            let inverse = 1.0 / unsafe { scale.read() };
+            values.iter_mut().for_each(|value| *value *= inverse);
         }
     }
 

@@ -11,12 +11,12 @@ use crate::schedule::config::{CUT_COLUMNS, Chunking, Config};
 use crate::schedule::layout::{Layout, MAX_EXTENT, RowOrder, chunk_rows};
 use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::{
-    self, A, A_SCALES, B, B_SCALES, BESIDE, BIAS, OUT, RESIDUAL,
+    self, A, A_SCALES, B, B_SCALES, BESIDE, BIAS, OUT, OUT_SCALES, RESIDUAL,
 };
 use crate::schedule::plan::tile_order::{self, ring};
 use crate::schedule::{
-    Agreed, Bias, DTypes, DeferredChunk, MatrixSpec, Move, OutputBlock, Parts, Problem, Product,
-    Region, Residual, ScaleMatrix, Schedule, Sum, Transfer, Weight, Widths,
+    Agreed, Bias, DTypes, DeferredChunk, MatrixSpec, Move, OutputBlock, OutputScales, Parts,
+    Problem, Product, Region, Residual, ScaleMatrix, Schedule, Sum, Transfer, Weight, Widths,
 };
 
 /// Gathers rows and multiplies them at the same time. A tile waits for its rows.
@@ -107,7 +107,7 @@ fn plan(
         rank,
         world: layout.world(),
         agreed: (moves == Moves::Chunks).then(|| agree(problem, &config)),
-        matrices: matrices(problem, &widths, product.as_ref()),
+        matrices: matrices(problem, &widths, product.as_ref())?,
         arrivals,
         departures,
         product,
@@ -182,7 +182,11 @@ fn move_beside(transfer: &mut Transfer, columns: usize) {
     }));
 }
 
-fn matrices(problem: &Problem, widths: &[usize], product: Option<&Product>) -> Vec<MatrixSpec> {
+fn matrices(
+    problem: &Problem,
+    widths: &[usize],
+    product: Option<&Product>,
+) -> Result<Vec<MatrixSpec>> {
     let Problem { form, n, .. } = problem;
     let DTypes {
         operands,
@@ -203,11 +207,14 @@ fn matrices(problem: &Problem, widths: &[usize], product: Option<&Product>) -> V
     }
     if let Some(product) = product {
         matrices::specify_scales(&mut matrices, product);
+        for OutputBlock { weight, sum, .. } in &product.blocks {
+            matrices::specify_output_scales(&mut matrices, sum, widths[*weight])?;
+        }
     }
     if let Some((dtype, columns)) = problem.beside {
         matrices[BESIDE] = MatrixSpec::new(dtype, m, columns);
     }
-    matrices
+    Ok(matrices)
 }
 
 /// The product of all rows with each weight. Each output has a block.
@@ -237,6 +244,7 @@ fn product(
                     matrix: RESIDUAL,
                     first: 0,
                 }),
+                scales: OutputScales::new(OUT_SCALES + weight, form.quantization),
             },
         }
     });

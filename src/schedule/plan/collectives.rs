@@ -366,6 +366,7 @@ impl<'a> CollectivePlan<'a> {
                 bias: None,
                 activation: Activation::Identity,
                 residual: None,
+                scales: None,
             },
         }
     }

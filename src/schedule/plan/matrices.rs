@@ -1,7 +1,8 @@
 //! The numbers of the matrices in all schedules. A call binds memory to those that it has.
 
 use crate::element::DType;
-use crate::schedule::{MAX_WEIGHTS, MatrixSpec, Product, ScaleMatrix};
+use crate::refusal::Result;
+use crate::schedule::{MAX_WEIGHTS, MatrixSpec, Product, ScaleMatrix, Sum};
 
 /// The rows that are gathered, multiplied or sent.
 pub const A: usize = 0;
@@ -23,8 +24,10 @@ pub const OUT: usize = B + MAX_WEIGHTS;
 pub const A_SCALES: usize = OUT + MAX_WEIGHTS;
 /// The scales of the first weight. Those of the other weights have the next numbers.
 pub const B_SCALES: usize = A_SCALES + 1;
+/// The scales of the first output, if it is quantised. Those of the other outputs have the next numbers.
+pub const OUT_SCALES: usize = B_SCALES + MAX_WEIGHTS;
 /// The number of matrices.
-pub const MATRICES: usize = B_SCALES + MAX_WEIGHTS;
+pub const MATRICES: usize = OUT_SCALES + MAX_WEIGHTS;
 
 /// The specifications of all matrices of an operation that uses none.
 pub(super) fn unused(dtype: DType) -> Vec<MatrixSpec> {
@@ -44,4 +47,19 @@ pub(super) fn specify_scales(matrices: &mut [MatrixSpec], product: &Product) {
     for weight in &product.weights {
         specify(weight.scales, of(weight.scales).of_weight([weight.n, k]));
     }
+}
+
+/// Specifies the scales of a sum of `n` columns, if it is quantised, so that a call can bind them.
+///
+/// # Errors
+/// `Refusal::Unsupported` if the output cannot be quantised like this.
+pub(super) fn specify_output_scales(
+    matrices: &mut [MatrixSpec],
+    sum: &Sum,
+    n: usize,
+) -> Result<()> {
+    if let Some(scales) = sum.scales {
+        matrices[scales.matrix] = scales.spec(matrices[sum.out], n)?;
+    }
+    Ok(())
 }

@@ -7,6 +7,7 @@ mod one_shot;
 pub mod partial_sums;
 pub mod partials;
 mod pieces;
+mod quantize;
 pub mod tile_order;
 
 use super::{Config, Operation, Problem, Schedule};
@@ -24,6 +25,7 @@ pub fn plan(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> 
         Operation::AllGatherMatmul => all_gather::gather_and_multiply,
         Operation::Matmul => all_gather::multiply_alone,
         Operation::Multiply => all_gather::multiply,
+        Operation::Quantize => quantize::quantize,
         Operation::Copy => all_gather::copy,
         Operation::AllGather
         | Operation::GatherOfAllReduce

@@ -198,6 +198,7 @@ impl SumPlan<'_> {
             bias: None,
             activation: Activation::Identity,
             residual: None,
+            scales: None,
         }
     }
 
@@ -286,6 +287,7 @@ impl SumPlan<'_> {
                 matrix: RESIDUAL,
                 first,
             }),
+            scales: None,
         }
     }
 

@@ -24,6 +24,10 @@ pub enum Destination {
 /// # Errors
 /// [`Error::NoRoute`](crate::Error::NoRoute); `Refusal::Limit` and `Refusal::Unsupported` for schedules that no operation needs.
 pub fn check(schedule: &Schedule) -> Result<Destination> {
+    require(
+        "outputs must not be quantised on GPUs",
+        !schedule.quantizes(),
+    )?;
     // A kernel waits either for flags of pulls or for flags of pushes.
     let routes = schedule.routes();
     limit("routes of an operation on GPUs", routes.len(), 0, 1)?;
