@@ -29,6 +29,7 @@
 //! | change M between calls | [`Group::sharded_with_capacity`], [`ShardedMatrix::set_rows`], [`Matrix::set_rows`] |
 //! | use another library's memory | `Matrix::from_device_ptr`, `CudarcMatrix`, [`dlpack`] |
 //! | multiply fp8 | [`F8E4M3`], [`F8E5M2`], [`Scales`], [`ShardedScales`] |
+//! | make fp8 of other floats | [`quantize`], [`Quantize`], [`Quantized`], [`Quantization`] |
 //! | use a part of a matrix | [`MatrixView`], [`MatrixViewMut`] |
 //! | read and write own rows between two products | [`ShardedMatrix::shard`], [`ShardMut::copy_from`], [`ShardMut::view_mut`] |
 //! | multiply rows that other ranks own | [`all_gather_matmul`], [`AllGatherMatmul`] |
@@ -129,7 +130,8 @@ pub use element::{
 pub use error::{Call, Deadline, Error, MadeCall, Result};
 pub use route::Route;
 pub use schedule::{
-    Accumulation, Activation, Chunking, Config, Numerics, Scaling, TileShape, WeightLayout,
+    Accumulation, Activation, Chunking, Config, Numerics, Quantization, Scaling, TileShape,
+    WeightLayout,
 };
 
 #[cfg(not(loom))]
@@ -142,11 +144,12 @@ pub use {
     ops::{
         AddendView, AllGatherAndConsume, AllGatherMatmul, Block, CallbackResult, Chunk, Matmul,
         MatmulAllReduce, MatmulReduceScatter, Operand, Outputs, Prepared, PreparedAllReduce,
-        PreparedMatmul, PreparedReduceScatter, ProduceAndAllToAll, ProduceAndReduceScatter, Scales,
-        ShardedOperand, ShardedScales, WeightScaling, WeightWidths, Weights, all_gather,
-        all_gather_and_consume, all_gather_matmul, all_reduce, all_to_all, broadcast, matmul,
-        matmul_all_reduce, matmul_reduce_scatter, produce_and_all_to_all,
-        produce_and_reduce_scatter, reduce_scatter,
+        PreparedMatmul, PreparedQuantize, PreparedReduceScatter, ProduceAndAllToAll,
+        ProduceAndReduceScatter, Quantize, Quantized, Scales, ShardedOperand, ShardedScales,
+        WeightScaling, WeightWidths, Weights, all_gather, all_gather_and_consume,
+        all_gather_matmul, all_reduce, all_to_all, broadcast, matmul, matmul_all_reduce,
+        matmul_reduce_scatter, produce_and_all_to_all, produce_and_reduce_scatter, quantize,
+        reduce_scatter,
     },
     ranks::launch,
 };

@@ -13,6 +13,8 @@ mod operands;
 mod partial_sums;
 mod produce;
 mod product;
+mod quantize;
+mod quantized;
 mod scales;
 
 pub use all_gather_and_consume::{AllGatherAndConsume, Chunk, all_gather_and_consume};
@@ -30,4 +32,6 @@ pub use produce::{
     Block, ProduceAndAllToAll, ProduceAndReduceScatter, produce_and_all_to_all,
     produce_and_reduce_scatter,
 };
+pub use quantize::{PreparedQuantize, Quantize, quantize};
+pub use quantized::Quantized;
 pub use scales::{Operand, Scales, ShardedOperand, ShardedScales};

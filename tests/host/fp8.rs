@@ -79,6 +79,13 @@ crate::support::shared::on_backend! {
         outputs_of_e4m3_saturate_and_nan_stays
         what_fp8_cannot_do_is_refused
     }
+    quantized {
+        quantized_rows_have_the_bits_of_plain_loops
+        every_kind_of_number_is_quantised
+        rows_are_quantised_into_the_next_gathers_input
+        prepared_calls_quantise_as_they_were_prepared
+        wrong_arguments_of_quantize_are_refused
+    }
     fp8_gathers {
         gathers_of_fp8_have_gates_and_several_weights
         scales_of_staged_rows_are_staged

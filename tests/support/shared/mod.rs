@@ -10,6 +10,7 @@ pub mod groups;
 pub mod late;
 pub mod mismatches;
 pub mod pipelines;
+pub mod quantized;
 pub mod reduce_scatter;
 pub mod refusals;
 pub mod results;
