@@ -29,7 +29,7 @@
 //! | change M between calls | [`Group::sharded_with_capacity`], [`ShardedMatrix::set_rows`], [`Matrix::set_rows`] |
 //! | use another library's memory | `Matrix::from_device_ptr`, `CudarcMatrix`, [`dlpack`] |
 //! | multiply fp8 | [`F8E4M3`], [`F8E5M2`], [`Scales`], [`ShardedScales`] |
-//! | make fp8 of other floats | [`quantize`], [`Quantize`], [`Quantized`], [`Quantization`] |
+//! | make fp8 of other floats, or of products | [`quantize`], [`Matrix::quantized`], [`Quantized`], [`Quantization`] |
 //! | use a part of a matrix | [`MatrixView`], [`MatrixViewMut`] |
 //! | read and write own rows between two products | [`ShardedMatrix::shard`], [`ShardMut::copy_from`], [`ShardMut::view_mut`] |
 //! | multiply rows that other ranks own | [`all_gather_matmul`], [`AllGatherMatmul`] |
@@ -48,7 +48,7 @@
 //! | builder | options |
 //! |---|---|
 //! | all of them | bias, activation, scales of fp8, weights [K, N], configuration |
-//! | [`AllGatherMatmul`] | several weights, a gate and its up projection, outputs of other types |
+//! | [`AllGatherMatmul`] | several weights, a gate and its up projection, outputs of other types or quantised |
 //! | [`MatmulReduceScatter`] | residual, outputs of other types |
 //! | [`MatmulAllReduce`] | residual |
 //! | [`Matmul`] | all of these |
@@ -145,8 +145,8 @@ pub use {
         AddendView, AllGatherAndConsume, AllGatherMatmul, Block, CallbackResult, Chunk, Matmul,
         MatmulAllReduce, MatmulReduceScatter, Operand, Outputs, Prepared, PreparedAllReduce,
         PreparedMatmul, PreparedQuantize, PreparedReduceScatter, ProduceAndAllToAll,
-        ProduceAndReduceScatter, Quantize, Quantized, Scales, ShardedOperand, ShardedScales,
-        WeightScaling, WeightWidths, Weights, all_gather, all_gather_and_consume,
+        ProduceAndReduceScatter, Quantize, Quantized, QuantizedOutput, Scales, ShardedOperand,
+        ShardedScales, WeightScaling, WeightWidths, Weights, all_gather, all_gather_and_consume,
         all_gather_matmul, all_reduce, all_to_all, broadcast, matmul, matmul_all_reduce,
         matmul_reduce_scatter, produce_and_all_to_all, produce_and_reduce_scatter, quantize,
         reduce_scatter,

@@ -11,6 +11,7 @@ use super::product::{
     self, ProductOptions, RawOutputs, RawWeights, bind_outputs, bind_weights, check_outputs,
     check_weights, product_of,
 };
+use super::quantized::OutputForm;
 use super::scales::{Expected, RawShardedOperand, ShardedOperand};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
@@ -27,7 +28,8 @@ use crate::profile::span::{Span, Work};
 use crate::refusal::{self, Refusal};
 use crate::schedule::plan::matrices::MATRICES;
 use crate::schedule::{
-    Accumulation, Activation, Config, Operation, Problem, Scaling, Schedule, WeightLayout,
+    Accumulation, Activation, Config, Operation, Problem, Quantization, Scaling, Schedule,
+    WeightLayout,
 };
 use crate::trace::Trace;
 
@@ -214,6 +216,12 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         self
     }
 
+    /// Makes [`AllGatherMatmul::prepare`] plan for outputs that are quantised. [`AllGatherMatmul::run`] needs no such hint.
+    pub fn quantization(mut self, quantization: Quantization) -> Self {
+        self.options.quantization = Some(quantization);
+        self
+    }
+
     /// How sums of products of fp8 are made. The default is [`Accumulation::Promoted`].
     pub fn accumulation(mut self, accumulation: Accumulation) -> Self {
         self.options.accumulation = accumulation;
@@ -230,7 +238,8 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     ///
     /// It takes one weight and one output, or several, whose N may differ, such as `[&q, &k, &v]` and
     /// `[&mut out_q, &mut out_k, &mut out_v]`. Outputs may be f32. They may be parts of a larger matrix
-    /// ([`MatrixViewMut::split_columns`](crate::MatrixViewMut::split_columns)). The first call for a shape makes the
+    /// ([`MatrixViewMut::split_columns`](crate::MatrixViewMut::split_columns)), or quantised
+    /// ([`Matrix::quantized`]). The first call for a shape makes the
     /// schedule. Later calls use it again.
     ///
     /// # Errors
@@ -249,8 +258,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         let (RawShards { group, layout, .. }, options) = (a.values, &self.options);
         let planned = || {
             let widths = options.widths(group, layout.k(), &weights)?;
-            let dtype = outputs.first().map(|out| out.dtype);
-            let call = options.called(a.scaling()?, &weights, dtype)?;
+            let call = options.called(a.scaling()?, &weights, OutputForm::of(&outputs)?)?;
             let layout = a.values.staged(self.stages)?;
             let problem = options.problem(PRODUCT, layout, &widths, &call)?;
             let program = self.program(group, &problem)?;

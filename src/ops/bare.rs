@@ -129,6 +129,8 @@ fn check_numbers(schedule: &Schedule, shared: usize) -> refusal::Result<()> {
     };
     let none = schedule.reduction().is_none();
     require("a schedule that is run as it is must not reduce", none)?;
+    let none = !schedule.quantizes();
+    require("a schedule that is run as it is must not quantise", none)?;
     let none = schedule.requests().is_empty();
     require(
         "a schedule that is run as it is must not ask for rows",
@@ -144,6 +146,8 @@ fn check_numbers(schedule: &Schedule, shared: usize) -> refusal::Result<()> {
     is_shared("the matrix that is multiplied", product.a)?;
     limit("blocks of the product", product.blocks.len(), 1, 1)?;
     limit("weights of the product", product.weights.len(), 1, 1)?;
+    let none = product.a_scales.is_none() && product.weights[0].scales.is_none();
+    require("a schedule that is run as it is must have no scales", none)?;
     let (weight, sum) = (product.weights[0].b, &product.blocks[0].sum);
     require(
         "nothing must be added to the product",

@@ -12,6 +12,7 @@ use super::product::{
     self, CallForm, ProductOptions, RawOutputs, RawWeights, bind_outputs, bind_weights,
     check_outputs, check_weights, product_of,
 };
+use super::quantized::OutputForm;
 use super::scales::{Expected, Operand, RawOperand};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
@@ -25,7 +26,8 @@ use crate::matrix::Matrix;
 use crate::refusal;
 use crate::schedule::plan::matrices::{self, MATRICES};
 use crate::schedule::{
-    Accumulation, Activation, Config, Layout, Operation, Problem, Scaling, Schedule, WeightLayout,
+    Accumulation, Activation, Config, Layout, Operation, Problem, Quantization, Scaling, Schedule,
+    WeightLayout,
 };
 
 const OPERATION: Operation = Operation::Matmul;
@@ -161,6 +163,12 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         self
     }
 
+    /// Makes [`Matmul::prepare`] plan for outputs that are quantised. [`Matmul::run`] needs no such hint.
+    pub fn quantization(mut self, quantization: Quantization) -> Self {
+        self.0.quantization = Some(quantization);
+        self
+    }
+
     /// How sums of products of fp8 are made. The default is [`Accumulation::Promoted`].
     pub fn accumulation(mut self, accumulation: Accumulation) -> Self {
         self.0.accumulation = accumulation;
@@ -191,9 +199,10 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         let a = RawOperand::from(a.into());
         let (weights, outputs) = (weights.into().all, outputs.into().all);
         let RawView { group, shape, .. } = a.values;
-        let dtype = outputs.first().map(|out| out.dtype);
         let plan = || {
-            let call = self.0.called(a.scaling()?, &weights, dtype)?;
+            let call = self
+                .0
+                .called(a.scaling()?, &weights, OutputForm::of(&outputs)?)?;
             let widths = self.0.widths(group, shape[1], &weights)?;
             self.plan(group, shape, &widths, &call)
         };

@@ -190,7 +190,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         let operands = operands(a, b);
         let raw = RawShards::from(&*out);
         let a = operands.a.values;
-        let plan = || self.plan(a, raw, &operands.called(&self.0, Some(raw.dtype))?);
+        let plan = || self.plan(a, raw, &operands.called(&self.0, Some(raw.dtype.into()))?);
         let planned = plan().map_err(a.group.refusal(Which::All.name()))?;
         planned.collective(operands, out, None)
     }
@@ -211,7 +211,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     ) -> Result<PreparedAllReduce<'a, B, T>> {
         let a = RawOperand::from(a.into()).values;
         let call = CallForm {
-            output: O::DTYPE,
+            output: O::DTYPE.into(),
             ..self.0.planned()
         };
         let planned = self.plan(a, out.into(), &call);

@@ -9,6 +9,7 @@ use super::call::{RawShards, RawView, require_same_group, require_shape};
 use super::operands::{AddendView, Outputs, WeightScaling, Weights};
 use super::partial_sums::{PlannedSums, SumOperands, Which, operands, split};
 use super::product::{CallForm, ProductOptions, RawOutputs};
+use super::quantized::OutputForm;
 use super::scales::{Operand, RawOperand};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
@@ -222,7 +223,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// The first call for a shape makes the schedule. Later calls use it again.
     ///
     /// # Errors
-    /// As [`matmul_reduce_scatter`]; [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used;
+    /// As [`matmul_reduce_scatter`]; [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used, or if
+    /// the output is quantised;
     /// [`Error::Count`] unless there is one output, and unless [`MatmulReduceScatter::rows`] has one count for each rank,
     /// M in all.
     #[track_caller]
@@ -234,9 +236,9 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     ) -> Result<()> {
         let operands = operands(a, b);
         let out = out.into().all;
-        let (a, dtype) = (operands.a.values, out.first().map(|out| out.dtype));
+        let a = operands.a.values;
         let plan = || {
-            let call = operands.called(&self.options, dtype)?;
+            let call = operands.called(&self.options, OutputForm::of(&out)?)?;
             self.plan(a, operands.n(&self.options)?, self.layout(a)?, &call)
         };
         let planned = plan().map_err(a.group.refusal(Which::Own.name()))?;
@@ -270,7 +272,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
                 Some(_) => self.layout(a)?,
                 None => out.layout.of_columns(k)?,
             };
-            let call = operands.called(&self.options, Some(out.dtype))?;
+            let call = operands.called(&self.options, Some(out.dtype.into()))?;
             self.plan(a, n, layout, &call)
         };
         let planned = plan().map_err(group.refusal(Which::Own.name()))?;
@@ -503,5 +505,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
 /// The only output, which has been checked.
 fn only<B: Backend>(outputs: RawOutputs<B>) -> Bound<B> {
     let mut outputs = outputs.into_iter();
-    outputs.next().map_or(Bound::Nothing, |out| out.bound)
+    outputs
+        .next()
+        .map_or(Bound::Nothing, |out| out.values.bound)
 }

@@ -33,5 +33,5 @@ pub use produce::{
     produce_and_reduce_scatter,
 };
 pub use quantize::{PreparedQuantize, Quantize, quantize};
-pub use quantized::Quantized;
+pub use quantized::{Quantized, QuantizedOutput};
 pub use scales::{Operand, Scales, ShardedOperand, ShardedScales};

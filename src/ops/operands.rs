@@ -5,8 +5,9 @@ use std::marker::PhantomData;
 
 use smallvec::smallvec;
 
-use super::call::{RawOutput, RawView};
+use super::call::RawView;
 use super::product::{RawOutputs, RawWeights};
+use super::quantized::{ProductOutput, QuantizedOutput};
 use super::scales::{Operand, RawOperand};
 use crate::backend::Backend;
 use crate::element::{AddendOf, DType, Element, OutputOf, Value, WeightOf};
@@ -178,8 +179,8 @@ impl<const N: usize> From<[usize; N]> for WeightWidths {
 
 /// The outputs of a product: one, or one for each of several weights.
 ///
-/// An output has any type that is [`OutputOf`] `T`, the type of the rows. Made from a `&mut` [`Matrix`], a [`MatrixViewMut`], an array of
-/// either, or collected from views.
+/// An output has any type that is [`OutputOf`] `T`, the type of the rows, or it is quantised. Made from a `&mut`
+/// [`Matrix`], a [`MatrixViewMut`], a [`QuantizedOutput`], an array of these, or collected from views or quantised outputs.
 #[must_use = "operands do nothing"]
 pub struct Outputs<'a, B: Backend, T: Value> {
     pub(super) all: RawOutputs<'a, B>,
@@ -189,24 +190,14 @@ pub struct Outputs<'a, B: Backend, T: Value> {
 impl<B: Backend, T: Value> fmt::Debug for Outputs<'_, B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let outputs = self.all.iter();
-        describe::<B>(f, "Outputs", outputs.map(|one| (one.dtype, one.shape)))
+        let matrices = outputs.map(|one| (one.values.dtype, one.values.shape));
+        describe::<B>(f, "Outputs", matrices)
     }
 }
 
 impl<'a, B: Backend, T: Element, O: OutputOf<T>> From<&'a mut Matrix<B, O>> for Outputs<'a, B, T> {
     fn from(out: &'a mut Matrix<B, O>) -> Self {
         out.view_mut().into()
-    }
-}
-
-impl<'a, B: Backend, T: Element, O: OutputOf<T>> From<MatrixViewMut<'a, B, O>>
-    for Outputs<'a, B, T>
-{
-    fn from(out: MatrixViewMut<'a, B, O>) -> Self {
-        Outputs {
-            all: smallvec![RawOutput::from(&out)],
-            element: PhantomData,
-        }
     }
 }
 
@@ -218,24 +209,35 @@ impl<'a, B: Backend, T: Element, O: OutputOf<T>, const N: usize> From<[&'a mut M
     }
 }
 
-impl<'a, B: Backend, T: Element, O: OutputOf<T>, const N: usize> From<[MatrixViewMut<'a, B, O>; N]>
-    for Outputs<'a, B, T>
-{
-    fn from(outputs: [MatrixViewMut<'a, B, O>; N]) -> Self {
-        outputs.into_iter().collect()
-    }
+/// Outputs of this, of an array of these, and of an iterator over these.
+macro_rules! outputs_of {
+    ($one:ty $(, $type:ident)?) => {
+        impl<'a, B: Backend, T: Element $(, $type: OutputOf<T>)?> From<$one> for Outputs<'a, B, T> {
+            fn from(out: $one) -> Self {
+                Outputs::from_iter([out])
+            }
+        }
+
+        impl<'a, B: Backend, T: Element $(, $type: OutputOf<T>)?, const N: usize> From<[$one; N]>
+            for Outputs<'a, B, T>
+        {
+            fn from(outputs: [$one; N]) -> Self {
+                Outputs::from_iter(outputs)
+            }
+        }
+
+        impl<'a, B: Backend, T: Element $(, $type: OutputOf<T>)?> FromIterator<$one>
+            for Outputs<'a, B, T>
+        {
+            fn from_iter<I: IntoIterator<Item = $one>>(outputs: I) -> Self {
+                Outputs {
+                    all: outputs.into_iter().map(ProductOutput::from).collect(),
+                    element: PhantomData,
+                }
+            }
+        }
+    };
 }
 
-impl<'a, B: Backend, T: Element, O: OutputOf<T>> FromIterator<MatrixViewMut<'a, B, O>>
-    for Outputs<'a, B, T>
-{
-    fn from_iter<I: IntoIterator<Item = MatrixViewMut<'a, B, O>>>(outputs: I) -> Self {
-        Outputs {
-            all: outputs
-                .into_iter()
-                .map(|out| RawOutput::from(&out))
-                .collect(),
-            element: PhantomData,
-        }
-    }
-}
+outputs_of!(MatrixViewMut<'a, B, O>, O);
+outputs_of!(QuantizedOutput<'a, B>);

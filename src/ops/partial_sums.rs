@@ -6,17 +6,17 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::call::{
-    self, Added, Arguments, RawOutput, RawShards, RawView, require_dtype, require_same_group,
-    require_shape,
+    self, Added, Arguments, RawShards, RawView, require_dtype, require_same_group, require_shape,
 };
 use super::operands::Weights;
 use super::product::{
     self, CallForm, ProductOptions, RawWeights, bind_weights, check_outputs, check_weights,
 };
+use super::quantized::{OutputForm, ProductOutput};
 use super::scales::{Expected, Operand, RawOperand};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
-use crate::element::{DType, Element};
+use crate::element::Element;
 use crate::error::Result;
 use crate::explanation::Explanation;
 use crate::group::Group;
@@ -104,11 +104,11 @@ pub struct SumOperands<'m, B: Backend> {
 }
 
 impl<B: Backend> SumOperands<'_, B> {
-    /// What the operands say of a call that was not prepared. `out`: the output's type, if there is an output.
+    /// What the operands say of a call that was not prepared. `out`: the output's form, if there is an output.
     pub fn called(
         &self,
         options: &ProductOptions<B>,
-        out: Option<DType>,
+        out: Option<OutputForm>,
     ) -> refusal::Result<CallForm> {
         options.called(self.a.scaling()?, &self.weights, out)
     }
@@ -206,7 +206,7 @@ impl<B: Backend> PlannedSums<'_, B> {
     }
 
     /// Checks an output that is this rank's own.
-    pub fn check_out(&self, out: &[RawOutput<B>]) -> refusal::Result<()> {
+    pub fn check_out(&self, out: &[ProductOutput<B>]) -> refusal::Result<()> {
         let (rows, problem) = (self.own_rows().len(), &self.problem);
         let what = "out [rows of this rank, N]";
         check_outputs(&self.group, what, problem, &[problem.n], rows, out)

@@ -5,6 +5,7 @@ use std::fmt;
 use smallvec::SmallVec;
 
 use super::call::{RawOutput, RawView, require_dtype, require_same_group, require_shape};
+use super::quantized::{OutputForm, ProductOutput};
 use super::scales::{self, Expected, RawOperand};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
@@ -18,13 +19,13 @@ use crate::schedule::plan::matrices::{self, MATRICES};
 use crate::schedule::scaling::WeightScalings;
 use crate::schedule::{
     Accumulation, Activation, Config, DTypes, Form, Layout, MAX_WEIGHTS, Operation, Problem,
-    Product, Scaling, Schedule, WeightLayout, Widths,
+    Product, Quantization, Scaling, Schedule, WeightLayout, Widths,
 };
 
 /// The weights of a product. All of them use one gather of the rows.
 pub type RawWeights<'a, B> = SmallVec<[RawOperand<'a, B>; MAX_WEIGHTS]>;
 /// The outputs of a product.
-pub type RawOutputs<'a, B> = SmallVec<[RawOutput<'a, B>; MAX_WEIGHTS]>;
+pub type RawOutputs<'a, B> = SmallVec<[ProductOutput<'a, B>; MAX_WEIGHTS]>;
 
 /// What [`MAX_WEIGHTS`] limits, in messages.
 const WEIGHTS: &str = "the number of weights of a product";
@@ -45,6 +46,8 @@ pub struct ProductOptions<'a, B: Backend> {
     pub weight_dtype: Option<DType>,
     /// The output's type for `prepare`, if the caller says one.
     pub output_dtype: Option<DType>,
+    /// How outputs are quantised, for `prepare`.
+    pub quantization: Option<Quantization>,
     pub constant_weights: bool,
     pub config: Option<Config>,
 }
@@ -54,8 +57,8 @@ pub struct ProductOptions<'a, B: Backend> {
 pub struct CallForm {
     /// The type of the weights.
     pub weights: DType,
-    /// The type of the outputs.
-    pub output: DType,
+    /// The outputs' type, and how they are quantised.
+    pub output: OutputForm,
     /// How many values of `a` share a scale.
     pub a_scaling: Scaling,
     /// How many values of each weight share a scale. One entry may stand for all.
@@ -85,6 +88,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
             accumulation: Accumulation::default(),
             weight_dtype: None,
             output_dtype: None,
+            quantization: None,
             constant_weights: false,
             config: None,
         }
@@ -107,6 +111,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
             (self.weights == WeightLayout::Kn).then(|| "weights [K, N]".into()),
             self.weight_dtype.map(|dtype| format!("{dtype} weights")),
             self.output_dtype.map(|dtype| format!("{dtype} output")),
+            self.quantization.map(|_| "quantized".into()),
             self.is_scaled().then(|| "scaled".into()),
             (self.accumulation == Accumulation::Fast).then(|| "fast accumulation".into()),
             self.constant_weights.then(|| "constant weights".into()),
@@ -131,7 +136,13 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
         };
         CallForm {
             weights: self.weight_dtype.unwrap_or(half(DType::F8E4M3)),
-            output: self.output_dtype.unwrap_or(half(DType::Bf16)),
+            output: OutputForm {
+                dtype: self.output_dtype.unwrap_or(match self.quantization {
+                    Some(_) => DType::F8E4M3,
+                    None => half(DType::Bf16),
+                }),
+                quantization: self.quantization,
+            },
             a_scaling: self.scaling.0,
             b_scaling: self.scaling.1.clone(),
         }
@@ -142,7 +153,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
         &self,
         a_scaling: Scaling,
         weights: &[RawOperand<B>],
-        output: Option<DType>,
+        output: Option<OutputForm>,
     ) -> Result<CallForm> {
         let planned = self.planned();
         let weight = weights.first().map(|weight| weight.values.dtype);
@@ -177,14 +188,18 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
             a_scaling: call.a_scaling,
             b_scaling: WeightScalings::new(),
             accumulation: self.accumulation,
-            quantization: None,
+            quantization: call.output.quantization,
         };
         form.b_scaling = for_each_weight(&call.b_scaling, form.weight_count())?;
         let n = form.n_of(widths);
+        let OutputForm {
+            dtype,
+            quantization,
+        } = call.output;
         let gathers = operation == Operation::AllGatherMatmul;
         Ok(Problem {
             beside: scales::beside(call.a_scaling, layout.k(), gathers)?,
-            dtypes: DTypes::of_product(self.dtype, call.weights, call.output)?,
+            dtypes: DTypes::of_product([self.dtype, call.weights], dtype, quantization)?,
             form,
             ..Problem::new(operation, self.dtype, layout, n)
         })
@@ -355,7 +370,7 @@ pub fn check_outputs<B: Backend>(
     problem: &Problem,
     widths: &[usize],
     rows: usize,
-    outputs: &[RawOutput<B>],
+    outputs: &[ProductOutput<B>],
 ) -> Result<()> {
     // A text of its own for each would be made for every call.
     let whole = match problem.form.weight_count() {
@@ -367,9 +382,17 @@ pub fn check_outputs<B: Backend>(
     };
     require_count(whole, "output", widths.len(), "this call", outputs.len())?;
     for (number, (out, &n)) in outputs.iter().zip(widths).enumerate() {
-        let fits = require_same_group("out", out.group, group)
-            .and_then(|()| require_shape(what, [rows, n], out.shape))
-            .and_then(|()| require_dtype("out", problem.dtypes.output, out.dtype));
+        let RawOutput {
+            group: its,
+            dtype,
+            shape,
+            ..
+        } = out.values;
+        let planned = problem.form.quantization;
+        let fits = require_same_group("out", its, group)
+            .and_then(|()| require_shape(what, [rows, n], shape))
+            .and_then(|()| require_dtype("out", problem.dtypes.output, dtype))
+            .and_then(|()| out.check_scales(group, planned));
         fits.map_err(Refusal::one_of("output", number, outputs.len()))?;
     }
     Ok(())
@@ -390,8 +413,8 @@ pub fn bind_outputs<'m, 'o: 'm, B: Backend>(
     matrices: &mut [Bound<'m, B>; MATRICES],
     outputs: RawOutputs<'o, B>,
 ) {
-    for (matrix, out) in matrices[matrices::OUT..].iter_mut().zip(outputs) {
-        *matrix = out.bound;
+    for (number, out) in outputs.into_iter().enumerate().take(MAX_WEIGHTS) {
+        out.bind(matrices, number);
     }
 }
 

@@ -1,18 +1,22 @@
-//! Scales that an operation makes of its output, or by which it quantises the output.
+//! Outputs that are quantised, and their scales.
 
 use std::fmt;
 
-use super::call::{RawView, require_same_group, require_shape};
+use super::call::{RawOutput, RawView, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
+use crate::element::{DType, F8E4M3, Value};
 use crate::group::Group;
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut};
 use crate::refusal::{Refusal, Result};
+use crate::schedule::limits::require;
+use crate::schedule::plan::matrices::{MATRICES, OUT, OUT_SCALES};
 use crate::schedule::{Quantization, Scaling};
 
 /// How an output is quantised to [`F8E4M3`](crate::F8E4M3), and its scales: f32 in this rank's own memory.
 ///
-/// [`Quantization`] says what the numbers are. Made from a `&mut` [`Matrix`] or a [`MatrixViewMut`], the scales are those
+/// [`Quantization`] says what the numbers are. [`Matrix::quantized`] and [`MatrixViewMut::quantized`] give an output of a
+/// product its scales, and [`quantize`](crate::quantize) takes them. Made from a `&mut` [`Matrix`] or a [`MatrixViewMut`], the scales are those
 /// of [`Quantized::blocks`].
 #[must_use = "scales do nothing"]
 pub struct Quantized<'a, B: Backend> {
@@ -101,8 +105,127 @@ impl<'a, B: Backend> From<&'a mut Matrix<B, f32>> for Quantized<'a, B> {
     }
 }
 
+/// An output of a product that is quantised. [`Matrix::quantized`] and [`MatrixViewMut::quantized`] make one.
+#[must_use = "outputs do nothing"]
+pub struct QuantizedOutput<'a, B: Backend> {
+    values: MatrixViewMut<'a, B, F8E4M3>,
+    scales: Quantized<'a, B>,
+}
+
+impl<B: Backend> fmt::Debug for QuantizedOutput<'_, B> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let (shape, quantization) = (self.values.shape(), self.scales.quantization);
+        write!(f, "QuantizedOutput<{}>{shape:?} {quantization:?}", B::NAME)
+    }
+}
+
+impl<'a, B: Backend> MatrixViewMut<'a, B, F8E4M3> {
+    /// The view as an output of a product, which is quantised before it is stored.
+    pub fn quantized(self, scales: impl Into<Quantized<'a, B>>) -> QuantizedOutput<'a, B> {
+        QuantizedOutput {
+            values: self,
+            scales: scales.into(),
+        }
+    }
+}
+
+impl<B: Backend> Matrix<B, F8E4M3> {
+    /// The matrix as an output of a product, which is quantised before it is stored.
+    ///
+    /// The products' f32 results are quantised, with their bias, activation, gate and residual. Nothing is rounded in
+    /// between. N is a multiple of 16.
+    pub fn quantized<'a>(
+        &'a mut self,
+        scales: impl Into<Quantized<'a, B>>,
+    ) -> QuantizedOutput<'a, B> {
+        self.view_mut().quantized(scales)
+    }
+}
+
+/// An output of a product without its element type, and its scales if it is quantised.
+pub struct ProductOutput<'a, B: Backend> {
+    pub values: RawOutput<'a, B>,
+    scales: Option<Quantized<'a, B>>,
+}
+
+impl<'a, B: Backend, T: Value> From<MatrixViewMut<'a, B, T>> for ProductOutput<'a, B> {
+    fn from(values: MatrixViewMut<'a, B, T>) -> Self {
+        ProductOutput {
+            values: RawOutput::from(&values),
+            scales: None,
+        }
+    }
+}
+
+impl<'a, B: Backend> From<QuantizedOutput<'a, B>> for ProductOutput<'a, B> {
+    fn from(output: QuantizedOutput<'a, B>) -> Self {
+        ProductOutput {
+            values: RawOutput::from(&output.values),
+            scales: Some(output.scales),
+        }
+    }
+}
+
+impl<'a, B: Backend> ProductOutput<'a, B> {
+    fn quantization(&self) -> Option<Quantization> {
+        self.scales.as_ref().map(|scales| scales.quantization)
+    }
+
+    /// Checks the scales against the plan.
+    pub fn check_scales(&self, group: &Group<B>, planned: Option<Quantization>) -> Result<()> {
+        match &self.scales {
+            Some(scales) => scales.check(group, planned, self.values.shape),
+            None => require_planned(planned, None),
+        }
+    }
+
+    /// Binds values and scales to the matrices of this output.
+    pub fn bind<'m>(self, matrices: &mut [Bound<'m, B>; MATRICES], number: usize)
+    where
+        'a: 'm,
+    {
+        matrices[OUT + number] = self.values.bound;
+        if let Some(scales) = self.scales {
+            matrices[OUT_SCALES + number] = scales.bound();
+        }
+    }
+}
+
+/// The type of all outputs of a product, and how they are quantised.
+#[derive(Clone, Copy, Debug)]
+pub struct OutputForm {
+    pub dtype: DType,
+    pub quantization: Option<Quantization>,
+}
+
+impl From<DType> for OutputForm {
+    fn from(dtype: DType) -> Self {
+        OutputForm {
+            dtype,
+            quantization: None,
+        }
+    }
+}
+
+impl OutputForm {
+    /// None if there are no outputs.
+    pub fn of<B: Backend>(outputs: &[ProductOutput<B>]) -> Result<Option<OutputForm>> {
+        let Some(first) = outputs.first() else {
+            return Ok(None);
+        };
+        let quantization = first.quantization();
+        let mut others = outputs.iter().map(ProductOutput::quantization);
+        let are_alike = others.all(|other| other == quantization);
+        require("all outputs must be quantised alike", are_alike)?;
+        Ok(Some(OutputForm {
+            dtype: first.values.dtype,
+            quantization,
+        }))
+    }
+}
+
 /// Checks that an output is quantised as planned.
-pub fn require_planned(planned: Option<Quantization>, found: Option<Quantization>) -> Result<()> {
+fn require_planned(planned: Option<Quantization>, found: Option<Quantization>) -> Result<()> {
     if planned == found {
         return Ok(());
     }

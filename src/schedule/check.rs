@@ -362,7 +362,7 @@ mod tests {
     fn scaled(operands: DType, weights: DType) -> Result<Schedule> {
         let layout = Layout::new(&[5], 32)?;
         let problem = Problem {
-            dtypes: DTypes::of_product(operands, weights, DType::Bf16)?,
+            dtypes: DTypes::of_product([operands, weights], DType::Bf16, None)?,
             form: Form {
                 a_scaling: Scaling::Rows,
                 b_scaling: [Scaling::Rows].into_iter().collect(),

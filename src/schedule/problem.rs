@@ -1,6 +1,6 @@
 //! What a call is asked to do.
 
-use super::{Form, Layout, Operation};
+use super::{Form, Layout, Operation, Quantization};
 use crate::element::DType;
 use crate::refusal::{Refusal, Result};
 
@@ -73,9 +73,13 @@ impl DTypes {
     /// type if that has 16 bits, and bf16 if it does not.
     ///
     /// # Errors
-    /// `Refusal::Unsupported` if products of these operands cannot be stored as `output`.
-    pub fn of_product(operands: DType, weights: DType, output: DType) -> Result<DTypes> {
-        if !operands.is_stored_as(output) {
+    /// `Refusal::Unsupported` if products of these operands cannot be stored as `output` without being quantised.
+    pub fn of_product(
+        [operands, weights]: [DType; 2],
+        output: DType,
+        quantization: Option<Quantization>,
+    ) -> Result<DTypes> {
+        if quantization.is_none() && !operands.is_stored_as(output) {
             let what = format!("a product of {operands} cannot be stored as {output}");
             return Err(Refusal::Unsupported { what });
         }

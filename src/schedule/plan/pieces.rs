@@ -9,7 +9,7 @@ use crate::refusal::Result;
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config, TileShape};
 use crate::schedule::layout::{MAX_EXTENT, chunk_rows};
-use crate::schedule::limits::limit;
+use crate::schedule::limits::{limit, require};
 use crate::schedule::plan::matrices::{
     self, A, A_SCALES, B, B_SCALES, BIAS, OUT, PARTIALS, RESIDUAL,
 };
@@ -62,6 +62,8 @@ impl SumPlan<'_> {
             1,
             1,
         )?;
+        let is_plain = problem.form.quantization.is_none();
+        require("sums over ranks must not be quantised", is_plain)?;
         let entries = problem.layout.m().div_ceil(config.entry_rows()) + problem.layout.world();
         let tiles = entries.saturating_mul(problem.n.div_ceil(config.entry_columns()));
         limit("the number of tiles of the output", tiles, 1, 1 << 28)?;
