@@ -1,7 +1,7 @@
 //! Products of fp8, on the host.
 
 use crate::support::numbers::normal;
-use crate::support::shared::fp8;
+use crate::support::shared::{fp8, quantized_products};
 use crate::test_name;
 use gemmesh::{
     AllGatherAndConsume, Chunking, Config, Error, F8E4M3, Group, Host, Matmul, Route, TileShape,
@@ -17,6 +17,13 @@ fn gather(seed: u64) -> Config {
     Config::new(tile, chunking, ROUTES[seed as usize / 4 % 3])
 }
 
+/// As [`gather`], with tiles that hold whole blocks of 128 columns, also those of a gated product.
+fn whole_blocks(seed: u64) -> Config {
+    let mut config = gather(seed);
+    config.tile = TileShape::new(16, 256, 64).with_group_m(2);
+    config
+}
+
 fn sums() -> Vec<Config> {
     let of = |tile| move |route| Config::new(tile, Chunking::new(2), route);
     let low = ROUTES.map(of(TileShape::new(16, 32, 64)));
@@ -28,6 +35,11 @@ fn sums() -> Vec<Config> {
 #[test]
 fn scales_arrive_with_their_rows() {
     fp8::scales_arrive_with_their_rows::<Host>(test_name!(), gather);
+}
+
+#[test]
+fn gathers_quantise_their_products() {
+    quantized_products::gathers_quantise_their_products::<Host>(test_name!(), whole_blocks);
 }
 
 #[test]
@@ -85,6 +97,13 @@ crate::support::shared::on_backend! {
         rows_are_quantised_into_the_next_gathers_input
         prepared_calls_quantise_as_they_were_prepared
         wrong_arguments_of_quantize_are_refused
+    }
+    quantized_products {
+        quantized_products_have_the_bits_of_their_f32_results
+        nan_and_large_results_are_quantised
+        products_are_quantised_into_the_next_gathers_input
+        prepared_products_quantise_as_they_were_prepared
+        what_products_cannot_quantise_is_refused
     }
     fp8_gathers {
         gathers_of_fp8_have_gates_and_several_weights

@@ -11,6 +11,7 @@ pub mod late;
 pub mod mismatches;
 pub mod pipelines;
 pub mod quantized;
+pub mod quantized_products;
 pub mod reduce_scatter;
 pub mod refusals;
 pub mod results;
