@@ -202,6 +202,8 @@ pub trait WeightOf<T>: Element {}
 /// | f16 | f16, f32 |
 /// | [`F8E4M3`], [`F8E5M2`] | bf16, f16, f32, [`F8E4M3`] |
 ///
+/// A product of any rows can also be quantised to [`F8E4M3`]: [`Matrix::quantized`](crate::Matrix::quantized).
+///
 /// ```compile_fail
 /// use gemmesh::{Group, Host, Matmul, Result, bf16, f16};
 ///
@@ -214,7 +216,8 @@ pub trait WeightOf<T>: Element {}
 /// ```
 #[diagnostic::on_unimplemented(
     message = "a product of `{T}` cannot be stored as `{Self}`",
-    label = "outputs of bf16 and f16 have the type of the operands or f32; those of fp8 are bf16, f16, f32 or F8E4M3"
+    label = "outputs of bf16 and f16 have the type of the operands or f32; those of fp8 are bf16, f16, f32 or F8E4M3",
+    note = "an output of F8E4M3 can also be quantised, whatever the operands are: `out.quantized(&mut scales)`"
 )]
 pub trait OutputOf<T>: Number {}
 

@@ -121,8 +121,8 @@ pub enum Error {
         found: DType,
     },
 
-    /// An argument from another library has the wrong device, type or layout, or an operand has different scales than the
-    /// call was prepared for.
+    /// An argument from another library has the wrong device, type or layout, or an operand or an output has different
+    /// scales than the call was prepared for.
     #[error("rank {rank}: {call}: {what} is {found} and must be {expected}")]
     Unsuitable {
         /// The rank that made the call.

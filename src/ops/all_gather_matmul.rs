@@ -216,7 +216,8 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         self
     }
 
-    /// Makes [`AllGatherMatmul::prepare`] plan for outputs that are quantised. [`AllGatherMatmul::run`] needs no such hint.
+    /// Makes [`AllGatherMatmul::prepare`] plan for outputs that are quantised. [`AllGatherMatmul::run`] needs no such
+    /// hint.
     pub fn quantization(mut self, quantization: Quantization) -> Self {
         self.options.quantization = Some(quantization);
         self

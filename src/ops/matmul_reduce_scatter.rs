@@ -177,7 +177,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         self
     }
 
-    /// Makes [`MatmulReduceScatter::prepare`] plan for weights of this type. [`MatmulReduceScatter::run`] needs no such hint.
+    /// Makes [`MatmulReduceScatter::prepare`] plan for weights of this type. [`MatmulReduceScatter::run`] needs no such
+    /// hint.
     ///
     /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::WeightOf) lists the others.
     pub fn weight_dtype(mut self, dtype: DType) -> Self {
@@ -223,10 +224,9 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// The first call for a shape makes the schedule. Later calls use it again.
     ///
     /// # Errors
-    /// As [`matmul_reduce_scatter`]; [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used, or if
-    /// the output is quantised;
-    /// [`Error::Count`] unless there is one output, and unless [`MatmulReduceScatter::rows`] has one count for each rank,
-    /// M in all.
+    /// As [`matmul_reduce_scatter`]; [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used, or
+    /// if the output is quantised; [`Error::Count`] unless there is one output, and unless
+    /// [`MatmulReduceScatter::rows`] has one count for each rank, M in all.
     #[track_caller]
     pub fn run<'m, 'o>(
         &self,

@@ -180,7 +180,8 @@ impl<const N: usize> From<[usize; N]> for WeightWidths {
 /// The outputs of a product: one, or one for each of several weights.
 ///
 /// An output has any type that is [`OutputOf`] `T`, the type of the rows, or it is quantised. Made from a `&mut`
-/// [`Matrix`], a [`MatrixViewMut`], a [`QuantizedOutput`], an array of these, or collected from views or quantised outputs.
+/// [`Matrix`], a [`MatrixViewMut`], a [`QuantizedOutput`], an array of these, or collected from views or quantised
+/// outputs.
 #[must_use = "operands do nothing"]
 pub struct Outputs<'a, B: Backend, T: Value> {
     pub(super) all: RawOutputs<'a, B>,

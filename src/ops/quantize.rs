@@ -27,8 +27,8 @@ const OPERATION: Operation = Operation::Quantize;
 /// [`Quantized`] has other scales: those that lie in columns, powers of two, and one that the caller gives.
 /// [`Quantization`] says what the numbers are.
 ///
-/// The outputs may be this rank's own rows of sharded matrices ([`ShardMut::view_mut`](crate::ShardMut::view_mut)), which
-/// a gather then takes:
+/// The outputs may be this rank's own rows of sharded matrices ([`ShardMut::view_mut`](crate::ShardMut::view_mut)),
+/// which a gather then takes:
 ///
 /// ```
 /// use gemmesh::{
@@ -61,8 +61,8 @@ const OPERATION: Operation = Operation::Quantize;
 /// complete.
 ///
 /// # Errors
-/// [`Error::Shape`] or [`Error::ForeignArgument`] if the arguments don't fit together; [`Error::Unsupported`] if a scale
-/// that is given would be rounded to a power of two, and on GPUs; the group's failure.
+/// [`Error::Shape`] or [`Error::ForeignArgument`] if the arguments don't fit together; [`Error::Unsupported`] if a
+/// scale that is given would be rounded to a power of two, and on GPUs; the group's failure.
 #[track_caller]
 pub fn quantize<'x, 'o, B: Backend, T: Float>(
     x: impl Into<MatrixView<'x, B, T>>,

@@ -15,9 +15,9 @@ use crate::schedule::{Quantization, Scaling};
 
 /// How an output is quantised to [`F8E4M3`](crate::F8E4M3), and its scales: f32 in this rank's own memory.
 ///
-/// [`Quantization`] says what the numbers are. [`Matrix::quantized`] and [`MatrixViewMut::quantized`] give an output of a
-/// product its scales, and [`quantize`](crate::quantize) takes them. Made from a `&mut` [`Matrix`] or a [`MatrixViewMut`], the scales are those
-/// of [`Quantized::blocks`].
+/// [`Quantization`] says what the numbers are. [`Matrix::quantized`] and [`MatrixViewMut::quantized`] give an output of
+/// a product its scales, and [`quantize`](crate::quantize) takes them. Made from a `&mut` [`Matrix`] or a
+/// [`MatrixViewMut`], the scales are those of [`Quantized::blocks`].
 #[must_use = "scales do nothing"]
 pub struct Quantized<'a, B: Backend> {
     pub(super) quantization: Quantization,

@@ -89,8 +89,8 @@ impl<'a, B: Backend> Scales<'a, B> {
 
     /// Says that the weight's first row is row `first` of the first block of 128 rows.
     ///
-    /// A rank's part of a weight may begin inside a block, at a multiple of 16 rows below 128. The scales of a weight's blocks are then
-    /// [⌈(first + N)/128⌉, ⌈K/128⌉].
+    /// A rank's part of a weight may begin inside a block, at a multiple of 16 rows below 128. The scales of a weight's
+    /// blocks are then [⌈(first + N)/128⌉, ⌈K/128⌉].
     pub fn first_row(mut self, first: usize) -> Self {
         self.first_row = first;
         self

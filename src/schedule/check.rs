@@ -350,13 +350,35 @@ fn below(what: &str, value: usize, end: usize) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schedule::plan::matrices::{A_SCALES, B_SCALES};
+    use crate::schedule::plan::matrices::{A, A_SCALES, B_SCALES, OUT, OUT_SCALES};
     use crate::schedule::plan::plan;
     use crate::schedule::{
-        Chunking, Config, DTypes, Form, Layout, Operation, Problem, Scaling, Schedule, TileShape,
+        Chunking, Config, DTypes, Form, Layout, MatrixSpec, Operation, Problem, Quantization,
+        Scaling, Schedule, TileShape,
     };
 
     const CONFIG: Config = Config::new(TileShape::new(16, 16, 64), Chunking::new(1), Route::Pull);
+
+    /// The schedule that quantises the rows of a matrix [5, 200].
+    fn quantized() -> Result<Schedule> {
+        let problem = Problem {
+            dtypes: DTypes {
+                output: DType::F8E4M3,
+                ..DTypes::all(DType::F16)
+            },
+            form: Form {
+                quantization: Some(Quantization::transposed_blocks()),
+                ..Form::default()
+            },
+            ..Problem::new(
+                Operation::Quantize,
+                DType::F16,
+                Layout::new(&[5], 200)?,
+                200,
+            )
+        };
+        plan(&problem, 0, CONFIG)
+    }
 
     /// The schedule of a product with scales of rows.
     fn scaled(operands: DType, weights: DType) -> Result<Schedule> {
@@ -395,5 +417,31 @@ mod tests {
             let refused = Schedule::new(parts).err();
             assert_eq!(refused, unsupported("scales must be f32"));
         }
+    }
+
+    #[test]
+    fn a_quantised_sum_has_its_scales_and_its_types() {
+        let schedule = quantized().unwrap();
+        let scales = schedule.matrices()[OUT_SCALES];
+        assert_eq!(scales, MatrixSpec::new(DType::F32, 2, 5));
+        assert!(schedule.quantizes());
+        let refused = |number: usize, spec: MatrixSpec| {
+            let mut parts = schedule.parts.clone();
+            parts.matrices[number] = spec;
+            Schedule::new(parts).err()
+        };
+        let wrong = MatrixSpec::new(DType::F16, 2, 5);
+        assert_eq!(
+            refused(OUT_SCALES, wrong),
+            unsupported("scales must be f32")
+        );
+        let wrong = refused(OUT_SCALES, MatrixSpec::new(DType::F32, 5, 2));
+        assert!(matches!(wrong, Some(Refusal::Limit { .. })), "{wrong:?}");
+        let words = "outputs that are quantised must be F8E4M3";
+        let wrong = MatrixSpec::new(DType::F16, 5, 200);
+        assert_eq!(refused(OUT, wrong), unsupported(words));
+        let words = "addends must be bf16, f16 or f32";
+        let wrong = MatrixSpec::new(DType::U8, 5, 200);
+        assert_eq!(refused(A, wrong), unsupported(words));
     }
 }

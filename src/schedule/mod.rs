@@ -200,18 +200,18 @@ impl Schedule {
     /// The operation's name for a profiler, with the extents of its product, or else with what ranks agree on.
     pub(crate) fn name(&self) -> String {
         let agreed = self.agreed();
-        let alone = match self.reduction() {
-            Some(_) => Operation::Quantize.name(),
-            None => Operation::Matmul.name(),
-        };
-        let operation = agreed.map_or(alone, Agreed::name);
-        match self.product() {
-            Some(product) => {
+        let operation = agreed.map_or(Operation::Matmul.name(), Agreed::name);
+        match (self.product(), self.reduction()) {
+            (Some(product), _) => {
                 let dtype = self.matrices()[product.a].dtype;
                 let (m, n, k) = (product.m, product.n(), product.k);
                 format!("{operation} {m}x{n}x{k} {dtype}")
             }
-            None => format!(
+            // A sum that this rank makes alone.
+            (None, Some(Reduction { rows, n, .. })) if agreed.is_none() => {
+                format!("{} {rows}x{n}", Operation::Quantize)
+            }
+            (None, _) => format!(
                 "{operation} {}",
                 agreed.map_or_else(String::new, Agreed::details)
             ),

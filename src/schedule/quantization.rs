@@ -22,9 +22,9 @@ const PRODUCT_MULTIPLE: usize = 16;
 /// A value x becomes `q = e4m3(x * (1 / scale))`, in f32: the quotient is rounded, then the product, and then q to
 /// nearest, ties to even. A q above 448 becomes 448, and NaN stays NaN.
 ///
-/// A block is 128 columns of a row; the last one of a row may have fewer. Its scale is `amax / 448`, where `amax` is the
-/// largest |x| of the block, or 0.0001 if that is larger. NaN is no part of `amax`. An infinity makes the scale infinite:
-/// then the infinities become NaN, and the other values 0.
+/// A block is 128 columns of a row; the last one of a row may have fewer. Its scale is `amax / 448`, where `amax` is
+/// the largest |x| of the block, or 0.0001 if that is larger. NaN is no part of `amax`. An infinity makes the scale
+/// infinite: then the infinities become NaN, and the other values 0.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Quantization {
     /// [`Scaling::Tensor`] for a scale that the caller gives. [`Scaling::Blocks`] or [`Scaling::TransposedBlocks`] for

@@ -28,8 +28,8 @@ pub enum Scaling {
     /// The values of a block share one. A block of `a` is 1 × 128, [M, ⌈K/128⌉]. A block of a weight is 128 × 128,
     /// [⌈N/128⌉, ⌈K/128⌉].
     Blocks,
-    /// Blocks of a weight whose first row is this one of its first block: [⌈(first + N)/128⌉, ⌈K/128⌉]. It is a multiple
-    /// of 16, below 128.
+    /// Blocks of a weight whose first row is this one of its first block: [⌈(first + N)/128⌉, ⌈K/128⌉]. It is a
+    /// multiple of 16, below 128.
     BlocksFrom(usize),
     /// Blocks of `a`, with the scales of a row in a column: [⌈K/128⌉, M].
     TransposedBlocks,

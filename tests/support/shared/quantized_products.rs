@@ -201,7 +201,8 @@ pub fn nan_and_large_results_are_quantised<B: Tested>(test: &str) {
     });
 }
 
-/// Gathers of fp8 rows with their scales, under delays that differ each time. `config`: how a gather is cut up, by its seed.
+/// Gathers of fp8 rows with their scales, under delays that differ each time. `config`: how a gather is cut up, by its
+/// seed.
 pub fn gathers_quantise_their_products<B: Tested>(test: &str, config: fn(u64) -> Config) {
     all_done(ranks::<B>(test, 3, |rank| {
         let group = connect::<B>(rank, B::TIMEOUT)?;
