@@ -221,10 +221,9 @@ pub trait WeightOf<T>: Element {}
 )]
 pub trait OutputOf<T>: Number {}
 
-/// A type of bias and residual that products of rows of `T` can add: `T` if it has 16 bits, and bf16 or f16 for fp8.
+/// The type of bias and residual that products of rows of `T` add: `T` if it has 16 bits, and bf16 for fp8.
 ///
-/// They have the output's type if that has 16 bits. Otherwise they have the operands' type if that has 16 bits, and bf16
-/// if it does not. So do the partial sums that ranks send one another.
+/// The partial sums that ranks send one another have it too.
 ///
 /// ```compile_fail
 /// use gemmesh::{Group, Host, Matmul, Result, bf16};
@@ -239,7 +238,7 @@ pub trait OutputOf<T>: Number {}
 /// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be added to a product of `{T}`",
-    label = "bias and residual have the type of the operands, bf16 or f16; beside fp8 they are bf16 or f16"
+    label = "bias and residual have the type of the operands, bf16 or f16; beside fp8 they are bf16"
 )]
 pub trait AddendOf<T>: Float {}
 
@@ -358,7 +357,7 @@ macro_rules! of_rows {
 of_rows!(WeightOf: bf16 [bf16] f16 [f16] F8E4M3 [F8E4M3 F8E5M2] F8E5M2 [F8E4M3]);
 of_rows!(OutputOf: bf16 [bf16] f16 [f16] F8E4M3 [bf16 f16 F8E4M3] F8E5M2 [bf16 f16 F8E4M3]);
 impl<T: Element> OutputOf<T> for f32 {}
-of_rows!(AddendOf: bf16 [bf16] f16 [f16] F8E4M3 [bf16 f16] F8E5M2 [bf16 f16]);
+of_rows!(AddendOf: bf16 [bf16] f16 [f16] F8E4M3 [bf16] F8E5M2 [bf16]);
 
 #[cfg(test)]
 mod tests {

@@ -315,9 +315,9 @@ impl Parts {
             let spec = scales.spec(self.matrices[sum.out], n)?;
             self.check_scale_matrix(scales.matrix, [spec.rows, spec.columns])?;
         }
-        // Sums are stored in the addends' type, in f32 or in F8E4M3.
-        match output {
-            DType::F32 | DType::F8E4M3 => Ok(()),
+        // Sums are stored in the addends' type, in f32 or in F8E4M3. Those of fp8 add bf16, and may be f16 too.
+        match (output, dtype) {
+            (DType::F32 | DType::F8E4M3, _) | (DType::F16, None) => Ok(()),
             _ => check_type(sum.out),
         }
     }

@@ -69,8 +69,7 @@ impl DTypes {
         }
     }
 
-    /// The types of a product. What it adds has the output's type if that has 16 bits. Otherwise it has the operands'
-    /// type if that has 16 bits, and bf16 if it does not.
+    /// The types of a product. What it adds has the operands' type if that has 16 bits, and is bf16 if it does not.
     ///
     /// # Errors
     /// `Refusal::Unsupported` if products of these operands cannot be stored as `output` without being quantised.
@@ -83,13 +82,14 @@ impl DTypes {
             let what = format!("a product of {operands} cannot be stored as {output}");
             return Err(Refusal::Unsupported { what });
         }
-        let mut halves = [output, operands]
-            .into_iter()
-            .filter(|dtype| dtype.is_half());
+        let partials = match operands.is_half() {
+            true => operands,
+            false => DType::Bf16,
+        };
         Ok(DTypes {
             operands,
             weights,
-            partials: halves.next().unwrap_or(DType::Bf16),
+            partials,
             output,
         })
     }

@@ -75,6 +75,7 @@ impl Columns<'_> {
             match self.matrices.spec(out).dtype {
                 DType::F32 => self.round::<f32>(row, total),
                 DType::F8E4M3 => self.round::<F8E4M3>(row, total),
+                DType::F16 => self.round::<f16>(row, total),
                 _ => self.round::<T>(row, total),
             }
         }

@@ -374,7 +374,7 @@ fn verify_all<B: Tested>(group: &Group<B>, case: &Case) -> Result<(), Error> {
     macro_rules! outputs {
         ($($rows:ident $weights:ident),+) => {$(
             verify::<B, $rows, $weights, bf16, bf16>(group, case)?;
-            verify::<B, $rows, $weights, f16, f16>(group, case)?;
+            verify::<B, $rows, $weights, f16, bf16>(group, case)?;
             verify::<B, $rows, $weights, f32, bf16>(group, case)?;
             verify::<B, $rows, $weights, F8E4M3, bf16>(group, case)?;
         )+};
@@ -431,7 +431,7 @@ pub fn products_of_fp8_have_the_bits_of_plain_loops<B: Tested>(test: &str) {
             verify_all(group, &plain)?;
             for case in [gated, added, several] {
                 verify::<B, F8E4M3, F8E5M2, F8E4M3, bf16>(group, &case)?;
-                verify::<B, F8E5M2, F8E4M3, f16, f16>(group, &case)?;
+                verify::<B, F8E5M2, F8E4M3, f16, bf16>(group, &case)?;
             }
         }
         Ok(())
@@ -703,15 +703,6 @@ pub fn what_fp8_cannot_do_is_refused<B: Tested>(test: &str) {
             Err(Error::DType { argument, .. }) => argument,
             other => panic!("{other:?}"),
         };
-        let bias = group.zeros::<f16>(1, 16)?;
-        let result = Matmul::new()
-            .bias(&bias)
-            .run(&a, &b, &mut group.zeros::<bf16>(3, 16)?);
-        assert_eq!(wrong(result), "bias");
-        let residual = group.zeros::<f16>(3, 16)?;
-        let operation = Matmul::new().residual(&residual);
-        let result = operation.run(&a, &b, &mut group.zeros::<F8E4M3>(3, 16)?);
-        assert_eq!(wrong(result), "residual");
         let prepared = Matmul::new().prepare(group, [3, 32], 16)?;
         let result = prepared.run(&a, &b, &mut group.zeros::<f32>(3, 16)?);
         assert_eq!(wrong(result), "out");
@@ -886,11 +877,10 @@ pub fn sums_of_fp8_have_the_bits_of_their_partials<B: Tested>(
                     seed,
                 };
                 case.reduce_scatter::<B, bf16, bf16>(&group)?;
-                case.reduce_scatter::<B, f16, f16>(&group)?;
+                case.reduce_scatter::<B, f16, bf16>(&group)?;
                 case.reduce_scatter::<B, f32, bf16>(&group)?;
                 case.reduce_scatter::<B, F8E4M3, bf16>(&group)?;
                 case.all_reduce::<B, bf16>(&group)?;
-                case.all_reduce::<B, f16>(&group)?;
             }
         }
         Ok(String::new())

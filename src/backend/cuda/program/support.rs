@@ -239,7 +239,7 @@ mod tests {
                 ..problem(operation, &[8; 2])
             };
             problem.layout = Layout::new(&[8; 2], 16).unwrap();
-            problem.dtypes = DTypes::of_product(DType::F8E4M3, DType::F8E4M3, output).unwrap();
+            problem.dtypes = DTypes::of_product([DType::F8E4M3; 2], output, None).unwrap();
             let schedule = |route| plan(&problem, 0, CONFIG.with_route(route)).unwrap();
             [Route::Pull, Route::Push, Route::Store].map(|route| check(&schedule(route)).is_ok())
         };
