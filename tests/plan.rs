@@ -306,7 +306,7 @@ proptest! {
         let source = (case.rank + case.rows.len() - 1) % case.rows.len();
         let cut = case.config.chunking.cut_last
             && case.config.route != Route::Store
-            && case.k > 128
+            && case.k > 2 * CUT_COLUMNS
             && source != case.rank
             && !case.rows_of(source).is_empty();
         prop_assert_eq!(product(&plan).deferred.is_some(), cut);
