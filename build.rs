@@ -1,4 +1,4 @@
-//! With feature `cuda`, compiles the kernels in cuda/ with nvcc to cubins that the crate embeds, one for each family
+//! With feature `cuda`, compiles the kernels in cuda/ with nvcc to cubins that the crate embeds, several for each family
 //! and its element types.
 
 use std::env;
@@ -9,7 +9,7 @@ use std::process::{Command, ExitCode};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use kernels::{FAMILIES, Family, Variant};
+use kernels::{FAMILIES, Family, Shape, Variant};
 
 // The library uses the rest of it.
 #[allow(dead_code)]
@@ -20,6 +20,9 @@ mod kernels;
 const OLDEST: (u32, u32) = (12, 4);
 /// If one of these is set, the crate is checked, documented or tested without nvcc, and the program can't use GPUs.
 const NO_KERNELS: [&str; 2] = ["GEMMESH_NO_KERNELS", "DOCS_RS"];
+
+/// The most shapes of a cubin. nvcc compiles cubins beside one another, on as many cores as there are.
+const SHAPES_OF_A_CUBIN: usize = 16;
 
 /// The source of one cubin.
 struct Unit {
@@ -86,16 +89,24 @@ fn units(out: &Path) -> Result<Vec<Unit>, String> {
         family
             .check()
             .map_err(|reason| format!("cuda/kernels.rs: {reason}"))?;
-        for elements in family.elements {
-            let name = format!("{}_{elements}", family.name);
+        let parts = family.shapes.len().div_ceil(SHAPES_OF_A_CUBIN);
+        for (elements, part) in family
+            .elements
+            .iter()
+            .flat_map(|elements| (0..parts).map(move |part| (elements, part)))
+        {
+            let name = format!("{}_{elements}_{part}", family.name);
             let [a, b] = dtypes(elements);
             let _ = writeln!(
                 cubins,
                 "Cubin {{ family: &FAMILIES[{index}], elements: \"{elements}\", \
-                 dtypes: [DType::{a}, DType::{b}], image: include_bytes!(\"{name}.cubin\") }},"
+                 dtypes: [DType::{a}, DType::{b}], part: {part}, parts: {parts}, \
+                 image: include_bytes!(\"{name}.cubin\") }},"
             );
             let source = out.join(format!("{name}.cu"));
-            write(&source, source_of(family, elements).as_bytes())?;
+            // Like shapes stand together, so that each part has some of each kind.
+            let shapes = family.shapes.iter().skip(part).step_by(parts);
+            write(&source, source_of(family, elements, shapes).as_bytes())?;
             units.push(Unit {
                 name,
                 source,
@@ -109,6 +120,7 @@ fn units(out: &Path) -> Result<Vec<Unit>, String> {
         "protocol/count",
         "collective/store",
         "collective/reduce",
+        "collective/quantize",
     ] {
         let (_, name) = source.split_once('/').unwrap_or(("", source));
         units.push(Unit {
@@ -132,14 +144,18 @@ fn dtypes(elements: &str) -> [&'static str; 2] {
     [of(a), of(b)]
 }
 
-/// The family's kernels for the types of `a` and `b`.
-fn source_of(family: &Family, elements: &str) -> String {
+/// The family's kernels of these shapes for the types of `a` and `b`.
+fn source_of<'a>(
+    family: &Family,
+    elements: &str,
+    shapes: impl Iterator<Item = &'a Shape>,
+) -> String {
     let Family { name, threads, .. } = family;
     let mut source = format!(
         "#include \"cuda/{name}/matmul.cuh\"\n\
          static_assert(GEMMESH_THREADS == {threads}, \"cuda/kernels.rs says so\");\n"
     );
-    for shape in family.shapes {
+    for shape in shapes {
         for variant in family.variants(shape) {
             let head = match variant {
                 Variant::Sums => "GEMMESH_MATMUL_SUMS",

@@ -404,6 +404,25 @@ typedef struct GemmeshReduction {
     uint32_t reserved;   /* zero */
 } GemmeshReduction;
 
+/* The argument of gemmesh_quantize_<dtype>, which makes e4m3 and scales of rows. A block of GEMMESH_SCALE_BLOCK columns
+ * of a row has one scale: the largest absolute value, 1e-4 at least, divided by 448. A value x becomes x * (1 / scale).
+ * The grid may have any number of CTAs of GEMMESH_REDUCE_THREADS threads.
+ *
+ * Base addresses and pitches of both matrices are multiples of 16 bytes. */
+typedef struct GemmeshQuantization {
+    const void *from;
+    uint64_t from_pitch; /* bytes from row to row, as the next */
+    void *to;
+    uint64_t to_pitch;
+    float *scales;
+    uint32_t scale_row;     /* floats from the scale of a row to that of the next; */
+    uint32_t scale_block;   /* and from that of a block; both zero: there is one, which is given */
+    uint32_t power_of_two;  /* nonzero: scales are rounded up to powers of two */
+    uint32_t rows;
+    uint32_t columns;
+    uint32_t reserved;      /* zero */
+} GemmeshQuantization;
+
 /* The argument of gemmesh_align, which aligns ranks for benchmarks. It is one CTA of GEMMESH_MAX_WORLD threads.
  *
  * The kernel ends on all ranks at the same time, to within a microsecond. Words of streams would let ranks go on up to
@@ -447,6 +466,7 @@ static_assert(sizeof(GemmeshBlock) == 32, "a block is two 16-byte loads");
 static_assert(sizeof(GemmeshStore) == 16, "a store is one 16-byte load");
 static_assert(sizeof(GemmeshSums) == 40, "");
 static_assert(sizeof(GemmeshReduction) == 64 + 16 * GEMMESH_MAX_WORLD, "");
+static_assert(sizeof(GemmeshQuantization) == 64, "");
 static_assert(offsetof(GemmeshReduction, count) == 40 + 16 * GEMMESH_MAX_WORLD, "");
 static_assert(sizeof(GemmeshAlignment) == 32 + 8 * GEMMESH_MAX_WORLD, "");
 

@@ -108,46 +108,46 @@ const SM90: [Shape; 62] = [
 #[rustfmt::skip]
 const SM90_FP8: [Shape; 40] = [
     //    tile_m   tile_n   stages   cluster_m   cluster_n   split
-    fp8(     128,     256,       4,          2,          1,       1),
-    fp8(     128,     224,       4,          2,          1,       1),
-    fp8(     128,     192,       4,          2,          1,       1),
-    fp8(     128,     160,       5,          2,          1,       1),
-    fp8(     128,     128,       6,          2,          1,       1),
-    fp8(     128,     128,       6,          1,          2,       1),
-    fp8(     128,     256,       4,          1,          1,       1),
-    fp8(     128,     224,       4,          1,          1,       1),
-    fp8(     128,     192,       4,          1,          1,       1),
-    fp8(     128,     160,       5,          1,          1,       1),
-    fp8(     128,     128,       6,          1,          1,       1),
-    fp8(     128,     112,       6,          1,          1,       1),
-    fp8(     128,      96,       7,          1,          1,       1),
-    fp8(     128,      80,       7,          1,          1,       1),
-    fp8(     128,      64,       8,          1,          1,       1),
-    fp8(      64,     256,       5,          1,          1,       1),
-    fp8(      64,     128,       8,          1,          1,       1),
-    fp8(      64,      96,      10,          1,          1,       1),
-    fp8(      64,      64,      12,          1,          1,       1),
-    fp8(      16,     128,      11,          1,          1,       1),
-    fp8(      32,     128,      10,          1,          1,       1),
-    fp8(      48,     128,       9,          1,          1,       1),
-    fp8(      16,      64,      20,          1,          1,       1),
-    fp8(      32,      64,      16,          1,          1,       1),
-    fp8(      48,      64,      14,          1,          1,       1),
-    fp8(      80,     128,       7,          1,          1,       1),
-    fp8(      96,     128,       7,          1,          1,       1),
-    fp8(     112,     128,       6,          1,          1,       1),
-    fp8(     144,     128,       6,          1,          1,       1),
-    fp8(      80,      64,      11,          1,          1,       1),
-    fp8(      96,      64,      10,          1,          1,       1),
-    fp8(     128,     128,       5,          1,          1,       2),
-    fp8(      64,     128,       7,          1,          1,       2),
-    fp8(      64,     128,       7,          1,          1,       4),
-    fp8(      16,     128,      11,          1,          1,       2),
-    fp8(      16,     128,      11,          1,          1,       4),
-    fp8(      16,     128,      11,          1,          1,       8),
-    fp8(      32,     128,      10,          1,          1,       2),
-    fp8(      32,     128,       9,          1,          1,       4),
-    fp8(      32,     128,       9,          1,          1,       8),
+    fp8(    128,     256,       4,          2,          1,       1),
+    fp8(    128,     224,       4,          2,          1,       1),
+    fp8(    128,     192,       4,          2,          1,       1),
+    fp8(    128,     160,       5,          2,          1,       1),
+    fp8(    128,     128,       6,          2,          1,       1),
+    fp8(     64,     128,       8,          2,          1,       1),
+    fp8(     64,      64,      12,          2,          2,       1),
+    fp8(    128,     176,       5,          2,          1,       1),
+    fp8(    128,     208,       4,          2,          1,       1),
+    fp8(    128,     256,       4,          1,          1,       1),
+    fp8(    128,     224,       4,          1,          1,       1),
+    fp8(    128,     192,       4,          1,          1,       1),
+    fp8(    128,     160,       5,          1,          1,       1),
+    fp8(    128,     128,       6,          1,          1,       1),
+    fp8(    128,      96,       7,          1,          1,       1),
+    fp8(    128,      64,       8,          1,          1,       1),
+    fp8(     64,     256,       5,          1,          1,       1),
+    fp8(     64,     128,       8,          1,          1,       1),
+    fp8(     64,      96,      10,          1,          1,       1),
+    fp8(     64,      64,      12,          1,          1,       1),
+    fp8(     16,     128,      11,          1,          1,       1),
+    fp8(     32,     128,      10,          1,          1,       1),
+    fp8(     48,     128,       9,          1,          1,       1),
+    fp8(     16,      64,      20,          1,          1,       1),
+    fp8(     32,      64,      16,          1,          1,       1),
+    fp8(     48,      64,      14,          1,          1,       1),
+    fp8(     80,     128,       7,          1,          1,       1),
+    fp8(     96,     128,       7,          1,          1,       1),
+    fp8(     80,      64,      11,          1,          1,       1),
+    fp8(     96,      64,      10,          1,          1,       1),
+    fp8(    128,     144,       6,          1,          1,       1),
+    fp8(     72,      64,      12,          1,          1,       1),
+    fp8(    128,     128,       5,          1,          1,       2),
+    fp8(     64,     128,       7,          1,          1,       4),
+    fp8(     16,     128,      11,          1,          1,       4),
+    fp8(     16,     128,      11,          1,          1,       8),
+    fp8(     32,     128,       9,          1,          1,       4),
+    fp8(     32,     128,       9,          1,          1,       8),
+    fp8(     48,     128,       8,          1,          1,       8),
+    fp8(    128,      64,       7,          1,          1,       2),
 ];
 
 /// For gradients, whose elements are of e5m2.
@@ -330,12 +330,13 @@ impl Shape {
     }
 
     /// Whether a gated product can use it; if it swaps operands, without slices of K. Not the narrowest of tiles with
-    /// many rows, half of which is no box of the stores. With swap_ab, the CTA that finishes gate's columns needs the
+    /// many rows, half of which is no box of the stores. In fp8, 16 rows of `b` have one scale. With swap_ab, the CTA that finishes gate's columns needs the
     /// warp of up's too.
     pub fn is_gated(&self) -> bool {
+        let has_scales = !promotes(self.tile_k) || self.gate_rows().is_multiple_of(SCALE_ROWS);
         match self.swaps_ab() {
             true => self.split <= CONSUMER_WARPS / 2,
-            false => self.tile_m == BAND_ROWS || self.tile_n >= 2 * BOX_COLUMNS,
+            false => has_scales && (self.tile_m == BAND_ROWS || self.tile_n >= 2 * BOX_COLUMNS),
         }
     }
 
@@ -479,11 +480,6 @@ impl Family {
                 || !(shape.tile_n / shape.cluster_m).is_multiple_of(8)
             {
                 "tile_m and tile_n over cluster_n and cluster_m are multiples of 8"
-            } else if promotes(shape.tile_k)
-                && shape.is_gated()
-                && !shape.gate_rows().is_multiple_of(SCALE_ROWS)
-            {
-                "16 rows of b have one scale: rows of gate and of up alternate by multiples of 16"
             } else if self.boxes(shape) == 0 {
                 "its stages leave no room in shared memory for the boxes of the stores"
             } else if self.shapes[..index].iter().any(alike) {

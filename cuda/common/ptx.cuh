@@ -187,4 +187,11 @@ __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async;" ::: "memory");
 }
 
+// Rounds to e4m3, to nearest even; `low` goes to the lower address. What is too large becomes the largest number.
+__device__ __forceinline__ uint16_t cvt_rn_satfinite_e4m3x2(float low, float high) {
+    uint16_t packed;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
 }  // namespace gemmesh::ptx

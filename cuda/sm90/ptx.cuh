@@ -189,13 +189,6 @@ __device__ __forceinline__ uint32_t cvt_rn_x2(float low, float high) {
     return packed;
 }
 
-// The same to e4m3. What is too large becomes the largest number.
-__device__ __forceinline__ uint16_t cvt_rn_satfinite_e4m3x2(float low, float high) {
-    uint16_t packed;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
-    return packed;
-}
-
 // The other way round.
 template <class Element>
 __device__ __forceinline__ float2 unpack(uint32_t packed) {

@@ -19,15 +19,16 @@ public:
         : params_(params), row_(row + lane), lane_(lane) {}
 
     // Copies those of a step through K. Addresses are computed anew each time, because there are no registers to keep
-    // them.
+    // them. A CTA without a part of K has a step after its end, whose scales are zeros.
     __device__ void copy(const Stages<C>& stages, uint32_t stage, uint32_t step) {
         const GemmeshScales& scales = params_.scales;
+        const uint32_t rows = step * C::kTileK < params_.k ? params_.m : 0;
         const uint32_t to = stages.scales(stage).value + offsetof(StageScales<C>, a) + lane_ * sizeof(float);
         uint32_t from = row_ * scales.a_row + step * scales.a_block;
 #pragma unroll
         for (uint32_t first = 0; first < C::kTileM; first += 32, from += 32 * scales.a_row) {
             if (first + lane_ >= C::kTileM) break;
-            ptx::cp_async_4(to + first * sizeof(float), scales.a + from, row_ + first < params_.m);
+            ptx::cp_async_4(to + first * sizeof(float), scales.a + from, row_ + first < rows);
         }
         ptx::cp_async_mbarrier_arrive(stages.full(stage));
     }
@@ -43,7 +44,8 @@ template <class C>
 class WeightScaleCopies {
 public:
     // `column` is the tile's first in its output.
-    __device__ WeightScaleCopies(const GemmeshParams& params, uint32_t weight, uint32_t column, uint32_t lane) : lane_(lane) {
+    __device__ WeightScaleCopies(const GemmeshParams& params, uint32_t weight, uint32_t column, uint32_t lane)
+        : params_(params), lane_(lane) {
         const uint32_t row = lane * StageScales<C>::kRowsOfB;
         const bool gated = is_gated<C>(params);
         const uint32_t group = row / C::kGateRows;  // even ones are gate's
@@ -56,11 +58,13 @@ public:
     // Copies those of a step through K.
     __device__ void copy(const Stages<C>& stages, uint32_t stage, uint32_t step) {
         const uint32_t to = stages.scales(stage).value + offsetof(StageScales<C>, b) + lane_ * sizeof(float);
-        if (lane_ < C::kTileN / StageScales<C>::kRowsOfB) ptx::cp_async_4(to, from_ + step, is_there_);
+        const bool is_there = is_there_ && step * C::kTileK < params_.k;
+        if (lane_ < C::kTileN / StageScales<C>::kRowsOfB) ptx::cp_async_4(to, from_ + step, is_there);
         ptx::cp_async_mbarrier_arrive(stages.full(stage));
     }
 
 private:
+    const GemmeshParams& params_;
     uint32_t lane_;
     bool is_there_;
     const float* from_;

@@ -62,7 +62,7 @@ const OPERATION: Operation = Operation::Quantize;
 ///
 /// # Errors
 /// [`Error::Shape`] or [`Error::ForeignArgument`] if the arguments don't fit together; [`Error::Unsupported`] if a
-/// scale that is given would be rounded to a power of two, and on GPUs; the group's failure.
+/// scale that is given would be rounded to a power of two; the group's failure.
 #[track_caller]
 pub fn quantize<'x, 'o, B: Backend, T: Float>(
     x: impl Into<MatrixView<'x, B, T>>,

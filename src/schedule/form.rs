@@ -71,8 +71,8 @@ pub enum Accumulation {
     /// Every 128 of K are summed separately. These sums are then added in f32.
     #[default]
     Promoted,
-    /// On GPUs all of K may be summed by the tensor cores, which keep about 13 bits of a sum of fp8. It takes less time.
-    /// With scales of blocks, and on the host, sums are made as with `Promoted`.
+    /// All of K may be summed by tensor cores, which keep about 13 bits of a sum of fp8: less time, and an error that grows
+    /// with K. No kernel does so yet, so sums are made as with `Promoted`.
     Fast,
 }
 

@@ -620,3 +620,14 @@ fn sums_of_fp8_are_those_of_their_rounded_partials() {
         Ok(String::new())
     }));
 }
+
+crate::support::shared::on_backend! {
+    Cuda, gpu();
+    quantized {
+        quantized_rows_have_the_bits_of_plain_loops
+        every_kind_of_number_is_quantised
+        rows_are_quantised_into_the_next_gathers_input
+        prepared_calls_quantise_as_they_were_prepared
+        wrong_arguments_of_quantize_are_refused
+    };
+}

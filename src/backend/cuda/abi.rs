@@ -605,6 +605,48 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct GemmeshQuantization {
+    pub from: *const ::core::ffi::c_void,
+    pub from_pitch: u64,
+    pub to: *mut ::core::ffi::c_void,
+    pub to_pitch: u64,
+    pub scales: *mut f32,
+    pub scale_row: u32,
+    pub scale_block: u32,
+    pub power_of_two: u32,
+    pub rows: u32,
+    pub columns: u32,
+    pub reserved: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshQuantization"][::core::mem::size_of::<GemmeshQuantization>() - 64usize];
+    ["Alignment of GemmeshQuantization"][::core::mem::align_of::<GemmeshQuantization>() - 8usize];
+    ["Offset of field: GemmeshQuantization::from"]
+        [::core::mem::offset_of!(GemmeshQuantization, from) - 0usize];
+    ["Offset of field: GemmeshQuantization::from_pitch"]
+        [::core::mem::offset_of!(GemmeshQuantization, from_pitch) - 8usize];
+    ["Offset of field: GemmeshQuantization::to"]
+        [::core::mem::offset_of!(GemmeshQuantization, to) - 16usize];
+    ["Offset of field: GemmeshQuantization::to_pitch"]
+        [::core::mem::offset_of!(GemmeshQuantization, to_pitch) - 24usize];
+    ["Offset of field: GemmeshQuantization::scales"]
+        [::core::mem::offset_of!(GemmeshQuantization, scales) - 32usize];
+    ["Offset of field: GemmeshQuantization::scale_row"]
+        [::core::mem::offset_of!(GemmeshQuantization, scale_row) - 40usize];
+    ["Offset of field: GemmeshQuantization::scale_block"]
+        [::core::mem::offset_of!(GemmeshQuantization, scale_block) - 44usize];
+    ["Offset of field: GemmeshQuantization::power_of_two"]
+        [::core::mem::offset_of!(GemmeshQuantization, power_of_two) - 48usize];
+    ["Offset of field: GemmeshQuantization::rows"]
+        [::core::mem::offset_of!(GemmeshQuantization, rows) - 52usize];
+    ["Offset of field: GemmeshQuantization::columns"]
+        [::core::mem::offset_of!(GemmeshQuantization, columns) - 56usize];
+    ["Offset of field: GemmeshQuantization::reserved"]
+        [::core::mem::offset_of!(GemmeshQuantization, reserved) - 60usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct GemmeshAlignment {
     pub words: [*mut u32; 64usize],
     pub abort: *const u32,

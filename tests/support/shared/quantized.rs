@@ -128,7 +128,9 @@ impl Rule {
 pub fn assert_same(found: (Vec<F8E4M3>, Vec<f32>), expected: (Vec<F8E4M3>, Vec<f32>), what: &str) {
     let scales = |values: &[f32]| -> Vec<u32> { values.iter().map(|x| x.to_bits()).collect() };
     assert_eq!(scales(&found.1), scales(&expected.1), "scales, {what}");
-    let bits = |values: &[F8E4M3]| -> Vec<u8> { values.iter().map(|x| x.to_bits()).collect() };
+    // NaN has a sign on some backends and none on others.
+    let bits_of = |x: &F8E4M3| if x.is_nan() { 0x7f } else { x.to_bits() };
+    let bits = |values: &[F8E4M3]| -> Vec<u8> { values.iter().map(bits_of).collect() };
     assert_eq!(bits(&found.0), bits(&expected.0), "{what}");
 }
 
@@ -239,7 +241,7 @@ pub fn every_kind_of_number_is_quantised<B: Tested>(test: &str) {
 pub fn rows_are_quantised_into_the_next_gathers_input<B: Tested>(test: &str) {
     all_done(ranks::<B>(test, 3, |rank| {
         let group = connect::<B>(rank, B::TIMEOUT)?;
-        let [m, n, k] = [41, 48, 384];
+        let [m, n, k] = [41, 48, 512];
         let rows = normal::<bf16>(1, m * k);
         let mut a = group.sharded::<F8E4M3>(m, k)?;
         let mut scales = group.sharded::<f32>(m, k / BLOCK)?;

@@ -1,6 +1,6 @@
 //! Launches of the kernels that multiply nothing.
 //!
-//! One stores rows to the peers, waits for the peers' rows and adds them. The other only adds.
+//! One stores rows to the peers, waits for the peers' rows and adds them. Another only adds, and the last quantises.
 
 use std::ops::Range;
 
@@ -10,6 +10,7 @@ use crate::backend::cuda::driver::{LaunchShape, Stream};
 use crate::backend::cuda::program::operands::Operands;
 use crate::backend::cuda::program::{Program, params, reduction};
 use crate::error::Result;
+use crate::schedule::OutputScales;
 
 /// Launches the kernel that stores rows and adds arrivals on the main stream, if the program has one.
 pub fn launch(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Result<()> {
@@ -44,6 +45,9 @@ pub fn reduce(
     let Some((reduction, kernel)) = program.reduction() else {
         return Ok(());
     };
+    if let Some(scales) = reduction.sum.scales {
+        return quantize(stream, program, scales, operands);
+    }
     let rows = rows.unwrap_or(0..reduction.rows);
     let mut sums = reduction::sums(&program.schedule, reduction, rows, operands)?;
     let shape = LaunchShape::new(kernel.grid(&sums), GEMMESH_REDUCE_THREADS);
@@ -54,4 +58,21 @@ pub fn reduce(
         let function = &kernel.function;
         function.launch(stream, shape, &mut arguments)
     }
+}
+
+/// Launches the kernel that quantises the rows of the program's reduction.
+fn quantize(
+    stream: &Stream,
+    program: &Program,
+    scales: OutputScales,
+    operands: &Operands,
+) -> Result<()> {
+    let Some((reduction, kernel)) = program.reduction() else {
+        return Ok(());
+    };
+    let mut told = reduction::quantization(&program.schedule, reduction, scales, operands)?;
+    let shape = LaunchShape::new(kernel.grid_of_blocks(&told), GEMMESH_REDUCE_THREADS);
+    let mut arguments = [(&raw mut told).cast()];
+    // SAFETY: as above.
+    unsafe { kernel.function.launch(stream, shape, &mut arguments) }
 }

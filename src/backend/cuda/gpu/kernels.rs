@@ -16,14 +16,27 @@ mod list;
 pub use list::{CONSUMER_WARPS, Shape, Variant};
 use list::{FAMILIES, Family};
 
-/// A family's kernels for the types of `a` and `b`, which nvcc compiles in build.rs.
+/// Some of a family's kernels for the types of `a` and `b`, which nvcc compiles in build.rs.
 struct Cubin {
     family: &'static Family,
-    /// Their name in the kernels' names.
+    /// The types' name in the kernels' names.
     elements: &'static str,
     dtypes: [DType; 2],
+    /// Its number among those of the family and the types, and how many these are.
+    part: usize,
+    parts: usize,
     /// Empty if build.rs was told to build without kernels.
     image: &'static [u8],
+}
+
+impl Cubin {
+    fn shapes(&self) -> impl Iterator<Item = &'static Shape> + use<> {
+        self.family
+            .shapes
+            .iter()
+            .skip(self.part)
+            .step_by(self.parts)
+    }
 }
 
 static CUBINS: &[Cubin] = &include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
@@ -31,6 +44,7 @@ static ALIGN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/align.cubin"));
 static COUNT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/count.cubin"));
 static STORE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/store.cubin"));
 static REDUCE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/reduce.cubin"));
+static QUANTIZE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/quantize.cubin"));
 
 /// One kernel: the types of `a` and `b`, a tile shape, and a variant of it.
 #[derive(Clone, Debug)]
@@ -119,6 +133,7 @@ pub struct Kernels {
     pub count: Function,
     /// By dtype.
     reduce: [(DType, Function); 3],
+    quantize: [(DType, Function); 3],
     collective: [(DType, Function); 3],
     _modules: Vec<Module>,
 }
@@ -131,7 +146,7 @@ impl Kernels {
     pub fn load(device: &Arc<Device>) -> Result<Kernels> {
         let module = |image| Module::load(device, embedded(device.rank, image)?);
         let (align, count) = (module(ALIGN)?, module(COUNT)?);
-        let (collective, reduce) = (module(STORE)?, module(REDUCE)?);
+        let (collective, reduce, quantize) = (module(STORE)?, module(REDUCE)?, module(QUANTIZE)?);
         let mut kernels = Kernels {
             instances: Vec::new(),
             align: align.function(c"gemmesh_align", 0)?,
@@ -140,6 +155,11 @@ impl Kernels {
                 (DType::Bf16, reduce.function(c"gemmesh_reduce_bf16", 0)?),
                 (DType::F16, reduce.function(c"gemmesh_reduce_f16", 0)?),
                 (DType::F32, reduce.function(c"gemmesh_reduce_f32", 0)?),
+            ],
+            quantize: [
+                (DType::Bf16, quantize.function(c"gemmesh_quantize_bf16", 0)?),
+                (DType::F16, quantize.function(c"gemmesh_quantize_f16", 0)?),
+                (DType::F32, quantize.function(c"gemmesh_quantize_f32", 0)?),
             ],
             collective: [
                 (
@@ -155,11 +175,11 @@ impl Kernels {
                     collective.function(c"gemmesh_collective_f32", 0)?,
                 ),
             ],
-            _modules: vec![align, count, collective, reduce],
+            _modules: vec![align, count, collective, reduce, quantize],
         };
         for cubin in CUBINS {
             let module = module(cubin.image)?;
-            for shape in cubin.family.shapes {
+            for shape in cubin.shapes() {
                 let variants = cubin.family.variants(shape);
                 let with_instances =
                     |variant: &Variant| !matches!(variant, Variant::Plain | Variant::Alone);
@@ -175,10 +195,12 @@ impl Kernels {
 
     /// The kernel that adds rows of `dtype`. Every float has one.
     pub fn reduce(&self, dtype: DType) -> Option<Function> {
-        let mut kernels = self.reduce.iter();
-        kernels
-            .find(|(of, _)| *of == dtype)
-            .map(|(_, kernel)| *kernel)
+        of_dtype(&self.reduce, dtype)
+    }
+
+    /// The kernel that makes fp8 and scales of rows of `dtype`. Every float has one.
+    pub fn quantize(&self, dtype: DType) -> Option<Function> {
+        of_dtype(&self.quantize, dtype)
     }
 
     /// The kernel that moves rows, and adds rows of `dtype` if it is a float.
@@ -248,6 +270,13 @@ impl Kernels {
             known: known.join("; "),
         })
     }
+}
+
+fn of_dtype(kernels: &[(DType, Function)], dtype: DType) -> Option<Function> {
+    let mut kernels = kernels.iter();
+    kernels
+        .find(|(of, _)| *of == dtype)
+        .map(|(_, kernel)| *kernel)
 }
 
 fn words(config: &Config) -> String {
@@ -367,7 +396,8 @@ mod tests {
 
     /// The kernels that build.rs wrote a line for, and the element types of these.
     fn compiled(cubin: &Cubin) -> Vec<(String, String)> {
-        let source = format!("{}_{}.cu", cubin.family.name, cubin.elements);
+        let (name, elements, part) = (cubin.family.name, cubin.elements, cubin.part);
+        let source = format!("{name}_{elements}_{part}.cu");
         let source = fs::read_to_string(Path::new(env!("OUT_DIR")).join(source)).unwrap();
         let lines = source.lines();
         let kernels = lines.filter_map(|line| {
@@ -392,8 +422,8 @@ mod tests {
                 let variants = family.variants(shape);
                 variants.map(move |variant| family.kernel(elements, shape, variant))
             };
-            let loaded: Vec<String> = family.shapes.iter().flat_map(all).collect();
-            let count = |is: fn(&&Shape) -> bool| family.shapes.iter().filter(is).count();
+            let loaded: Vec<String> = cubin.shapes().flat_map(all).collect();
+            let count = |is: fn(&&'static Shape) -> bool| cubin.shapes().filter(is).count();
             // Of tiles of 64 rows, those of other widths are for one consumer alone. Sums that are promoted leave no
             // registers for wide tiles.
             let adding = count(|s| {
@@ -401,7 +431,7 @@ mod tests {
                 has_halves && s.cluster_n == 1 && (s.tile_k == 64 || s.tile_n <= 192)
             });
             let low = count(|s| s.tile_m <= 64 && s.ctas() == s.split && s.tile_n % 128 == 0);
-            assert_eq!(loaded.len(), 3 * family.shapes.len() + adding + low);
+            assert_eq!(loaded.len(), 3 * cubin.shapes().count() + adding + low);
             let expected = loaded
                 .iter()
                 .map(|name| (name.clone(), elements.to_string()));
@@ -419,7 +449,7 @@ mod tests {
     #[test]
     fn a_step_through_k_has_the_bytes_of_a_stage() {
         for cubin in CUBINS {
-            for shape in cubin.family.shapes {
+            for shape in cubin.shapes() {
                 for dtype in cubin.dtypes {
                     assert_eq!(shape.tile_k * dtype.bytes() as u32, GEMMESH_STAGE_ROW);
                 }

@@ -5,15 +5,18 @@ use std::ops::Range;
 
 use super::operands::{Operand, Operands};
 use super::params::function;
-use crate::backend::cuda::abi::{GEMMESH_IDENTITY, GEMMESH_REDUCE_THREADS, GemmeshReduction};
+use crate::backend::cuda::abi::{
+    GEMMESH_IDENTITY, GEMMESH_REDUCE_THREADS, GEMMESH_SCALE_BLOCK, GemmeshQuantization,
+    GemmeshReduction,
+};
 use crate::backend::cuda::driver::Function;
 use crate::backend::cuda::gpu::Gpu;
 use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::schedule::layout::MAX_WORLD;
-use crate::schedule::{Addend, Reduction, Schedule};
+use crate::schedule::{Addend, OutputScales, Reduction, Schedule};
 
-/// The kernel that adds up the rows of a schedule's reduction.
+/// The kernel that adds up the rows of a schedule's reduction, or quantises them.
 #[derive(Clone, Copy, Debug)]
 pub struct ReductionKernel {
     pub function: Function,
@@ -29,7 +32,11 @@ const CTAS: usize = 8;
 impl ReductionKernel {
     pub fn new(gpu: &Gpu, schedule: &Schedule, reduction: &Reduction) -> Result<ReductionKernel> {
         let dtype = reduction.dtype(schedule.matrices());
-        let function = gpu.kernels.reduce(dtype).ok_or_else(|| Error::Internal {
+        let function = match reduction.sum.scales {
+            Some(_) => gpu.kernels.quantize(dtype),
+            None => gpu.kernels.reduce(dtype),
+        };
+        let function = function.ok_or_else(|| Error::Internal {
             rank: schedule.rank(),
             what: format!("a schedule adds {dtype}, which no kernel does"),
         })?;
@@ -45,6 +52,13 @@ impl ReductionKernel {
     pub fn grid(&self, sums: &GemmeshReduction) -> u32 {
         let pieces = sums.n.div_ceil(16 / self.bytes as u32) as usize * sums.rows as usize;
         let ctas = pieces.div_ceil(GEMMESH_REDUCE_THREADS as usize);
+        ctas.clamp(1, self.most_ctas) as u32
+    }
+
+    /// How many CTAs quantise these rows: likewise, with a block for each warp.
+    pub fn grid_of_blocks(&self, of: &GemmeshQuantization) -> u32 {
+        let blocks = of.columns.div_ceil(GEMMESH_SCALE_BLOCK) as usize * of.rows as usize;
+        let ctas = blocks.div_ceil(GEMMESH_REDUCE_THREADS as usize / 32);
         ctas.clamp(1, self.most_ctas) as u32
     }
 }
@@ -90,6 +104,51 @@ pub fn sums(
     told.activation = function(sum.activation);
     told.is_f32 = (schedule.matrices()[sum.out].dtype == DType::F32).into();
     Ok(told)
+}
+
+/// The parameters of the kernel that quantises the rows of a reduction, which has one addend.
+pub fn quantization(
+    schedule: &Schedule,
+    reduction: &Reduction,
+    OutputScales {
+        matrix,
+        quantization,
+    }: OutputScales,
+    operands: &Operands,
+) -> Result<GemmeshQuantization> {
+    let sum = &reduction.sum;
+    let [
+        Addend::Rows {
+            matrix: from,
+            first,
+        },
+    ] = sum.addends[..]
+    else {
+        return Err(Error::Internal {
+            rank: schedule.rank(),
+            what: "a sum of several addends is quantised".into(),
+        });
+    };
+    let at = |Operand { ptr, pitch, .. }: Operand, row: usize| ptr + (row * pitch) as u64;
+    let (from, to) = (operands.require(from)?, operands.require(sum.out)?);
+    let scales = operands.require(matrix)?;
+    let scaling = quantization.scaling;
+    let pitch = (scales.pitch / size_of::<f32>()) as u32;
+    let scale_row = scaling.row_distance(pitch);
+    let before = (sum.first * scale_row as usize * size_of::<f32>()) as u64;
+    Ok(GemmeshQuantization {
+        from: at(from, first) as *const c_void,
+        from_pitch: from.pitch as u64,
+        to: at(to, sum.first) as *mut c_void,
+        to_pitch: to.pitch as u64,
+        scales: (scales.ptr + before) as *mut f32,
+        scale_row,
+        scale_block: scaling.block_distance(pitch),
+        power_of_two: quantization.power_of_two.into(),
+        rows: reduction.rows as u32,
+        columns: reduction.n as u32,
+        reserved: 0,
+    })
 }
 
 /// A reduction of no addends.

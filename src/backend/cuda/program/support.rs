@@ -24,14 +24,16 @@ pub enum Destination {
 /// # Errors
 /// [`Error::NoRoute`](crate::Error::NoRoute); `Refusal::Limit` and `Refusal::Unsupported` for schedules that no operation needs.
 pub fn check(schedule: &Schedule) -> Result<Destination> {
-    require(
-        "outputs must not be quantised on GPUs",
-        !schedule.quantizes(),
-    )?;
+    let is_quantised = schedule.quantizes();
+    if is_quantised {
+        check_quantised(schedule)?;
+    }
     // A kernel waits either for flags of pulls or for flags of pushes.
     let routes = schedule.routes();
     limit("routes of an operation on GPUs", routes.len(), 0, 1)?;
-    check_sums(schedule)?;
+    if !is_quantised {
+        check_sums(schedule)?;
+    }
     let Some(product) = schedule.product() else {
         sends::check(schedule)?;
         return Ok(Destination::One);
@@ -80,6 +82,15 @@ pub fn check(schedule: &Schedule) -> Result<Destination> {
         }
     }
     Ok(Destination::One)
+}
+
+/// Checks that rows are quantised by themselves, behind no product and no sum.
+fn check_quantised(schedule: &Schedule) -> Result<()> {
+    let is_apart = schedule.product().is_none();
+    let what = "outputs of products must not be quantised on GPUs: quantise them with `quantize`";
+    require(what, is_apart)?;
+    let added = schedule.reduction().map_or(0, |of| of.sum.addends.len());
+    limit("what is added and quantised on GPUs", added, 1, 1)
 }
 
 /// Checks the types in which sums over ranks are stored.

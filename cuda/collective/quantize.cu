@@ -1,0 +1,96 @@
+// A kernel that makes e4m3 and scales of rows. It is a module of its own.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../abi.h"
+#include "../common/ptx.cuh"
+
+namespace {
+
+constexpr float kLargest = 448.0f;  // of e4m3
+constexpr float kLeastAmax = 1e-4f;
+
+// A lane's columns of a block.
+constexpr uint32_t kColumns = GEMMESH_SCALE_BLOCK / 32;
+
+template <class Element>
+struct alignas(kColumns * sizeof(Element)) Columns {
+    Element elements[kColumns];
+};
+
+// The least power of two that is not below a normal number above 0. Infinity stays.
+__device__ float rounded_up(float scale) {
+    constexpr uint32_t kFraction = (1u << 23) - 1;
+    return __uint_as_float((__float_as_uint(scale) + kFraction) & ~kFraction);
+}
+
+// The whole warp: the scale of a block. A lane that is behind the last column has zeros. NaN counts nothing.
+__device__ float scale_of(const float (&values)[kColumns], bool power_of_two) {
+    float amax = kLeastAmax;
+    for (uint32_t i = 0; i < kColumns; ++i) amax = fmaxf(amax, fabsf(values[i]));
+    for (uint32_t distance = 16; distance > 0; distance /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, distance));
+    const float scale = __fdiv_rn(amax, kLargest);
+    return power_of_two ? rounded_up(scale) : scale;
+}
+
+// Each warp takes block after block.
+template <class Element>
+__device__ void quantize(const GemmeshQuantization& of) {
+    using gemmesh::ptx::cvt_rn_satfinite_e4m3x2;
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t blocks = (of.columns + GEMMESH_SCALE_BLOCK - 1) / GEMMESH_SCALE_BLOCK;  // of a row
+    const uint64_t all = uint64_t{blocks} * of.rows;
+    const uint64_t stride = uint64_t{gridDim.x} * (GEMMESH_REDUCE_THREADS / 32);
+    const bool is_given = of.scale_row == 0 && of.scale_block == 0;
+    for (uint64_t index = (uint64_t{blockIdx.x} * GEMMESH_REDUCE_THREADS + threadIdx.x) / 32; index < all; index += stride) {
+        const uint64_t row = index / blocks;
+        const uint32_t block = index % blocks;
+        const uint32_t column = block * GEMMESH_SCALE_BLOCK + lane * kColumns;
+        const uint32_t count = column < of.columns ? min(kColumns, of.columns - column) : 0;
+        const Element* from = reinterpret_cast<const Element*>(static_cast<const char*>(of.from) + row * of.from_pitch) + column;
+        Columns<Element> loaded{};
+        if (count == kColumns) {
+            loaded = *reinterpret_cast<const Columns<Element>*>(from);
+        } else {
+            for (uint32_t i = 0; i < kColumns; ++i) {
+                if (i < count) loaded.elements[i] = from[i];
+            }
+        }
+        float values[kColumns];
+        for (uint32_t i = 0; i < kColumns; ++i) values[i] = static_cast<float>(loaded.elements[i]);
+        float* at = of.scales + row * of.scale_row + uint64_t{block} * of.scale_block;
+        const float scale = is_given ? *at : scale_of(values, of.power_of_two != 0);
+        if (!is_given && lane == 0) *at = scale;
+        const float factor = __frcp_rn(scale);
+        const uint32_t low = cvt_rn_satfinite_e4m3x2(values[0] * factor, values[1] * factor);
+        const uint32_t high = cvt_rn_satfinite_e4m3x2(values[2] * factor, values[3] * factor);
+        const uint32_t bytes = low | high << 16;
+        static_assert(sizeof bytes == kColumns);
+        uint8_t* to = static_cast<uint8_t*>(of.to) + row * of.to_pitch + column;
+        if (count == kColumns) {
+            *reinterpret_cast<uint32_t*>(to) = bytes;
+        } else {
+            for (uint32_t i = 0; i < kColumns; ++i) {
+                if (i < count) to[i] = bytes >> i * 8;
+            }
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(GEMMESH_REDUCE_THREADS)
+    gemmesh_quantize_bf16(const __grid_constant__ GemmeshQuantization of) {
+    quantize<__nv_bfloat16>(of);
+}
+
+extern "C" __global__ void __launch_bounds__(GEMMESH_REDUCE_THREADS)
+    gemmesh_quantize_f16(const __grid_constant__ GemmeshQuantization of) {
+    quantize<__half>(of);
+}
+
+extern "C" __global__ void __launch_bounds__(GEMMESH_REDUCE_THREADS)
+    gemmesh_quantize_f32(const __grid_constant__ GemmeshQuantization of) {
+    quantize<float>(of);
+}
