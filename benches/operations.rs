@@ -26,10 +26,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
 use common::gather::AllGather;
-use common::{Check, Failure, Operation, Row};
+use common::time::{self, Time};
+use common::{Check, Failure, Multiplied, Operation, Row};
 use gemmesh::{
-    Backend, Chunking, Config, Error, Explanation, Group, Half, Host, Numerics, Result, Route,
-    TileShape, bf16, f16, launch,
+    Backend, Chunking, Config, DType, Error, Explanation, F8E4M3, Group, Host, Number, Numerics,
+    OutputOf, Result, Route, Scaling, TileShape, bf16, f16, launch,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
@@ -93,9 +94,20 @@ struct Args {
     /// What the bits of products may depend on: Builder::numerics.
     #[arg(long, value_enum, default_value_t = NumericsName::Fast)]
     numerics: NumericsName,
-    /// Type of the elements.
+    /// Type of the operands' elements. Sweeps of e4m3 have N and K that are multiples of 16.
     #[arg(long, value_enum, default_value_t = DTypeName::Bf16)]
     dtype: DTypeName,
+    /// The values of e4m3 that share a scale. Scales of a row are replicated. Those of a block are gathered with the rows,
+    /// so K of drawn gathers is then a multiple of 512 [default: tensor].
+    #[arg(long, value_enum)]
+    scales: Option<ScalesName>,
+    /// Type of the output's elements. Bf16 and f16 are only stored as themselves, but see --epilogue f32 [default: that of
+    /// the operands, or bf16 of e4m3].
+    #[arg(long, value_enum)]
+    out: Option<OutName>,
+    /// Also times cuBLASLt's products of e4m3 with fast accumulation, whose sums have fewer bits.
+    #[arg(long)]
+    fast_accumulation: bool,
     /// Rows of a tile.
     #[arg(long)]
     tile_m: Option<usize>,
@@ -192,10 +204,30 @@ enum BackendName {
     Cuda,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum DTypeName {
     Bf16,
     F16,
+    E4m3,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum OutName {
+    Bf16,
+    F16,
+    F32,
+    E4m3,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum ScalesName {
+    None,
+    /// All values of an operand.
+    Tensor,
+    /// A row of `a`, or of the weight.
+    Row,
+    /// 128 columns of a row of `a`, and 128 × 128 values of the weight.
+    Block,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -256,7 +288,98 @@ impl Args {
                 "--sweep models: its products take hours on the host",
             ));
         }
+        self.check_types()
+    }
+
+    /// Refuses types and scales that don't fit the operation or each other.
+    fn check_types(&self) -> Result<(), Failure> {
+        let refuse = |holds: bool, reason| match holds {
+            true => Err(Failure::Usage(reason)),
+            false => Ok(()),
+        };
+        let own = match self.dtype {
+            DTypeName::Bf16 => Some(OutName::Bf16),
+            DTypeName::F16 => Some(OutName::F16),
+            DTypeName::E4m3 => None,
+        };
+        if own.is_some() {
+            let has_scales = self.scales_name() != "none" || self.fast_accumulation;
+            refuse(
+                has_scales,
+                "--scales and --fast-accumulation: only with --dtype e4m3",
+            )?;
+            return refuse(
+                self.out.is_some_and(|out| Some(out) != own),
+                "--out: other than --dtype only with --dtype e4m3; --epilogue f32 makes f32 of the others",
+            );
+        }
+        let is_product = matches!(
+            self.op,
+            Op::Matmul | Op::AllGatherMatmul | Op::MatmulReduceScatter | Op::MatmulAllReduce
+        );
+        refuse(
+            !is_product,
+            "--dtype e4m3: only of matmul, all-gather-matmul, matmul-reduce-scatter and matmul-all-reduce",
+        )?;
+        refuse(
+            self.op == Op::MatmulAllReduce && self.out() != OutName::Bf16,
+            "--out: the sums of matmul-all-reduce are bf16 if --dtype is e4m3",
+        )?;
+        refuse(
+            self.b_layout != forms::Layouts::Nk,
+            "--b-layout kn: weights of e4m3 are [N, K]",
+        )?;
+        refuse(
+            self.epilogue.contains(&forms::Epilogue::F32),
+            "--epilogue f32: with --dtype e4m3, give --out f32",
+        )?;
+        refuse(
+            self.fast_accumulation && matches!(self.backend, BackendName::Host),
+            "--fast-accumulation: of cuBLASLt, so it needs --backend cuda",
+        )?;
+        #[cfg(feature = "cuda")]
+        refuse(
+            self.tune.is_some() || self.calibrate.is_some(),
+            "--tune and --calibrate: only of bf16 and f16",
+        )?;
         Ok(())
+    }
+
+    /// How many values share a scale.
+    fn scaling(&self) -> Scaling {
+        match (self.scales, self.dtype) {
+            (Some(ScalesName::Tensor), _) | (None, DTypeName::E4m3) => Scaling::Tensor,
+            (Some(ScalesName::Row), _) => Scaling::Rows,
+            (Some(ScalesName::Block), _) => Scaling::Blocks,
+            (Some(ScalesName::None) | None, _) => Scaling::None,
+        }
+    }
+
+    /// The same in words.
+    fn scales_name(&self) -> &'static str {
+        match self.scaling() {
+            Scaling::None => "none",
+            Scaling::Tensor => "tensor",
+            Scaling::Rows => "row",
+            _ => "block",
+        }
+    }
+
+    fn out(&self) -> OutName {
+        self.out.unwrap_or(match self.dtype {
+            DTypeName::Bf16 | DTypeName::E4m3 => OutName::Bf16,
+            DTypeName::F16 => OutName::F16,
+        })
+    }
+
+    /// What N and K of drawn shapes are multiples of, as GPUs want them.
+    fn multiples(&self) -> [usize; 2] {
+        match (self.dtype, self.op, self.scaling()) {
+            // A row of the scales that are gathered has a multiple of 16 bytes.
+            (DTypeName::E4m3, Op::AllGatherMatmul, Scaling::Blocks) => [16, 512],
+            (DTypeName::E4m3, ..) => [16, 16],
+            _ => [1, 1],
+        }
     }
 
     /// The group that the arguments ask for.
@@ -309,7 +432,11 @@ impl Args {
                     #[cfg(feature = "cuda")]
                     BackendName::Cuda => sweep::LARGEST,
                 };
-                sweep::draw(seed, count, largest)
+                let [of_n, of_k] = self.multiples();
+                let shapes = sweep::draw(seed, count, largest).into_iter();
+                let fit =
+                    |[m, n, k]: [usize; 3]| [m, n.next_multiple_of(of_n), k.next_multiple_of(of_k)];
+                shapes.map(fit).collect()
             }
             Some(Sweep::Models) => {
                 let (splits, parts): (&[Split], &[usize]) = match self.op {
@@ -317,7 +444,11 @@ impl Args {
                     Op::AllGatherMatmul | Op::Consume => (&[Split::Columns], &[self.ranks]),
                     _ => (&[Split::Depth], &[self.ranks]),
                 };
-                sweep::draw_of_models(seed, count, splits, parts)
+                let [of_n, of_k] = self.multiples();
+                let mut shapes = sweep::draw_of_models(seed, usize::MAX, splits, parts);
+                shapes.retain(|[_, n, k]| n.is_multiple_of(of_n) && k.is_multiple_of(of_k));
+                shapes.truncate(count);
+                shapes
             }
             None => {
                 let [m, n, k] = match self.backend {
@@ -378,53 +509,56 @@ fn use_no_table() {
 }
 
 fn launch_or_run(args: &Args) -> Result<(), Failure> {
-    match (launch::is_rank(), args.backend, args.dtype) {
-        (false, ..) => launch::launch(args.ranks).map_err(Failure::from),
-        (true, BackendName::Host, DTypeName::Bf16) if args.has_form() => {
-            forms::run::<Host, bf16, forms::Wall>(args)
-        }
-        (true, BackendName::Host, DTypeName::F16) if args.has_form() => {
-            forms::run::<Host, f16, forms::Wall>(args)
-        }
+    /// Runs products of the types that the arguments name.
+    macro_rules! products {
+        ($backend:ty, $clock:ty) => {
+            match (args.dtype, args.out()) {
+                (DTypeName::Bf16, _) => run_op::<$backend, bf16, bf16, $clock>(args),
+                (DTypeName::F16, _) => run_op::<$backend, f16, f16, $clock>(args),
+                (DTypeName::E4m3, OutName::Bf16) => run_op::<$backend, F8E4M3, bf16, $clock>(args),
+                (DTypeName::E4m3, OutName::F16) => run_op::<$backend, F8E4M3, f16, $clock>(args),
+                (DTypeName::E4m3, OutName::F32) => run_op::<$backend, F8E4M3, f32, $clock>(args),
+                (DTypeName::E4m3, OutName::E4m3) => {
+                    run_op::<$backend, F8E4M3, F8E4M3, $clock>(args)
+                }
+            }
+        };
+    }
+    if !launch::is_rank() {
+        return launch::launch(args.ranks).map_err(Failure::from);
+    }
+    match (args.backend, args.op) {
+        (BackendName::Host, _) => products!(Host, forms::Wall),
         #[cfg(feature = "cuda")]
-        (true, BackendName::Cuda, DTypeName::Bf16) if args.has_form() => {
-            forms::run::<gemmesh::Cuda, bf16, cuda::Instruments>(args)
-        }
-        #[cfg(feature = "cuda")]
-        (true, BackendName::Cuda, DTypeName::F16) if args.has_form() => {
-            forms::run::<gemmesh::Cuda, f16, cuda::Instruments>(args)
-        }
-        (true, BackendName::Host, DTypeName::Bf16) => run_op::<Host, bf16>(args),
-        (true, BackendName::Host, DTypeName::F16) => run_op::<Host, f16>(args),
-        #[cfg(feature = "cuda")]
-        (true, BackendName::Cuda, dtype) if matches!(args.op, Op::Consume) => match dtype {
-            DTypeName::Bf16 => run::<gemmesh::Cuda, bf16, cuda::Consume<bf16>>(args),
-            DTypeName::F16 => run::<gemmesh::Cuda, f16, cuda::Consume<f16>>(args),
+        (BackendName::Cuda, Op::Consume | Op::Produce) if !args.has_form() => match args.dtype {
+            DTypeName::F16 => run_with_functions::<f16>(args),
+            _ => run_with_functions::<bf16>(args),
         },
         #[cfg(feature = "cuda")]
-        (true, BackendName::Cuda, dtype) if matches!(args.op, Op::Produce) => match dtype {
-            DTypeName::Bf16 => run::<gemmesh::Cuda, bf16, cuda::Produce<bf16>>(args),
-            DTypeName::F16 => run::<gemmesh::Cuda, f16, cuda::Produce<f16>>(args),
-        },
-        #[cfg(feature = "cuda")]
-        (true, BackendName::Cuda, _) if matches!(args.op, Op::Collectives) => {
+        (BackendName::Cuda, Op::Collectives | Op::Decoding) if !args.has_form() => {
             let group = args.group::<gemmesh::Cuda>()?;
-            cuda::collectives::run(&group, [args.warmup, args.iters], args.json.as_deref())
+            let (rounds, json) = ([args.warmup, args.iters], args.json.as_deref());
+            match args.op {
+                Op::Collectives => cuda::collectives::run(&group, rounds, json),
+                _ => cuda::decoding::run(&group, rounds, json),
+            }
         }
         #[cfg(feature = "cuda")]
-        (true, BackendName::Cuda, _) if matches!(args.op, Op::Decoding) => {
-            let group = args.group::<gemmesh::Cuda>()?;
-            cuda::decoding::run(&group, [args.warmup, args.iters], args.json.as_deref())
-        }
-        #[cfg(feature = "cuda")]
-        (true, BackendName::Cuda, DTypeName::Bf16) => run_op::<gemmesh::Cuda, bf16>(args),
-        #[cfg(feature = "cuda")]
-        (true, BackendName::Cuda, DTypeName::F16) => run_op::<gemmesh::Cuda, f16>(args),
+        (BackendName::Cuda, _) => products!(gemmesh::Cuda, cuda::Instruments),
+    }
+}
+
+/// Runs an operation whose products the caller's functions make.
+#[cfg(feature = "cuda")]
+fn run_with_functions<T: Multiplied + gemmesh::Half>(args: &Args) -> Result<(), Failure> {
+    match args.op {
+        Op::Consume => run::<gemmesh::Cuda, T, cuda::Consume<T>>(args),
+        _ => run::<gemmesh::Cuda, T, cuda::Produce<T>>(args),
     }
 }
 
 /// An operation that is timed on a backend.
-trait Timed<B: Backend, T: Half>: Operation<B, T> {
+trait Timed<B: Backend, T: Multiplied>: Operation<B, T> {
     /// The tools that time all shapes. Making them may take seconds.
     type Instruments;
 
@@ -466,16 +600,17 @@ struct Timing {
     /// Further fields of the JSON.
     more: Value,
     /// The baseline, if it can be timed here.
-    baseline: Option<(&'static str, f64)>,
+    baseline: Option<(&'static str, Time)>,
     fused: f64,
-    ideal: f64,
+    ideal: Time,
     /// A note about the rows.
     note: Option<&'static str>,
 }
 
 impl Timing {
-    fn get(&self, key: &str) -> Option<f64> {
-        self.rows.iter().find(|row| row.key == key)?.time
+    fn get(&self, key: &str) -> Time {
+        let row = self.rows.iter().find(|row| row.key == key);
+        row.map_or(Time::Absent, |row| row.time)
     }
 }
 
@@ -484,17 +619,18 @@ impl Run {
     fn in_short(&self) -> sweep::Times {
         let timing = &self.timing;
         sweep::Times {
-            alone: timing.get("matmul_us").unwrap_or(f64::NAN),
+            alone: timing.get("matmul_us"),
             cublaslt: timing.get("cublaslt_us"),
-            baseline: timing.baseline.map(|(_, time)| time),
+            fast: timing.get("cublaslt_fast_us"),
+            baseline: timing.baseline.map_or(Time::Absent, |(_, time)| time),
             fused: timing.fused,
             ideal: timing.ideal,
-            predicted: self.explanation.micros(),
+            predicted: self.explanation.micros().into(),
         }
     }
 }
 
-impl<T: Half, O: Operation<Host, T>> Timed<Host, T> for O {
+impl<T: Multiplied, O: Operation<Host, T>> Timed<Host, T> for O {
     type Instruments = Group<Host>;
 
     fn instruments(group: &Group<Host>) -> Result<Group<Host>> {
@@ -512,33 +648,40 @@ impl<T: Half, O: Operation<Host, T>> Timed<Host, T> for O {
         let times = common::measure(group, self, prepared, warmup, iters, progress)?;
         Ok(Timing {
             more: json!({ "fused_to_sequential": times.fused_to_sequential }),
-            baseline: Some((O::SEQUENTIAL, times.sequential)),
+            baseline: Some((O::SEQUENTIAL, times.sequential.into())),
             fused: times.fused,
-            ideal: times.ideal,
+            ideal: times.ideal.into(),
             rows: times.rows,
             note: None,
         })
     }
 }
 
-fn run_op<B: Backend, T: Half>(args: &Args) -> Result<(), Failure>
+fn run_op<B, T, O, C>(args: &Args) -> Result<(), Failure>
 where
-    AllGather<B, T>: Timed<B, T>,
-    ReduceScatter<B, T>: Timed<B, T>,
+    B: Backend,
+    T: Multiplied,
+    O: OutputOf<T>,
+    C: forms::Clock<B, T>,
+    AllGather<B, T, O>: Timed<B, T>,
+    ReduceScatter<B, T, O>: Timed<B, T>,
     AllReduce<B, T>: Timed<B, T>,
 {
+    if args.has_form() {
+        return forms::run::<B, T, O, C>(args);
+    }
     match args.op {
         Op::Matmul => Err(Failure::Usage("--op matmul: is timed as a form")),
-        Op::AllGatherMatmul => run::<B, T, AllGather<B, T>>(args),
+        Op::AllGatherMatmul => run::<B, T, AllGather<B, T, O>>(args),
         Op::Consume | Op::Produce | Op::Collectives | Op::Decoding => Err(Failure::Usage(
             "--op consume, produce, collectives and decoding: beside cuBLASLt and NCCL, so they need --backend cuda",
         )),
-        Op::MatmulReduceScatter => run::<B, T, ReduceScatter<B, T>>(args),
+        Op::MatmulReduceScatter => run::<B, T, ReduceScatter<B, T, O>>(args),
         Op::MatmulAllReduce => run::<B, T, AllReduce<B, T>>(args),
     }
 }
 
-fn run<B: Backend, T: Half, O: Timed<B, T>>(args: &Args) -> Result<(), Failure> {
+fn run<B: Backend, T: Multiplied, O: Timed<B, T>>(args: &Args) -> Result<(), Failure> {
     let group = args.group::<B>()?;
     #[cfg(feature = "cuda")]
     if let Some(path) = &args.tune {
@@ -557,7 +700,7 @@ fn run<B: Backend, T: Half, O: Timed<B, T>>(args: &Args) -> Result<(), Failure> 
 }
 
 /// Reports each shape at length.
-fn run_each<B: Backend, T: Half, O: Timed<B, T>>(
+fn run_each<B: Backend, T: Multiplied, O: Timed<B, T>>(
     args: &Args,
     group: &Group<B>,
     instruments: &O::Instruments,
@@ -569,7 +712,7 @@ fn run_each<B: Backend, T: Half, O: Timed<B, T>>(
             .map_err(|failure| failure.of(O::describe(shape)))?;
         bar.finish_and_clear();
         if group.rank() == 0 {
-            report::<B, T, O>(group, &run);
+            report::<B, T, O>(args, group, &run);
             record::<B, T, O>(args, group, &run)?;
         }
         group.barrier()?;
@@ -578,7 +721,7 @@ fn run_each<B: Backend, T: Half, O: Timed<B, T>>(
 }
 
 /// Reports each shape on a line, and then a summary.
-fn run_drawn<B: Backend, T: Half, O: Timed<B, T>>(
+fn run_drawn<B: Backend, T: Multiplied, O: Timed<B, T>>(
     args: &Args,
     group: &Group<B>,
     instruments: &O::Instruments,
@@ -599,7 +742,7 @@ fn run_drawn<B: Backend, T: Half, O: Timed<B, T>>(
         if group.rank() == 0 {
             bar.suspend(|| {
                 if index == 0 {
-                    introduce::<B, T, O>(group, &run);
+                    introduce::<B, T, O>(args, group, &run);
                 }
                 println!("{}", line.row(index + 1));
             });
@@ -613,18 +756,40 @@ fn run_drawn<B: Backend, T: Half, O: Timed<B, T>>(
     if group.rank() == 0 {
         println!("\n{}", sweep::table(&sweep::summary(&lines)));
         println!(
-            "\nverified: all elements that were compared agree with float64 to within {}'s rounding",
-            T::DTYPE
+            "\nverified: all elements that were compared agree with float64 to within {}",
+            allowance::<B, T>(O::OUT)
         );
     }
     Ok(())
 }
 
+/// The types of a product, and its scales if it has any.
+fn types<T: Number>(args: &Args, out: DType) -> String {
+    let (dtype, scales) = (T::DTYPE, args.scales_name());
+    match dtype.is_fp8() {
+        true => format!("{dtype}, out {out}, scales {scales}"),
+        false if dtype == out => dtype.to_string(),
+        false => format!("{dtype}, out {out}"),
+    }
+}
+
+/// What an element may be off by, in words.
+fn allowance<B: Backend, T: Number>(out: DType) -> String {
+    match T::DTYPE.is_fp8() && B::NAME != "host" {
+        true => format!("{out}'s rounding and the bits that tensor cores drop of fp8"),
+        false => format!("{out}'s rounding"),
+    }
+}
+
 /// Prints the head of the table of shapes that were drawn.
-fn introduce<B: Backend, T: Half, O: Operation<B, T>>(group: &Group<B>, run: &Run) {
+fn introduce<B: Backend, T: Multiplied, O: Operation<B, T>>(
+    args: &Args,
+    group: &Group<B>,
+    run: &Run,
+) {
     let timing = &run.timing;
-    let (world, dtype) = (group.world_size(), T::DTYPE);
-    println!("\n{}, {} backend, {world} ranks, {dtype}", O::NAME, B::NAME);
+    let (world, types) = (group.world_size(), types::<T>(args, O::OUT));
+    println!("\n{}, {} backend, {world} ranks, {types}", O::NAME, B::NAME);
     println!("microseconds; alone: the product without communication");
     if let Some((name, _)) = timing.baseline {
         println!("baseline: {name}");
@@ -636,7 +801,7 @@ fn introduce<B: Backend, T: Half, O: Operation<B, T>>(group: &Group<B>, run: &Ru
 }
 
 /// Verifies a shape by comparing at most about `products` products, and times it.
-fn bench<B: Backend, T: Half, O: Timed<B, T>>(
+fn bench<B: Backend, T: Multiplied, O: Timed<B, T>>(
     args: &Args,
     group: &Group<B>,
     instruments: &O::Instruments,
@@ -644,7 +809,7 @@ fn bench<B: Backend, T: Half, O: Timed<B, T>>(
     products: usize,
     progress: impl FnMut(),
 ) -> Result<Run, Failure> {
-    let mut operation = O::random(group, shape, args.gather_stages)?;
+    let mut operation = O::scaled(group, shape, args.gather_stages, args.scaling())?;
     let default = O::config(&operation.prepare(None)?);
     let config = args.config(default);
     let prepared = operation.prepare(Some(config))?;
@@ -658,8 +823,9 @@ fn bench<B: Backend, T: Half, O: Timed<B, T>>(
         let trace = operation.trace(&prepared)?;
         let timeline = gemmesh::trace::Timeline::collect(group, &trace)?;
         if group.rank() == 0 {
-            let ([m, n, k], world, dtype) = (shape, group.world_size(), T::DTYPE);
-            let title = format!("{}, {world} ranks: {m}×{n}×{k} {dtype}", O::NAME);
+            let ([m, n, k], world) = (shape, group.world_size());
+            let types = types::<T>(args, O::OUT);
+            let title = format!("{}, {world} ranks: {m}×{n}×{k} {types}", O::NAME);
             timeline.write_svg(path, &title)?;
             timeline.write_chrome(path.with_extension("json"))?;
         }
@@ -674,7 +840,7 @@ fn bench<B: Backend, T: Half, O: Timed<B, T>>(
 }
 
 /// Runs an operation on poisoned memory and compares it with float64, on every rank.
-fn verify<B: Backend, T: Half, O: Operation<B, T>>(
+fn verify<B: Backend, T: Multiplied, O: Operation<B, T>>(
     group: &Group<B>,
     operation: &mut O,
     products: usize,
@@ -700,7 +866,7 @@ fn progress<B: Backend>(group: &Group<B>, length: usize, unit: &str) -> Progress
         .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-fn report<B: Backend, T: Half, O: Operation<B, T>>(group: &Group<B>, run: &Run) {
+fn report<B: Backend, T: Multiplied, O: Operation<B, T>>(args: &Args, group: &Group<B>, run: &Run) {
     let Run {
         shape,
         explanation,
@@ -713,31 +879,32 @@ fn report<B: Backend, T: Half, O: Operation<B, T>>(group: &Group<B>, run: &Run) 
         B::NAME,
         group.world_size(),
         O::describe(*shape),
-        T::DTYPE
+        types::<T>(args, O::OUT)
     );
     println!("{explanation}");
     println!(
-        "verified: all {} elements that were compared agree with float64 to within {}'s rounding\n",
+        "verified: all {} elements that were compared agree with float64 to within {}\n",
         check.elements,
-        T::DTYPE
+        allowance::<B, T>(O::OUT)
     );
     println!("{}", common::table(&timing.rows));
     if let Some(note) = timing.note {
         println!("\n{note}");
     }
     println!();
+    let fused = Time::Taken(timing.fused);
     if let Some((name, baseline)) = timing.baseline {
-        println!("{name} / fused: {:.3}", baseline / timing.fused);
+        println!("{name} / fused: {}", baseline.over(fused).text(3));
     }
     if let Some(ratio) = timing.more["fused_to_sequential"].as_f64() {
         let sequential = O::SEQUENTIAL;
         println!("fused / {sequential}, median over the rounds: {ratio:.3}");
     }
-    println!("fused / ideal: {:.3}", timing.fused / timing.ideal);
+    println!("fused / ideal: {}", fused.over(timing.ideal).text(3));
 }
 
 /// Appends a line to the file of results, if there is one.
-fn record<B: Backend, T: Half, O: Operation<B, T>>(
+fn record<B: Backend, T: Multiplied, O: Operation<B, T>>(
     args: &Args,
     group: &Group<B>,
     run: &Run,
@@ -753,7 +920,7 @@ fn record<B: Backend, T: Half, O: Operation<B, T>>(
     } = run;
     let problem = json!({
         "op": O::NAME, "backend": B::NAME, "world": group.world_size(), "m": m, "n": n, "k": k,
-        "dtype": T::DTYPE.to_string(), "numerics": format!("{:?}", args.numerics), "stages": args.gather_stages, "max_rel_err": check.max_rel_err,
+        "dtype": T::DTYPE.to_string(), "out": O::OUT.to_string(), "scales": args.scales_name(), "numerics": format!("{:?}", args.numerics), "stages": args.gather_stages, "max_rel_err": check.max_rel_err,
         "max_abs_err": check.max_abs_err, "ok": check.ok(), "commit": commit(),
         "config": format!("{:?}", explanation.config), "predicted_us": explanation.micros(), "iters": args.iters, "unix_time": unix_time(),
     });
@@ -765,7 +932,7 @@ fn record<B: Backend, T: Half, O: Operation<B, T>>(
         .map(|(key, value)| (key.clone(), value.clone()));
     let mut line: Map<String, Value> = fields.collect();
     let rows = timing.rows.iter();
-    line.extend(rows.map(|row| (row.key.clone(), json!(row.time))));
+    line.extend(rows.map(|row| (row.key.clone(), row.time.into())));
     append(path, &Value::Object(line).to_string())
 }
 

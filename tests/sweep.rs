@@ -2,6 +2,8 @@
 
 #[path = "../benches/operations/sweep.rs"]
 mod sweep;
+#[path = "../benches/common/time.rs"]
+mod time;
 
 use std::collections::HashSet;
 
@@ -10,6 +12,7 @@ use sweep::{
     LARGEST, LARGEST_ON_HOST, Line, Split, Times, draw, draw_of_models, geometric_mean, percentile,
     summary,
 };
+use time::Time;
 
 #[test]
 fn shapes_are_within_bounds_and_multiples() {
@@ -93,12 +96,13 @@ fn line(m: usize, alone: f64, baseline: Option<f64>, fused: f64) -> Line {
         shape: [m, 512, 1024],
         config,
         times: Times {
-            alone,
-            cublaslt: None,
-            baseline,
+            alone: alone.into(),
+            cublaslt: Time::Absent,
+            fast: Time::Absent,
+            baseline: baseline.into(),
             fused,
-            ideal: 10.0,
-            predicted: None,
+            ideal: Time::Taken(10.0),
+            predicted: Time::Absent,
         },
     }
 }
@@ -144,4 +148,25 @@ fn what_cannot_be_timed_has_no_column_and_the_others_stand_below_their_titles() 
         assert_eq!(head.chars().count(), row.chars().count(), "{head}\n{row}");
         assert!(row.contains("push 128×224 c2×1 s1 1/2+cut"), "{row}");
     }
+}
+
+#[test]
+fn what_a_library_refuses_says_so_and_is_in_no_mean() {
+    let mut lines = [
+        line(64, 8.0, Some(10.0), 20.0),
+        line(65, 9.0, Some(40.0), 10.0),
+    ];
+    let [taken, refused] = &mut lines;
+    taken.times.cublaslt = Time::Taken(4.0);
+    refused.times.cublaslt = Time::Refused;
+    let [head, row] = [sweep::head(&taken.times), refused.row(1)];
+    assert_eq!(row.matches("refused").count(), 2, "{row}");
+    assert_eq!(head.chars().count(), row.chars().count(), "{head}\n{row}");
+    let summary = summary(&lines);
+    let mean = |(name, _): &&(String, _)| name == "alone / cuBLASLt, geometric mean";
+    let (_, values) = summary.iter().find(mean).unwrap();
+    assert_eq!(
+        values.each_ref().map(String::as_str),
+        ["2.000", "-", "-", "2.000"]
+    );
 }

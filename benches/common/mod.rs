@@ -3,6 +3,8 @@
 #![allow(dead_code)] // The quickstart uses a part of it.
 
 pub mod gather;
+pub mod scales;
+pub mod time;
 
 use std::fmt::{Display, Formatter};
 use std::ops::Range;
@@ -14,14 +16,37 @@ use comfy_table::{CellAlignment, Table};
 use gemm_common::Parallelism;
 use gemm_f64::gemm::f64::get_gemm_fn;
 use gemmesh::trace::Trace;
-use gemmesh::{Backend, Config, Error, Explanation, Group, Half, Result};
+use gemmesh::{
+    AddendOf, Backend, Config, DType, Element, Error, Explanation, F8E4M3, Group, Number, OutputOf,
+    Result, Scaling, WeightOf, bf16, f16,
+};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;
 use rayon::prelude::*;
+use scales::{BLOCK, ScaleValues};
+use time::Time;
+
+/// A type of both operands of a product.
+pub trait Multiplied: Element + WeightOf<Self> {
+    /// The type of bias, residual and partial sums.
+    type Addend: AddendOf<Self> + OutputOf<Self>;
+}
+
+impl Multiplied for bf16 {
+    type Addend = bf16;
+}
+
+impl Multiplied for f16 {
+    type Addend = f16;
+}
+
+impl Multiplied for F8E4M3 {
+    type Addend = bf16;
+}
 
 /// Normally distributed elements, the same for the same seed on every machine. After [`PERIOD`] of them they repeat.
-pub fn random<T: Half>(count: usize, seed: u64) -> Vec<T> {
+pub fn random<T: Number>(count: usize, seed: u64) -> Vec<T> {
     const BLOCK: usize = 1 << 16;
     // Its pages are first touched by all threads.
     let mut values: Vec<T> = bytemuck::zeroed_vec(count);
@@ -112,9 +137,53 @@ fn worse(x: f64, y: f64) -> f64 {
 ///
 /// With several of them, the output is the sum of their products.
 pub struct Factors<'a, T> {
-    pub a: &'a [T],
-    pub b: &'a [T],
-    pub k: usize,
+    a: &'a [T],
+    b: &'a [T],
+    k: usize,
+    /// The row of `a` that makes the output's first.
+    first: usize,
+    /// Those of `a` and of `b`.
+    scales: [Option<&'a ScaleValues>; 2],
+}
+
+impl<'a, T> Factors<'a, T> {
+    pub fn new(a: &'a [T], b: &'a [T], k: usize) -> Self {
+        Factors {
+            a,
+            b,
+            k,
+            first: 0,
+            scales: [None; 2],
+        }
+    }
+
+    /// Row `first` of `a` makes the output's first row.
+    pub fn at_row(self, first: usize) -> Self {
+        Factors { first, ..self }
+    }
+
+    /// Multiplies `a` and `b` by their scales.
+    pub fn scaled(self, scales: [Option<&'a ScaleValues>; 2]) -> Self {
+        Factors { scales, ..self }
+    }
+}
+
+/// Some values of an operand in float64, times their scales.
+fn widened<T: Number>(
+    values: &[T],
+    k: usize,
+    rows: impl Iterator<Item = usize>,
+    scales: Option<&ScaleValues>,
+) -> Vec<f64> {
+    let mut wide = Vec::new();
+    for row in rows {
+        let blocks = values[row * k..][..k].chunks(BLOCK).enumerate();
+        for (block, values) in blocks {
+            let scale = scales.map_or(1.0, |scales| scales.of(row, block));
+            wide.extend(values.iter().map(|x| f64::from(x.to_f32()) * scale));
+        }
+    }
+    wide
 }
 
 /// An element in float64.
@@ -130,9 +199,9 @@ pub struct Exact {
 
 /// Compares the given rows of `out`, [rows, N], with the float64 sum of `products`. `allowed` is how far rounding may
 /// move an element.
-pub fn check<T: Half>(
+pub fn check<T: Number, O: Number>(
     products: &[Factors<T>],
-    out: &[T],
+    out: &[O],
     n: usize,
     rows: &[usize],
     allowed: impl Fn(&Exact) -> f64 + Sync,
@@ -150,7 +219,7 @@ pub fn check<T: Half>(
         for (i, &row) in rows.iter().enumerate() {
             let found = &out[row * n + first..][..width];
             for (found, exact) in found.iter().zip(&exact[i * width..]) {
-                let error = (f64::from(found.to_f32()) - exact.value).abs();
+                let error = (f64::from(found.to_f32()) - nearest::<O>(exact.value)).abs();
                 check.add(error, error / allowed(exact));
                 largest = largest.max(exact.value.abs());
             }
@@ -173,23 +242,18 @@ pub fn check<T: Half>(
 }
 
 /// Some columns of the given rows of the sum of `products`, row after row.
-pub fn exact<T: Half>(
+pub fn exact<T: Number>(
     products: &[Factors<T>],
     rows: &[usize],
     columns: Range<usize>,
 ) -> Vec<Exact> {
     let width = columns.len();
     let mut exact = vec![Exact::default(); rows.len() * width];
-    for &Factors { a, b, k } in products {
-        let a: Vec<f64> = rows
-            .iter()
-            .flat_map(|&row| &a[row * k..][..k])
-            .map(|x| x.to_f32().into())
-            .collect();
-        let b: Vec<f64> = b[columns.start * k..columns.end * k]
-            .iter()
-            .map(|x| x.to_f32().into())
-            .collect();
+    for factors in products {
+        let &Factors { k, first, .. } = factors;
+        let [of_a, of_b] = factors.scales;
+        let a = widened(factors.a, k, rows.iter().map(|row| first + row), of_a);
+        let b = widened(factors.b, k, columns.clone(), of_b);
         let absolute = |values: &[f64]| -> Vec<f64> { values.iter().map(|x| x.abs()).collect() };
         let values = product(&a, &b, rows.len(), width, k);
         let magnitudes = product(&absolute(&a), &absolute(&b), rows.len(), width, k);
@@ -207,8 +271,32 @@ pub fn rows_within(products: usize, n: usize, k: usize) -> usize {
     (products / (n * k)).max(16)
 }
 
+/// How far the f32 sum of a product over `k` may be off, relative to Σ|a·b|. On GPUs tensor cores drop bits of fp8.
+pub fn sums_off<B: Backend, T: Number>(k: usize) -> f64 {
+    let parts = k.div_ceil(BLOCK) as f64;
+    match (T::DTYPE.is_fp8(), B::NAME == "host") {
+        (false, _) => (k as f64).sqrt() * 2f64.powi(-23),
+        // Each 128 products are summed apart.
+        (true, true) => (131.0 + parts) * 2f64.powi(-24),
+        (true, false) => 2f64.powi(-12) + (parts + 4.0) * 2f64.powi(-23),
+    }
+}
+
+/// The number of `T`'s range that is nearest to `x`. Only fp8 has a largest one that matters.
+pub fn nearest<T: Number>(x: f64) -> f64 {
+    match T::DTYPE {
+        DType::F8E4M3 => x.clamp(-448.0, 448.0),
+        _ => x,
+    }
+}
+
+/// How far a number that is within `off` of `x` may be from `x` when it has been rounded to `T`.
+pub fn rounded<T: Number>(x: f64, off: f64) -> f64 {
+    off + half_ulp::<T>(x.abs() + off)
+}
+
 /// Half the distance between `T`'s neighbours of `x`.
-pub fn half_ulp<T: Half>(x: f64) -> f64 {
+fn half_ulp<T: Number>(x: f64) -> f64 {
     let exponent = x.abs().log2().floor().max(T::MIN_EXPONENT.into());
     2f64.powf(exponent - f64::from(T::DIGITS))
 }
@@ -248,18 +336,25 @@ fn product(a: &[f64], b: &[f64], m: usize, n: usize, k: usize) -> Vec<f64> {
 }
 
 /// An operation on random operands, and the parts that are timed beside it.
-pub trait Operation<B: Backend, T: Half>: Sized {
+pub trait Operation<B: Backend, T: Multiplied>: Sized {
     /// The name of the call.
     const NAME: &'static str;
     /// The collective that it communicates by.
     const COLLECTIVE: &'static str;
     /// Its two parts, one after the other.
     const SEQUENTIAL: &'static str;
+    /// The type of its output.
+    const OUT: DType;
     /// A call that has been planned.
     type Prepared;
 
     /// A random problem of M, N and K. If rows are gathered, they come in `stages` stages. Collective.
-    fn random(group: &Group<B>, shape: [usize; 3], stages: usize) -> Result<Self>;
+    fn random(group: &Group<B>, shape: [usize; 3], stages: usize) -> Result<Self> {
+        Self::scaled(group, shape, stages, Scaling::None)
+    }
+    /// The same, with random scales of both operands. Collective.
+    fn scaled(group: &Group<B>, shape: [usize; 3], stages: usize, scaling: Scaling)
+    -> Result<Self>;
     /// M, N and K, and which of them are a rank's own.
     fn describe(shape: [usize; 3]) -> String;
     /// Plans it. Without a configuration, the backend chooses one.
@@ -292,13 +387,12 @@ pub struct Row {
     pub name: String,
     /// Its field in the JSON.
     pub key: String,
-    /// None if it can't be timed here.
-    pub time: Option<f64>,
+    pub time: Time,
 }
 
 impl Row {
-    pub fn new(name: impl Into<String>, key: impl Into<String>, time: Option<f64>) -> Row {
-        let (name, key) = (name.into(), key.into());
+    pub fn new(name: impl Into<String>, key: impl Into<String>, time: impl Into<Time>) -> Row {
+        let (name, key, time) = (name.into(), key.into(), time.into());
         Row { name, key, time }
     }
 }
@@ -322,7 +416,7 @@ pub struct Times {
 /// Times an operation and its parts in turn, `iterations` times after `warmup`.
 ///
 /// Every second round goes backwards. `progress` is called after each round.
-pub fn measure<B: Backend, T: Half, O: Operation<B, T>>(
+pub fn measure<B: Backend, T: Multiplied, O: Operation<B, T>>(
     group: &Group<B>,
     operation: &mut O,
     prepared: &O::Prepared,
@@ -358,11 +452,11 @@ pub fn measure<B: Backend, T: Half, O: Operation<B, T>>(
     let alone = format!("{} alone", O::COLLECTIVE);
     Ok(Times {
         rows: vec![
-            Row::new("matmul alone", "matmul_us", Some(matmul)),
-            Row::new(alone, key_of(O::COLLECTIVE), Some(collective)),
-            Row::new(O::SEQUENTIAL, "sequential_us", Some(sequential)),
-            Row::new("fused", "fused_us", Some(fused)),
-            Row::new("ideal", "ideal_us", Some(ideal)),
+            Row::new("matmul alone", "matmul_us", matmul),
+            Row::new(alone, key_of(O::COLLECTIVE), collective),
+            Row::new(O::SEQUENTIAL, "sequential_us", sequential),
+            Row::new("fused", "fused_us", fused),
+            Row::new("ideal", "ideal_us", ideal),
         ],
         sequential,
         fused,
@@ -410,8 +504,8 @@ pub fn table(rows: &[Row]) -> Table {
     table.load_style(NOTHING);
     table.set_header(["", "median µs"]);
     for Row { name, time, .. } in rows {
-        if let Some(time) = time {
-            table.add_row([name.clone(), format!("{time:.0}")]);
+        if *time != Time::Absent {
+            table.add_row([name.clone(), time.text(0)]);
         }
     }
     if let Some(column) = table.column_mut(1) {

@@ -6,15 +6,20 @@ use std::ops::Range;
 use clap::ValueEnum;
 use gemmesh::schedule::{Layout, Refusal};
 use gemmesh::{
-    Activation, AllGatherMatmul, Backend, Config, DType, Float, Group, Half, Host, Matmul,
-    MatmulAllReduce, MatmulReduceScatter, Matrix, Prepared, PreparedAllReduce, PreparedMatmul,
-    PreparedReduceScatter, Result, ShardedMatrix, WeightLayout,
+    Activation, AllGatherMatmul, Backend, Config, DType, Group, Host, Matmul, MatmulAllReduce,
+    MatmulReduceScatter, Matrix, Number as _, OutputOf, Prepared, PreparedAllReduce,
+    PreparedMatmul, PreparedReduceScatter, Result, Scaling, ShardedMatrix, WeightLayout,
 };
 use rayon::prelude::*;
-use serde_json::json;
+use serde_json::{Value, json};
 
-use crate::common::{self, Check, Exact, Factors, Failure, Row, random, rows_within, sample_rows};
-use crate::{Args, Op, PRODUCTS, Sweep, append, commit, sweep, unix_time};
+use crate::common::scales::{GatheredScales, Placed, ScaleValues};
+use crate::common::time::Time;
+use crate::common::{
+    self, Check, Exact, Factors, Failure, Multiplied, nearest, random, rows_within, sample_rows,
+    sums_off,
+};
+use crate::{Args, Op, PRODUCTS, Sweep, append, commit, sweep, types, unix_time};
 
 /// A step of the epilogue, which follows a product before it is stored.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -105,40 +110,41 @@ impl Form {
     }
 }
 
-/// The rows that a rank multiplies.
-enum Rows<B: Backend, T: Half> {
-    Own(Matrix<B, T>),
-    Gathered(ShardedMatrix<B, T>),
+/// The rows that a rank multiplies, with their scales.
+enum Rows<B: Backend, T: Multiplied> {
+    Own(Matrix<B, T>, Placed<B>),
+    Gathered(ShardedMatrix<B, T>, GatheredScales<B>),
 }
 
 /// The operands of a form.
-struct Operands<B: Backend, T: Half> {
+struct Operands<B: Backend, T: Multiplied> {
     op: Op,
     form: Form,
     group: Group<B>,
     m: usize,
     k: usize,
     a: Rows<B, T>,
-    weights: Vec<Matrix<B, T>>,
-    bias: Option<Matrix<B, T>>,
-    residual: Option<Matrix<B, T>>,
+    weights: Vec<(Matrix<B, T>, Placed<B>)>,
+    scaling: Scaling,
+    bias: Option<Matrix<B, T::Addend>>,
+    residual: Option<Matrix<B, T::Addend>>,
 }
 
 /// The outputs.
-enum Out<B: Backend, T: Half> {
-    Own(Vec<Matrix<B, T>>),
+enum Out<B: Backend, T: Multiplied, O: OutputOf<T>> {
+    Own(Vec<Matrix<B, O>>),
     Wide(Vec<Matrix<B, f32>>),
-    Shared(ShardedMatrix<B, T>),
+    Shared(ShardedMatrix<B, T::Addend>),
 }
 
-enum Call<'a, B: Backend, T: Half> {
+enum Call<'a, B: Backend, T: Multiplied> {
     Alone(PreparedMatmul<'a, B, T>),
     Gathers(Prepared<'a, B, T>),
     Scatters(PreparedReduceScatter<'a, B, T>),
     Reduces(PreparedAllReduce<'a, B, T>),
 }
 
-impl<B: Backend, T: Half> Call<'_, B, T> {
+impl<B: Backend, T: Multiplied> Call<'_, B, T> {
     fn config(&self) -> Config {
         match self {
             Call::Alone(call) => call.config(),
@@ -150,36 +156,52 @@ impl<B: Backend, T: Half> Call<'_, B, T> {
 }
 
 /// The elements of a rank's weight number `weight`, [N, K].
-fn weight_of<T: Half>(rank: usize, weight: usize, n: usize, k: usize) -> Vec<T> {
+fn weight_of<T: Multiplied>(rank: usize, weight: usize, n: usize, k: usize) -> Vec<T> {
     random(n * k, 1001 + 16 * rank as u64 + weight as u64)
 }
 
 /// A rank's rows, or its part of K of all.
-fn rows_of<T: Half>(rank: usize, count: usize) -> Vec<T> {
+fn rows_of<T: Multiplied>(rank: usize, count: usize) -> Vec<T> {
     random(count, 1 + rank as u64)
 }
+
+const SCALES: u64 = 400_001;
 
 const BIAS: u64 = 500_001;
 const RESIDUAL: u64 = 500_002;
 
-impl<B: Backend, T: Half> Operands<B, T> {
-    fn random(group: &Group<B>, op: Op, [m, k]: [usize; 2], form: Form) -> Result<Self> {
+impl<B: Backend, T: Multiplied> Operands<B, T> {
+    fn random(
+        group: &Group<B>,
+        op: Op,
+        [m, k]: [usize; 2],
+        form: Form,
+        scaling: Scaling,
+    ) -> Result<Self> {
         let rank = group.rank();
         let a = match op {
             Op::AllGatherMatmul => {
                 let mut a = group.sharded::<T>(m, k)?;
                 let count = a.rows().len() * k;
                 a.shard_mut().copy_from_host(&rows_of::<T>(rank, count))?;
-                Rows::Gathered(a)
+                let scales = GatheredScales::random(group, scaling, [m, k], 1, SCALES)?;
+                Rows::Gathered(a, scales)
             }
-            _ => Rows::Own(group.upload(&rows_of::<T>(rank, m * k), m, k)?),
+            _ => {
+                let scales = scales_of_rows(scaling, rank, [m, k]);
+                let placed = Placed::new(group, scales.as_ref())?;
+                Rows::Own(group.upload(&rows_of::<T>(rank, m * k), m, k)?, placed)
+            }
         };
-        let upload = |(weight, &n): (usize, &usize)| -> Result<Matrix<B, T>> {
+        let terms = terms(group, op, k);
+        let upload = |(weight, &n): (usize, &usize)| -> Result<_> {
             let values = weight_of::<T>(rank, weight, n, k);
-            match form.layout {
+            let scales = scales_of_weight(scaling, (rank, weight), [n, k], terms);
+            let matrix = match form.layout {
                 WeightLayout::Nk => group.upload(&values, n, k),
                 WeightLayout::Kn => group.upload(&turned(&values, k), k, n),
-            }
+            };
+            Ok((matrix?, Placed::new(group, scales.as_ref())?))
         };
         let weights = form
             .widths
@@ -188,11 +210,11 @@ impl<B: Backend, T: Half> Operands<B, T> {
             .map(upload)
             .collect::<Result<_>>()?;
         let columns = form.multiplied();
-        let bias = || group.upload(&random::<T>(columns, BIAS), 1, columns);
+        let bias = || group.upload(&random(columns, BIAS), 1, columns);
         let n = form.outputs()[0];
         let own = own_rows(group, op, m)?;
         let residual = || -> Result<_> {
-            let all = random::<T>(m * n, RESIDUAL);
+            let all = random::<T::Addend>(m * n, RESIDUAL);
             let rows = if op == Op::MatmulAllReduce { 0..m } else { own };
             group.upload(&all[rows.start * n..rows.end * n], rows.len(), n)
         };
@@ -203,13 +225,14 @@ impl<B: Backend, T: Half> Operands<B, T> {
             k,
             a,
             weights,
+            scaling,
             bias: form.has(Epilogue::Bias).then(bias).transpose()?,
             residual: form.has(Epilogue::Residual).then(residual).transpose()?,
             form,
         })
     }
 
-    fn outputs(&self) -> Result<Out<B, T>> {
+    fn outputs<O: OutputOf<T>>(&self) -> Result<Out<B, T, O>> {
         let rows = own_rows(&self.group, self.op, self.m)?.len();
         let widths = self.form.outputs().iter();
         Ok(match self.op {
@@ -219,21 +242,30 @@ impl<B: Backend, T: Half> Operands<B, T> {
                 Out::Wide(widths.map(make).collect::<Result<_>>()?)
             }
             _ => {
-                let nan = T::from_f32(f32::NAN);
+                let nan = O::from_f32(f32::NAN);
                 let make = |&n: &usize| self.group.upload(&vec![nan; rows * n], rows, n);
                 Out::Own(widths.map(make).collect::<Result<_>>()?)
             }
         })
     }
 
-    fn prepare<'a>(&'a self, out: &Out<B, T>, config: Option<Config>) -> Result<Call<'a, B, T>> {
+    fn prepare<'a, O: OutputOf<T>>(
+        &'a self,
+        out: &Out<B, T, O>,
+        config: Option<Config>,
+    ) -> Result<Call<'a, B, T>> {
         let form = &self.form;
+        let of_a = match &self.a {
+            Rows::Own(..) => self.scaling,
+            Rows::Gathered(_, scales) => scales.scaling(),
+        };
         /// Sets the options that all operations have.
         macro_rules! told {
             ($operation:expr) => {{
                 let mut operation = $operation
                     .activation(form.activation())
-                    .weight_layout(form.layout);
+                    .weight_layout(form.layout)
+                    .scaling(of_a, self.scaling);
                 if let Some(bias) = &self.bias {
                     operation = operation.bias(bias);
                 }
@@ -255,61 +287,65 @@ impl<B: Backend, T: Half> Operands<B, T> {
         if form.has(Epilogue::Gated) {
             (product, gathers) = (product.gated(), gathers.gated());
         }
-        if form.has(Epilogue::F32) {
-            (product, gathers) = (
-                product.output_dtype(DType::F32),
-                gathers.output_dtype(DType::F32),
-            );
-            scatters = scatters.output_dtype(DType::F32);
-        }
+        let out_dtype = match form.has(Epilogue::F32) {
+            true => DType::F32,
+            false => O::DTYPE,
+        };
+        (product, gathers) = (
+            product.output_dtype(out_dtype),
+            gathers.output_dtype(out_dtype),
+        );
+        scatters = scatters.output_dtype(out_dtype);
         Ok(match (&self.a, out) {
-            (Rows::Gathered(a), _) => Call::Gathers(gathers.prepare(a, &form.widths[..])?),
-            (Rows::Own(a), Out::Shared(out)) => Call::Reduces(reduces.prepare(a, out)?),
-            (Rows::Own(a), _) if self.op == Op::MatmulReduceScatter => {
+            (Rows::Gathered(a, _), _) => Call::Gathers(gathers.prepare(a, &form.widths[..])?),
+            (Rows::Own(a, _), Out::Shared(out)) => Call::Reduces(reduces.prepare(a, out)?),
+            (Rows::Own(a, _), _) if self.op == Op::MatmulReduceScatter => {
                 Call::Scatters(scatters.prepare(a, form.widths[0])?)
             }
             _ => Call::Alone(product.prepare(&self.group, [self.m, self.k], &form.widths[..])?),
         })
     }
 
-    fn run(&self, call: &Call<B, T>, out: &mut Out<B, T>) -> Result<()> {
-        let weights = || self.weights.iter().map(Matrix::view);
+    fn run<O: OutputOf<T>>(&self, call: &Call<B, T>, out: &mut Out<B, T, O>) -> Result<()> {
+        let weights = self.weights.iter();
+        let weights = || weights.clone().map(|(b, scales)| scales.of(b));
         macro_rules! to {
             ($outputs:expr) => {
-                $outputs.iter_mut().map(Matrix::view_mut)
+                $outputs
+                    .iter_mut()
+                    .map(Matrix::view_mut)
+                    .collect::<gemmesh::Outputs<_, _>>()
             };
         }
-        let b = &self.weights[0];
+        let all = || weights().collect::<gemmesh::Weights<_, _>>();
         match (call, &self.a, out) {
-            (Call::Alone(call), Rows::Own(a), Out::Own(out)) => call.run(
-                a,
-                weights().collect::<gemmesh::Weights<_, _>>(),
-                to!(out).collect::<gemmesh::Outputs<_, _>>(),
-            ),
-            (Call::Alone(call), Rows::Own(a), Out::Wide(out)) => call.run(
-                a,
-                weights().collect::<gemmesh::Weights<_, _>>(),
-                to!(out).collect::<gemmesh::Outputs<_, _>>(),
-            ),
-            (Call::Gathers(call), Rows::Gathered(a), Out::Own(out)) => call.run(
-                a,
-                weights().collect::<gemmesh::Weights<_, _>>(),
-                to!(out).collect::<gemmesh::Outputs<_, _>>(),
-            ),
-            (Call::Gathers(call), Rows::Gathered(a), Out::Wide(out)) => call.run(
-                a,
-                weights().collect::<gemmesh::Weights<_, _>>(),
-                to!(out).collect::<gemmesh::Outputs<_, _>>(),
-            ),
-            (Call::Scatters(call), Rows::Own(a), Out::Own(out)) => call.run(a, b, &mut out[0]),
-            (Call::Scatters(call), Rows::Own(a), Out::Wide(out)) => call.run(a, b, &mut out[0]),
-            (Call::Reduces(call), Rows::Own(a), Out::Shared(out)) => call.run(a, b, out),
+            (Call::Alone(call), Rows::Own(a, scales), Out::Own(out)) => {
+                call.run(scales.of(a), all(), to!(out))
+            }
+            (Call::Alone(call), Rows::Own(a, scales), Out::Wide(out)) => {
+                call.run(scales.of(a), all(), to!(out))
+            }
+            (Call::Gathers(call), Rows::Gathered(a, scales), Out::Own(out)) => {
+                call.run(scales.of(a), all(), to!(out))
+            }
+            (Call::Gathers(call), Rows::Gathered(a, scales), Out::Wide(out)) => {
+                call.run(scales.of(a), all(), to!(out))
+            }
+            (Call::Scatters(call), Rows::Own(a, scales), Out::Own(out)) => {
+                call.run(scales.of(a), all(), &mut out[0])
+            }
+            (Call::Scatters(call), Rows::Own(a, scales), Out::Wide(out)) => {
+                call.run(scales.of(a), all(), &mut out[0])
+            }
+            (Call::Reduces(call), Rows::Own(a, scales), Out::Shared(out)) => {
+                call.run(scales.of(a), all(), out)
+            }
             _ => unreachable!("a call is prepared for its operands"),
         }
     }
 
     /// Compares the output with float64, or some rows of it if all take more than `products` products.
-    fn check(&self, out: &mut Out<B, T>, products: usize) -> Result<Check> {
+    fn check<O: OutputOf<T>>(&self, out: &mut Out<B, T, O>, products: usize) -> Result<Check> {
         let mut check = Check::default();
         let own = own_rows(&self.group, self.op, self.m)?;
         let seed = 7 + own.start as u64;
@@ -319,7 +355,7 @@ impl<B: Backend, T: Half> Operands<B, T> {
         self.follow(&mut exact);
         if self.residual.is_some() {
             let n = self.form.outputs()[0];
-            let all: Vec<T> = random(self.m * n, RESIDUAL);
+            let all: Vec<T::Addend> = random(self.m * n, RESIDUAL);
             let place = own.start * n;
             for (index, number) in exact[0].iter_mut().enumerate() {
                 let residual = all[place + rows[index / n] * n + index % n];
@@ -347,24 +383,30 @@ impl<B: Backend, T: Half> Operands<B, T> {
             _ => (self.group.rank()..self.group.rank() + 1, false),
         };
         let a = self.multiplied_rows(ranks.clone())?;
-        let begin = if of_k { first } else { 0 } * self.k;
-        let bias: Vec<T> = random(self.form.multiplied(), BIAS);
+        let of_a = self.scales_of_multiplied_rows(ranks.clone())?;
+        let first = if of_k { first } else { 0 };
+        let terms = terms(&self.group, self.op, self.k);
+        let bias: Vec<T::Addend> = random(self.form.multiplied(), BIAS);
         let mut bias = &bias[..];
         let mut exact = Vec::new();
         for (weight, &n) in self.form.widths.iter().enumerate() {
             let of = |rank| weight_of(rank, weight, n, self.k);
             let b: Vec<Vec<T>> = ranks.clone().map(of).collect();
-            let factors = a.iter().zip(&b).map(|(a, b)| Factors {
-                a: &a[begin..],
-                b,
-                k: self.k,
+            let of_b = ranks
+                .clone()
+                .map(|rank| scales_of_weight(self.scaling, (rank, weight), [n, self.k], terms));
+            let of_b: Vec<Option<ScaleValues>> = of_b.collect();
+            let operands = a.iter().zip(&b).zip(of_a.iter().zip(&of_b));
+            let factors = operands.map(|((a, b), (of_a, of_b))| {
+                let factors = Factors::new(a, b, self.k).at_row(first);
+                factors.scaled([of_a.as_ref(), of_b.as_ref()])
             });
             let factors: Vec<Factors<T>> = factors.collect();
-            let terms = self.k * factors.len();
+            let off = sums_off::<B, T>(self.k * factors.len());
             let mut numbers = in_blocks(&factors, rows, n, |exact| {
-                let sums = (terms as f64).sqrt() * 2f64.powi(-23) * exact.magnitude;
+                let sums = off * exact.magnitude;
                 let off = if of_k {
-                    sums + exact.products * 2f64.powi(-T::DIGITS)
+                    sums + exact.products * 2f64.powi(-T::Addend::DIGITS)
                 } else {
                     sums
                 };
@@ -388,13 +430,24 @@ impl<B: Backend, T: Half> Operands<B, T> {
     fn multiplied_rows(&self, ranks: Range<usize>) -> Result<Vec<Vec<T>>> {
         let (world, k) = (self.group.world_size(), self.k);
         Ok(match &self.a {
-            Rows::Gathered(_) => {
+            Rows::Gathered(..) => {
                 let layout = Layout::balanced(self.m, k, world)
                     .map_err(Refusal::of(self.group.rank(), "Layout::balanced"))?;
                 let of = |rank| rows_of::<T>(rank, layout.rows_of(rank).len() * k);
                 vec![(0..world).flat_map(of).collect()]
             }
-            Rows::Own(_) => ranks.map(|rank| rows_of(rank, self.m * k)).collect(),
+            Rows::Own(..) => ranks.map(|rank| rows_of(rank, self.m * k)).collect(),
+        })
+    }
+
+    /// Their scales.
+    fn scales_of_multiplied_rows(&self, ranks: Range<usize>) -> Result<Vec<Option<ScaleValues>>> {
+        let shape = [self.m, self.k];
+        Ok(match &self.a {
+            Rows::Gathered(_, scales) => vec![scales.values()?],
+            Rows::Own(..) => ranks
+                .map(|rank| scales_of_rows(self.scaling, rank, shape))
+                .collect(),
         })
     }
 
@@ -410,6 +463,30 @@ impl<B: Backend, T: Half> Operands<B, T> {
             *gate = gate.times(up);
         }
     }
+}
+
+/// How many products are added up in an element.
+fn terms<B: Backend>(group: &Group<B>, op: Op, k: usize) -> usize {
+    match op {
+        Op::MatmulReduceScatter | Op::MatmulAllReduce => k * group.world_size(),
+        _ => k,
+    }
+}
+
+/// The scales of the rows that a rank has.
+fn scales_of_rows(scaling: Scaling, rank: usize, shape: [usize; 2]) -> Option<ScaleValues> {
+    ScaleValues::of_rows(scaling, shape, SCALES + 1000 + rank as u64)
+}
+
+/// The scales of a rank's weight.
+fn scales_of_weight(
+    scaling: Scaling,
+    (rank, weight): (usize, usize),
+    shape: [usize; 2],
+    terms: usize,
+) -> Option<ScaleValues> {
+    let seed = SCALES + 2000 + (16 * rank + weight) as u64;
+    ScaleValues::of_weight(scaling, shape, terms, seed)
 }
 
 /// The rows of the output, of M, that this rank makes.
@@ -470,7 +547,7 @@ impl Number {
 }
 
 /// [`common::exact`] of all columns, by several threads.
-pub fn in_blocks<T: Half>(
+pub fn in_blocks<T: gemmesh::Number>(
     factors: &[Factors<T>],
     rows: &[usize],
     n: usize,
@@ -508,11 +585,17 @@ pub fn in_blocks<T: Half>(
 }
 
 /// Compares the given rows of an output of `n` columns with what they should be.
-pub fn compare<T: Float>(check: &mut Check, exact: &[Number], out: &[T], rows: &[usize], n: usize) {
+pub fn compare<T: gemmesh::Number>(
+    check: &mut Check,
+    exact: &[Number],
+    out: &[T],
+    rows: &[usize],
+    n: usize,
+) {
     let mut largest = 0f64;
     for (exact, &row) in exact.chunks_exact(n).zip(rows) {
         for (exact, found) in exact.iter().zip(&out[row * n..]) {
-            let error = (f64::from(found.to_f32()) - exact.exact).abs();
+            let error = (f64::from(found.to_f32()) - nearest::<T>(exact.exact)).abs();
             let rounding = (exact.exact.abs() + exact.off) * 2f64.powi(-T::DIGITS);
             // This also holds for numbers near zero, which have fewer digits.
             let allowed = 1.001 * (exact.off + rounding) + 2f64.powi(T::MIN_EXPONENT - T::DIGITS);
@@ -524,7 +607,7 @@ pub fn compare<T: Float>(check: &mut Check, exact: &[Number], out: &[T], rows: &
 }
 
 /// Transposes a matrix of `columns` columns.
-fn turned<T: Half>(values: &[T], columns: usize) -> Vec<T> {
+fn turned<T: Multiplied>(values: &[T], columns: usize) -> Vec<T> {
     let rows = values.len() / columns;
     let mut turned: Vec<T> = bytemuck::zeroed_vec(values.len());
     let lines = turned.par_chunks_mut(rows).enumerate();
@@ -537,26 +620,38 @@ fn turned<T: Half>(values: &[T], columns: usize) -> Vec<T> {
     turned
 }
 
+/// A product of one rank, for a different library.
+pub struct Product<'a, B: Backend, T: Multiplied> {
+    pub a: &'a Matrix<B, T>,
+    pub b: &'a Matrix<B, T>,
+    pub scales: [Option<ScaleValues>; 2],
+    pub out: DType,
+    pub fast_accumulation: bool,
+}
+
+/// A product that a different library has prepared.
+pub enum Peer<'a> {
+    Prepared(Box<dyn Fn() -> Result<()> + 'a>),
+    Refused,
+    /// There is no such library here.
+    Absent,
+}
+
 /// A clock for the calls of a backend.
-pub trait Clock<B: Backend, T: Half>: Sized {
+pub trait Clock<B: Backend, T: Multiplied>: Sized {
     fn new(group: &Group<B>) -> Result<Self>;
     /// Microseconds that the work takes that `run` begins. Collective.
     fn time(&self, run: impl FnOnce() -> Result<()>) -> Result<f64>;
-    /// `a · bᵀ` by a different library, if there is one here.
-    #[allow(clippy::type_complexity)]
-    fn peer<'a>(
-        &'a self,
-        _a: &'a Matrix<B, T>,
-        _b: &'a Matrix<B, T>,
-    ) -> Result<Option<Box<dyn Fn() -> Result<()> + 'a>>> {
-        Ok(None)
+    /// The product by a different library.
+    fn peer<'a>(&'a self, _product: Product<'a, B, T>) -> Result<Peer<'a>> {
+        Ok(Peer::Absent)
     }
 }
 
 /// The time on the wall.
 pub struct Wall(Group<Host>);
 
-impl<T: Half> Clock<Host, T> for Wall {
+impl<T: Multiplied> Clock<Host, T> for Wall {
     fn new(group: &Group<Host>) -> Result<Self> {
         Ok(Wall(group.clone()))
     }
@@ -571,17 +666,29 @@ impl<T: Half> Clock<Host, T> for Wall {
 }
 
 /// The variants that are timed: their titles, and their fields in the JSON.
-const VARIANTS: [(&str, &str); 4] = [
+const VARIANTS: [(&str, &str); 5] = [
     ("as problem", "form_us"),
     ("plain: one weight [N, K] of all columns", "plain_us"),
     ("plain: a call for each weight", "calls_us"),
     ("cuBLASLt, one weight [N, K] of all columns", "cublaslt_us"),
+    ("cuBLASLt with fast accumulation", "cublaslt_fast_us"),
 ];
 /// The ratios of the first variant to the others.
-const RATIOS: [(&str, usize); 3] = [("/ plain", 1), ("/ calls", 2), ("/ cuBLASLt", 3)];
+const RATIOS: [(&str, usize); 4] = [
+    ("/ plain", 1),
+    ("/ calls", 2),
+    ("/ cuBLASLt", 3),
+    ("/ fast cuBLASLt", 4),
+];
 
 /// Times products of the form that is asked for.
-pub fn run<B: Backend, T: Half, C: Clock<B, T>>(args: &Args) -> Result<(), Failure> {
+pub fn run<B, T, O, C>(args: &Args) -> Result<(), Failure>
+where
+    B: Backend,
+    T: Multiplied,
+    O: OutputOf<T>,
+    C: Clock<B, T>,
+{
     check(args)?;
     let group = args.group::<B>()?;
     let clock = C::new(&group)?;
@@ -590,14 +697,20 @@ pub fn run<B: Backend, T: Half, C: Clock<B, T>>(args: &Args) -> Result<(), Failu
     let mut ratios: Vec<Vec<(usize, f64)>> = vec![Vec::new(); RATIOS.len()];
     for (index, [m, n, k]) in args.shapes().into_iter().enumerate() {
         let form = Form::of(args, n);
-        let (check, config, times) = time(args, &group, &clock, [m, k], &form, products)
-            .map_err(|failure| failure.of(format!("M = {m}, N = {n}, K = {k}")))?;
+        let (check, config, times) =
+            time::<B, T, O, C>(args, &group, &clock, [m, k], &form, products)
+                .map_err(|failure| failure.of(format!("M = {m}, N = {n}, K = {k}")))?;
         for (ratios, &(_, variant)) in ratios.iter_mut().zip(&RATIOS) {
-            ratios.extend(times[variant].map(|time| (m, times[0].unwrap_or(f64::NAN) / time)));
+            let ratio = times[0].over(times[variant]);
+            ratios.extend(ratio.get().map(|ratio| (m, ratio)));
         }
         if group.rank() > 0 {
             continue;
         }
+        let out = match form.has(Epilogue::F32) {
+            true => DType::F32,
+            false => O::DTYPE,
+        };
         if index == 0 {
             println!(
                 "\n{:?} {}, {} backend, {} ranks, {}",
@@ -605,23 +718,22 @@ pub fn run<B: Backend, T: Half, C: Clock<B, T>>(args: &Args) -> Result<(), Failu
                 described(args),
                 B::NAME,
                 group.world_size(),
-                T::DTYPE
+                types::<T>(args, out)
             );
             println!("medians in µs: {}", titles(&times));
         }
-        let line = line(index, [m, k], &form, &config, &times, &ratios);
+        let line = line(index, [m, k], &form, &config, &times);
         println!("{line}");
         if let Some(path) = &args.json {
-            let rows = VARIANTS
-                .iter()
-                .zip(times)
-                .map(|(&(name, key), time)| Row::new(name, key, time));
             let mut object = json!({
                 "op": format!("{:?}", args.op), "form": described(args), "backend": B::NAME, "world": group.world_size(),
-                "m": m, "widths": form.widths, "k": k, "dtype": T::DTYPE.to_string(), "numerics": format!("{:?}", args.numerics), "max_rel_err": check.max_rel_err,
+                "m": m, "widths": form.widths, "k": k, "dtype": T::DTYPE.to_string(), "out": out.to_string(), "scales": args.scales_name(),
+                "numerics": format!("{:?}", args.numerics), "max_rel_err": check.max_rel_err,
                 "ok": check.ok(), "config": format!("{config:?}"), "iters": args.iters, "commit": commit(), "unix_time": unix_time(),
             });
-            rows.for_each(|row| object[row.key] = json!(row.time));
+            for ((_, key), time) in VARIANTS.iter().zip(times) {
+                object[key] = Value::from(time);
+            }
             append(path, &object.to_string())?;
         }
     }
@@ -632,26 +744,20 @@ pub fn run<B: Backend, T: Half, C: Clock<B, T>>(args: &Args) -> Result<(), Failu
 }
 
 /// A shape's line of the table.
-fn line(
-    index: usize,
-    [m, k]: [usize; 2],
-    form: &Form,
-    config: &Config,
-    times: &[Option<f64>],
-    ratios: &[Vec<(usize, f64)>],
-) -> String {
+fn line(index: usize, [m, k]: [usize; 2], form: &Form, config: &Config, times: &[Time]) -> String {
     let mut line = format!(
         "{:>4} {m:>6} {:>16} {k:>6}  {:<29}",
         index + 1,
         format!("{:?}", form.widths),
         sweep::in_short(config)
     );
-    for time in times.iter().flatten() {
-        let _ = write!(line, " {time:>9.1}");
+    for time in times.iter().filter(|&&time| time != Time::Absent) {
+        let _ = write!(line, " {:>9}", time.text(1));
     }
-    let last = |(&(name, _), all): (&(_, usize), &Vec<(usize, f64)>)| Some((name, *all.last()?));
-    for (name, (_, ratio)) in RATIOS.iter().zip(ratios).filter_map(last) {
-        let _ = write!(line, "  {name} {ratio:.3}");
+    for (name, variant) in RATIOS {
+        if let Some(ratio) = times[0].over(times[variant]).get() {
+            let _ = write!(line, "  {name} {ratio:.3}");
+        }
     }
     line
 }
@@ -725,25 +831,31 @@ fn described(args: &Args) -> String {
     words.join(", ")
 }
 
-fn titles(times: &[Option<f64>]) -> String {
+fn titles(times: &[Time]) -> String {
     let there = VARIANTS
         .iter()
         .zip(times)
-        .filter(|(_, time)| time.is_some());
+        .filter(|(_, time)| **time != Time::Absent);
     let titles: Vec<&str> = there.map(|(&(title, _), _)| title).collect();
     titles.join("; ")
 }
 
 /// Verifies a form, and times it beside others. Returns the medians of [`VARIANTS`].
-fn time<B: Backend, T: Half, C: Clock<B, T>>(
+fn time<B, T, O, C>(
     args: &Args,
     group: &Group<B>,
     clock: &C,
     [m, k]: [usize; 2],
     form: &Form,
     products: usize,
-) -> Result<(Check, Config, [Option<f64>; VARIANTS.len()]), Failure> {
-    let make = |form: Form| Operands::<B, T>::random(group, args.op, [m, k], form);
+) -> Result<(Check, Config, [Time; VARIANTS.len()]), Failure>
+where
+    B: Backend,
+    T: Multiplied,
+    O: OutputOf<T>,
+    C: Clock<B, T>,
+{
+    let make = |form: Form| Operands::<B, T>::random(group, args.op, [m, k], form, args.scaling());
     let problem = make(form.clone())?;
     let plain = make(Form::plain(form.multiplied()))?;
     let each = match form.widths.len() {
@@ -757,7 +869,7 @@ fn time<B: Backend, T: Half, C: Clock<B, T>>(
     let all: Vec<&Operands<B, T>> = [&problem, &plain].into_iter().chain(&each).collect();
     let mut outs = all
         .iter()
-        .map(|one| one.outputs())
+        .map(|one| one.outputs::<O>())
         .collect::<Result<Vec<_>>>()?;
     let calls: Vec<Call<B, T>> = all
         .iter()
@@ -775,27 +887,52 @@ fn time<B: Backend, T: Half, C: Clock<B, T>>(
     if !check.ok() {
         return Err(Failure::Wrong(check));
     }
-    let peer = match (&plain.a, args.op) {
-        (Rows::Own(a), Op::Matmul) => clock.peer(a, &plain.weights[0])?,
-        _ => None,
+    let peer = |fast_accumulation: bool| match (&plain.a, args.op) {
+        (Rows::Own(a, _), Op::Matmul) => {
+            let (rank, n) = (group.rank(), plain.form.widths[0]);
+            clock.peer(Product {
+                a,
+                b: &plain.weights[0].0,
+                scales: [
+                    scales_of_rows(plain.scaling, rank, [m, k]),
+                    scales_of_weight(plain.scaling, (rank, 0), [n, k], k),
+                ],
+                out: O::DTYPE,
+                fast_accumulation,
+            })
+        }
+        _ => Ok(Peer::Absent),
     };
-    let there = [true, true, !each.is_empty(), peer.is_some()];
+    let peers = [
+        peer(false)?,
+        match args.fast_accumulation {
+            true => peer(true)?,
+            false => Peer::Absent,
+        },
+    ];
+    let [promoted, fast] = peers
+        .each_ref()
+        .map(|peer| matches!(peer, Peer::Prepared(_)));
+    let there = [true, true, !each.is_empty(), promoted, fast];
     let run = |variant: usize| match variant {
         0 | 1 => all[variant].run(&calls[variant], &mut outs[variant]),
         2 => (2..all.len()).try_for_each(|one| all[one].run(&calls[one], &mut outs[one])),
-        _ => peer.iter().try_for_each(|peer| peer()),
+        _ => match &peers[variant - 3] {
+            Peer::Prepared(run) => run(),
+            Peer::Refused | Peer::Absent => Ok(()),
+        },
     };
     let samples = samples::<B, T, C>(args, clock, there, run)?;
     let times = common::medians(&common::slowest(group, &samples)?);
-    Ok((
-        check,
-        config,
-        std::array::from_fn(|variant| there[variant].then_some(times[variant])),
-    ))
+    let time = |variant: usize| match peers.get(variant.wrapping_sub(3)) {
+        Some(Peer::Refused) => Time::Refused,
+        _ => there[variant].then_some(times[variant]).into(),
+    };
+    Ok((check, config, std::array::from_fn(time)))
 }
 
 /// The times of those variants that are `there`, in turn.
-fn samples<B: Backend, T: Half, C: Clock<B, T>>(
+fn samples<B: Backend, T: Multiplied, C: Clock<B, T>>(
     args: &Args,
     clock: &C,
     there: [bool; VARIANTS.len()],

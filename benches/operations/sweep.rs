@@ -7,6 +7,8 @@ use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 
+use crate::time::Time;
+
 /// The largest M, N and K that are drawn for GPUs.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub const LARGEST: [usize; 3] = [16384, 28672, 28672];
@@ -102,40 +104,54 @@ fn log_uniform(rng: &mut SmallRng, least: usize, most: usize) -> usize {
     (logarithm.exp() as usize).clamp(least, most)
 }
 
-/// Times of a shape in microseconds. A time is none if it can't be measured here.
+/// Times of a shape in microseconds.
 #[derive(Clone, Copy, Debug)]
 pub struct Times {
     /// gemmesh's product without its communication.
-    pub alone: f64,
-    pub cublaslt: Option<f64>,
+    pub alone: Time,
+    pub cublaslt: Time,
+    /// cuBLASLt with fast accumulation.
+    pub fast: Time,
     /// The time of the baseline.
-    pub baseline: Option<f64>,
+    pub baseline: Time,
     pub fused: f64,
-    pub ideal: f64,
+    pub ideal: Time,
     /// The predicted time of `fused`.
-    pub predicted: Option<f64>,
+    pub predicted: Time,
 }
 
 impl Times {
+    fn fused(&self) -> Time {
+        Time::Taken(self.fused)
+    }
+
     /// The error of the prediction, relative to the time.
     fn misprediction(&self) -> Option<f64> {
-        self.predicted.map(|time| (time / self.fused - 1.0).abs())
+        let ratio = self.predicted.over(self.fused());
+        ratio.get().map(|ratio| (ratio - 1.0).abs())
     }
 
-    fn alone_to_cublaslt(&self) -> Option<f64> {
-        self.cublaslt.map(|time| self.alone / time)
+    fn alone_to_cublaslt(&self) -> Time {
+        self.alone.over(self.cublaslt)
     }
 
-    fn fused_to_baseline(&self) -> Option<f64> {
-        self.baseline.map(|time| self.fused / time)
+    fn alone_to_fast(&self) -> Time {
+        self.alone.over(self.fast)
     }
 
-    fn fused_to_ideal(&self) -> Option<f64> {
-        Some(self.fused / self.ideal)
+    fn fused_to_baseline(&self) -> Time {
+        self.fused().over(self.baseline)
     }
 
-    fn excess(&self) -> f64 {
-        self.fused - self.alone
+    fn fused_to_ideal(&self) -> Time {
+        self.fused().over(self.ideal)
+    }
+
+    fn excess(&self) -> Time {
+        match self.alone {
+            Time::Taken(alone) => Time::Taken(self.fused - alone),
+            other => other,
+        }
     }
 }
 
@@ -146,21 +162,23 @@ pub struct Line {
     pub times: Times,
 }
 
-/// A time or a ratio, if it is there.
-type Value = fn(&Times) -> Option<f64>;
+/// A time or a ratio.
+type Value = fn(&Times) -> Time;
 /// A column of the table: its title, its decimals and its value.
 type Column = (&'static str, usize, Value);
 
-const COLUMNS: [Column; 10] = [
-    ("alone", 1, |times| Some(times.alone)),
+const COLUMNS: [Column; 12] = [
+    ("alone", 1, |times| times.alone),
     ("cuBLASLt", 1, |times| times.cublaslt),
+    ("fast", 1, |times| times.fast),
     ("baseline", 1, |times| times.baseline),
-    ("fused", 1, |times| Some(times.fused)),
+    ("fused", 1, Times::fused),
     ("predicted", 1, |times| times.predicted),
-    ("ideal", 1, |times| Some(times.ideal)),
+    ("ideal", 1, |times| times.ideal),
     ("alone/cuBLASLt", 3, Times::alone_to_cublaslt),
+    ("alone/fast", 3, Times::alone_to_fast),
     ("fused/baseline", 3, Times::fused_to_baseline),
-    ("fused-alone", 1, |times| Some(times.excess())),
+    ("fused-alone", 1, Times::excess),
     ("fused/ideal", 3, Times::fused_to_ideal),
 ];
 
@@ -176,8 +194,8 @@ impl Line {
         let [m, n, k] = self.shape.map(|extent| extent.to_string());
         let (number, config) = (number.to_string(), in_short(&self.config));
         let cell = |&(title, decimals, value): &Column| {
-            let value = value(&self.times).unwrap_or(f64::NAN);
-            format!("{value:>0$.decimals$}", width(title))
+            let value = value(&self.times).text(decimals);
+            format!("{value:>0$}", width(title))
         };
         row([&number, &m, &n, &k, &config], &self.times, cell)
     }
@@ -188,7 +206,9 @@ fn row(
     times: &Times,
     cell: impl Fn(&Column) -> String,
 ) -> String {
-    let there = COLUMNS.iter().filter(|(.., value)| value(times).is_some());
+    let there = COLUMNS
+        .iter()
+        .filter(|(.., value)| value(times) != Time::Absent);
     let cells: Vec<String> = there.map(cell).collect();
     let problem = format!("{number:>4} {m:>6} {n:>6} {k:>6}  {config:<31}");
     format!("{problem} {}", cells.join(" "))
@@ -259,13 +279,14 @@ pub fn summary(lines: &[Line]) -> Vec<Statistic> {
     let mut rows: Vec<Statistic> = Vec::new();
     let counts = classes.each_ref().map(|times| times.len().to_string());
     rows.push(("shapes".into(), counts));
-    let ratios: [(&str, Value); 3] = [
+    let ratios: [(&str, Value); 4] = [
         ("alone / cuBLASLt", Times::alone_to_cublaslt),
+        ("alone / fast cuBLASLt", Times::alone_to_fast),
         ("fused / baseline", Times::fused_to_baseline),
         ("fused / ideal", Times::fused_to_ideal),
     ];
     for (name, ratio) in ratios {
-        let of = |line: &Line| Some((line.shape[0], ratio(&line.times)?));
+        let of = |line: &Line| Some((line.shape[0], ratio(&line.times).get()?));
         let of: Vec<(usize, f64)> = lines.iter().filter_map(of).collect();
         if of.is_empty() {
             continue;
@@ -273,7 +294,7 @@ pub fn summary(lines: &[Line]) -> Vec<Statistic> {
         rows.extend(spread(name, &of));
         if name == "fused / baseline" {
             let losses = classes.each_ref().map(|times| {
-                let ratios = times.iter().filter_map(ratio);
+                let ratios = times.iter().filter_map(|times| ratio(times).get());
                 ratios.filter(|&ratio| ratio > 1.0).count().to_string()
             });
             rows.push((format!("{name} > 1.00"), losses));
@@ -282,8 +303,10 @@ pub fn summary(lines: &[Line]) -> Vec<Statistic> {
     let mut add = |name: String, value: &dyn Fn(&[Times]) -> String| {
         rows.push((name, classes.each_ref().map(|times| value(times))));
     };
-    let is_there = |ratio: Value| lines.iter().any(|l| ratio(&l.times).is_some());
-    if is_there(Times::misprediction) {
+    if lines
+        .iter()
+        .any(|line| line.times.misprediction().is_some())
+    {
         add("|predicted / fused - 1|, median".into(), &|times| {
             let off: Vec<f64> = times.iter().filter_map(Times::misprediction).collect();
             cell(percentile(&off, 0.5), 3)
@@ -291,7 +314,8 @@ pub fn summary(lines: &[Line]) -> Vec<Statistic> {
     }
     for (statistic, share) in [("median", 0.5), ("95th percentile", 0.95)] {
         add(format!("fused - alone, {statistic}, µs"), &|times| {
-            let excess: Vec<f64> = times.iter().map(Times::excess).collect();
+            let excess = times.iter().filter_map(|times| times.excess().get());
+            let excess: Vec<f64> = excess.collect();
             cell(percentile(&excess, share), 1)
         });
     }

@@ -5,11 +5,11 @@ use std::path::Path;
 
 use gemmesh::schedule::{self, Layout, Problem, Refusal};
 use gemmesh::testing::{Sample, Variant, with_each_kernel};
-use gemmesh::{Chunking, Config, Cuda, Error, Group, Half, Result, Route};
+use gemmesh::{Chunking, Config, Cuda, Error, Group, Result, Route};
 
 use super::clock::{self, Timer};
 use crate::common::gather::AllGather;
-use crate::common::{self, Failure, Operation};
+use crate::common::{self, Failure, Multiplied, Operation};
 
 /// Shapes with few, hundreds and thousands of rows; narrow and wide, shallow and deep.
 const SHAPES: [[usize; 3]; 28] = [
@@ -48,13 +48,13 @@ const SLICES: [usize; 4] = [2, 4, 12, 24];
 const ROUNDS: usize = 3;
 
 /// Times kernels and ways to move rows on `SHAPES`, and writes the rates that explain the times to a file. Collective.
-pub fn calibrate<T: Half>(group: &Group<Cuda>, path: &Path) -> Result<(), Failure> {
+pub fn calibrate<T: Multiplied>(group: &Group<Cuda>, path: &Path) -> Result<(), Failure> {
     clock::bind(group)?;
     let timer = Timer::new(group)?;
     let mut samples = Vec::new();
     for shape in SHAPES {
         let begin = samples.len();
-        let mut operation = AllGather::<Cuda, T>::random(group, shape, 1)?;
+        let mut operation = AllGather::<Cuda, T, T::Addend>::random(group, shape, 1)?;
         let default = operation.prepare(None)?.config();
         let with = |config: &Config, slices: usize| {
             let tile = config.tile.with_k_slices(slices);
@@ -109,9 +109,9 @@ fn ways() -> [(Route, Chunking); 5] {
 }
 
 /// The median time of a configuration. None if the shape can't have it. Collective.
-fn sample<T: Half>(
+fn sample<T: Multiplied>(
     timer: &Timer,
-    operation: &mut AllGather<Cuda, T>,
+    operation: &mut AllGather<Cuda, T, T::Addend>,
     shape: [usize; 3],
     config: Config,
     gathers: bool,

@@ -7,19 +7,19 @@ use cudarc::driver::sys::CUstream;
 use gemmesh::testing::Variant;
 use gemmesh::trace::Trace;
 use gemmesh::{
-    AllGatherAndConsume, Chunk, Chunking, Config, Cuda, Explanation, Group, Half, Prepared, Result,
-    Route,
+    AllGatherAndConsume, Chunk, Chunking, Config, Cuda, DType, Explanation, Group, Half, Prepared,
+    Result, Route, Scaling,
 };
 
 use super::clock::Timer;
 use super::memory::Place;
-use super::peers::{CublasLt, Product};
+use super::peers::{CublasLt, Problem, Product};
 use super::{Instruments, OnGpus, Peers, way};
 use crate::common::gather::AllGather;
-use crate::common::{Check, Operation};
+use crate::common::{Check, Multiplied, Operation};
 
 /// `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ` by all_gather_and_consume, whose consumer is cuBLASLt.
-pub struct Consume<T: Half> {
+pub struct Consume<T: Multiplied> {
     gather: AllGather<Cuda, T>,
     /// One for each of the two streams, because products use the handle's memory.
     cublaslt: [Rc<CublasLt>; 2],
@@ -31,19 +31,20 @@ pub struct Consume<T: Half> {
     stream: CUstream,
 }
 
-impl<T: Half> Consume<T> {
+impl<T: Multiplied + Half> Consume<T> {
     /// The product of the chunk that call `index` gets.
     fn product(&self, index: usize, chunk: &Chunk<Cuda, T>) -> Result<Product> {
         let ([rows, k], [n, _]) = (chunk.shape(), self.gather.b.shape());
         let a = Place {
             ptr: chunk.as_device_ptr(),
             pitch: k,
+            dtype: T::DTYPE,
         };
         let mut out = Place::of(&self.gather.out);
         out.ptr += (chunk.rows().start * out.pitch * size_of::<T>()) as u64;
         let cublaslt = &self.cublaslt[index % 2];
         let b = Place::of(&self.gather.b);
-        Product::new::<T>(cublaslt, a, b, out, [rows, n, k])
+        Product::new(cublaslt, &Problem::new(a, b, out, [rows, n, k]))
     }
 
     fn tune(&mut self, timer: &Timer) -> Result<()> {
@@ -52,16 +53,22 @@ impl<T: Half> Consume<T> {
     }
 }
 
-impl<T: Half> Operation<Cuda, T> for Consume<T> {
+impl<T: Multiplied + Half> Operation<Cuda, T> for Consume<T> {
     const NAME: &'static str = "all_gather_and_consume";
     const COLLECTIVE: &'static str = "gather";
     const SEQUENTIAL: &'static str = "gather, then cuBLASLt by chunks";
+    const OUT: DType = T::DTYPE;
     type Prepared = Prepared<'static, Cuda, T>;
 
-    fn random(group: &Group<Cuda>, shape: [usize; 3], stages: usize) -> Result<Self> {
+    fn scaled(
+        group: &Group<Cuda>,
+        shape: [usize; 3],
+        stages: usize,
+        scaling: Scaling,
+    ) -> Result<Self> {
         super::clock::bind(group)?;
         Ok(Consume {
-            gather: AllGather::random(group, shape, stages)?,
+            gather: AllGather::scaled(group, shape, stages, scaling)?,
             cublaslt: [Rc::new(CublasLt::new()?), Rc::new(CublasLt::new()?)],
             products: Vec::new(),
             in_functions: Duration::ZERO,
@@ -148,7 +155,7 @@ impl<T: Half> Operation<Cuda, T> for Consume<T> {
     }
 }
 
-impl<T: Half> OnGpus<T> for Consume<T> {
+impl<T: Multiplied + Half> OnGpus<T> for Consume<T> {
     fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers> {
         let peers = self.gather.peers(instruments, prepared)?;
         self.tune(&instruments.timer)?;

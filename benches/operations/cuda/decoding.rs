@@ -2,13 +2,15 @@
 
 use std::path::Path;
 
-use gemmesh::{Activation, Cuda, Group, Matmul, Matrix, MatrixView, PreparedMatmul, Result, bf16};
+use gemmesh::{
+    Activation, Cuda, DType, Group, Matmul, Matrix, MatrixView, PreparedMatmul, Result, bf16,
+};
 use rayon::prelude::*;
 use serde_json::json;
 
 use super::clock::{self, Graph, Timer};
 use super::memory::{Place, Scratch};
-use super::peers::Product;
+use super::peers::{Problem, Product};
 use super::{CublasLt, Rc};
 use crate::common::{self, Check, Factors, Failure, random, rows_within, sample_rows};
 use crate::forms::{Number, compare, in_blocks};
@@ -193,7 +195,7 @@ impl Prepared {
             let [n, k] = self.extents.weights()[number];
             let b = weight(last, number, [n, k]);
             let chosen = sample_rows(m, rows_within(PRODUCTS, n, k), 7);
-            let factors = [Factors { a, b: &b, k }];
+            let factors = [Factors::new(a, &b, k)];
             let sums = (k as f64).sqrt() * 2f64.powi(-23);
             let exact = in_blocks(&factors, &chosen, n, |exact| Number {
                 exact: exact.value,
@@ -239,6 +241,7 @@ fn cublaslt(
     let gate_and_up = Place {
         ptr: rows.gate_and_up.ptr(),
         pitch: 2 * extents.mlp,
+        dtype: DType::Bf16,
     };
     let mut products: Vec<Product> = Vec::new();
     for (number, weights) in layers.iter().enumerate() {
@@ -252,7 +255,7 @@ fn cublaslt(
         ];
         for (index, [a, out]) in places.into_iter().enumerate() {
             let ([n, k], b) = (extents.weights()[index], Place::of(&weights[index]));
-            let mut product = Product::new::<bf16>(library, a, b, out, [m, n, k])?;
+            let mut product = Product::new(library, &Problem::new(a, b, out, [m, n, k]))?;
             match number {
                 0 => product.tune(timer)?,
                 _ => product.chosen = products[index].chosen,

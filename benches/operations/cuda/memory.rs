@@ -1,7 +1,7 @@
 //! The benchmark's device memory, and the addresses of matrices.
 
 use cudarc::driver::{result as driver, sys as driver_sys};
-use gemmesh::{Cuda, Half, Matrix, Result};
+use gemmesh::{Cuda, DType, Matrix, Result, Value};
 
 use super::refused;
 
@@ -15,6 +15,14 @@ impl Scratch {
         memory
             .map(Scratch)
             .map_err(refused("allocate device memory"))
+    }
+
+    /// A buffer of these.
+    pub fn of(values: &[f32]) -> Result<Scratch> {
+        let buffer = Scratch::new(size_of_val(values))?;
+        // SAFETY: the buffer has this length.
+        unsafe { driver::memcpy_htod_sync(buffer.0, values) }.map_err(refused("copy scales"))?;
+        Ok(buffer)
     }
 
     pub fn ptr(&self) -> driver_sys::CUdeviceptr {
@@ -47,12 +55,16 @@ pub struct Place {
     pub ptr: driver_sys::CUdeviceptr,
     /// Elements from row to row.
     pub pitch: usize,
+    pub dtype: DType,
 }
 
 impl Place {
-    pub fn of<T: Half>(matrix: &Matrix<Cuda, T>) -> Place {
+    pub fn of<T: Value>(matrix: &Matrix<Cuda, T>) -> Place {
         let (ptr, pitch) = matrix.as_device_ptr();
-        let pitch = pitch / size_of::<T>();
-        Place { ptr, pitch }
+        Place {
+            ptr,
+            pitch: pitch / size_of::<T>(),
+            dtype: T::DTYPE,
+        }
     }
 }

@@ -9,6 +9,7 @@ pub mod decoding;
 mod memory;
 mod peers;
 mod produce;
+mod scales;
 
 use std::fmt::Debug;
 use std::path::Path;
@@ -18,15 +19,19 @@ use std::time::{Duration, Instant};
 use clock::{Graph, Side, Timer};
 pub use consume::Consume;
 use gemmesh::testing::{Variant, Winner, ranks_share_gpus, with_each_kernel};
-use gemmesh::{Chunking, Config, Cuda, Error, Group, Half, Matrix, Result, Route, TileShape};
+use gemmesh::{
+    Chunking, Config, Cuda, DType, Error, Group, OutputOf, Result, Route, TileShape, Value,
+};
 use memory::{Place, Scratch};
-use peers::{Collective, Communication, CublasLt, Nccl, Product};
+use peers::{Accumulation, Collective, Communication, CublasLt, Nccl, Problem, Product};
 pub use produce::Produce;
 use serde_json::json;
 
 use crate::common::gather::AllGather;
-use crate::common::{self, Failure, Operation, Row};
-use crate::forms::Clock;
+use crate::common::scales::{BLOCK, GatheredScales, ScaleValues};
+use crate::common::time::Time;
+use crate::common::{self, Failure, Multiplied, Operation, Row};
+use crate::forms::{self, Clock, Peer};
 use crate::sums::{AllReduce, Operands, ReduceScatter};
 use crate::{Args, PRODUCTS, Timed, Timing, append, verify};
 
@@ -51,7 +56,7 @@ pub const fn way(route: Route, chunking: Chunking) -> Config {
 }
 
 /// An operation, and the baselines that it is timed beside.
-pub trait OnGpus<T: Half>: Operation<Cuda, T> {
+pub trait OnGpus<T: Multiplied>: Operation<Cuda, T> {
     /// The same work by cuBLASLt and NCCL, with the same operands. Collective.
     fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers>;
     /// Makes a run's copies, without any order.
@@ -91,9 +96,17 @@ impl Instruments {
             nccl,
         })
     }
+
+    /// The fastest product of cuBLASLt. None if it refuses it. Collective.
+    fn product(&self, problem: &Problem, accumulation: Accumulation) -> Result<Option<Product>> {
+        match Product::find(&self.cublaslt, problem, accumulation)? {
+            Some(product) => product.tuned(&self.timer),
+            None => Ok(None),
+        }
+    }
 }
 
-impl<T: Half> Clock<Cuda, T> for Instruments {
+impl<T: Multiplied> Clock<Cuda, T> for Instruments {
     fn new(group: &Group<Cuda>) -> Result<Instruments> {
         Instruments::new(group)
     }
@@ -103,34 +116,45 @@ impl<T: Half> Clock<Cuda, T> for Instruments {
         self.timer.time(run)
     }
 
-    fn peer<'a>(
-        &'a self,
-        a: &'a Matrix<Cuda, T>,
-        b: &'a Matrix<Cuda, T>,
-    ) -> Result<Option<Box<dyn Fn() -> Result<()> + 'a>>> {
+    fn peer<'a>(&'a self, product: forms::Product<'a, Cuda, T>) -> Result<Peer<'a>> {
         clock::bind(&self.timer.group)?;
-        let ([m, k], [n, _]) = (a.shape(), b.shape());
-        let pitch = n.next_multiple_of(8);
-        let out = Scratch::new(m * pitch * size_of::<T>())?;
-        let to = Place {
-            ptr: out.ptr(),
-            pitch,
+        let ([m, k], [n, _]) = (product.a.shape(), product.b.shape());
+        let (out, to) = output(product.out, [m, n])?;
+        let [a, b] = [product.a, product.b].map(Place::of);
+        let problem = Problem::new(a, b, to, [m, n, k]);
+        let problem = problem.scaled(product.scales.each_ref().map(Option::as_ref))?;
+        let accumulation = match product.fast_accumulation {
+            true => Accumulation::Fast,
+            false => Accumulation::Promoted,
         };
-        let places = [a, b].map(Place::of);
-        let [a, b] = places;
-        let mut product = Product::new::<T>(&self.cublaslt, a, b, to, [m, n, k])?;
-        product.tune(&self.timer)?;
-        Ok(Some(Box::new(move || {
-            let _ = &out;
-            product.run(self.timer.stream)
-        })))
+        Ok(match self.product(&problem, accumulation)? {
+            Some(product) => Peer::Prepared(Box::new(move || {
+                let _ = &out;
+                product.run(self.timer.stream)
+            })),
+            None => Peer::Refused,
+        })
     }
+}
+
+/// Memory for cuBLASLt's output. Its rows are a multiple of 16 bytes long.
+fn output(dtype: DType, [m, n]: [usize; 2]) -> Result<(Scratch, Place)> {
+    let pitch = n.next_multiple_of(16 / dtype.bytes());
+    let out = Scratch::new(m * pitch * dtype.bytes())?;
+    let place = Place {
+        ptr: out.ptr(),
+        pitch,
+        dtype,
+    };
+    Ok((out, place))
 }
 
 /// An operation by cuBLASLt and NCCL, in the benchmark's own memory.
 pub struct Peers {
-    product: Product,
+    problem: Problem,
     communication: Communication,
+    /// The gather of scales.
+    scales: Option<Communication>,
     /// The product, if it is not communicated.
     _out: Option<Scratch>,
 }
@@ -143,22 +167,29 @@ impl Peers {
         }
     }
 
+    /// Enqueues what is communicated on the stream of `timer`.
+    fn communicate(&self, nccl: &Nccl, timer: &Timer) -> Result<()> {
+        let all = [Some(&self.communication), self.scales.as_ref()];
+        let mut all = all.into_iter().flatten();
+        all.try_for_each(|one| nccl.run(one, timer.stream))
+    }
+
     /// Enqueues one after the other on the stream of `timer`.
-    fn run(&self, nccl: &Nccl, timer: &Timer) -> Result<()> {
+    fn run(&self, product: &Product, nccl: &Nccl, timer: &Timer) -> Result<()> {
         match self.communication.collective {
             Collective::Gather => {
-                nccl.run(&self.communication, timer.stream)?;
-                self.product.run(timer.stream)
+                self.communicate(nccl, timer)?;
+                product.run(timer.stream)
             }
             _ => {
-                self.product.run(timer.stream)?;
-                nccl.run(&self.communication, timer.stream)
+                product.run(timer.stream)?;
+                self.communicate(nccl, timer)
             }
         }
     }
 }
 
-impl<T: Half> OnGpus<T> for AllGather<Cuda, T> {
+impl<T: Multiplied, O: OutputOf<T>> OnGpus<T> for AllGather<Cuda, T, O> {
     fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers> {
         let group = &instruments.timer.group;
         let ([m, k], [n, _]) = (self.a.shape(), self.b.shape());
@@ -168,10 +199,9 @@ impl<T: Half> OnGpus<T> for AllGather<Cuda, T> {
         let (longest, world) = (m.div_ceil(group.world_size()), group.world_size());
         let shard = Scratch::new(longest * row)?;
         let gathered = Scratch::new(world * longest * row)?;
-        let pitch = n.next_multiple_of(8);
-        let out = Scratch::new(m * pitch * size_of::<T>())?;
+        let (out, to) = output(O::DTYPE, [m, n])?;
         // cuBLASLt's products read the gathered rows, like gemmesh's own.
-        prepared.gather(&self.a)?;
+        prepared.gather(self.scales.a.of(&self.a))?;
         group.synchronize()?;
         let a = self.a.as_device_ptr();
         // SAFETY: one holds a shard and the other M rows, as `a` does, which nobody writes now.
@@ -182,21 +212,32 @@ impl<T: Half> OnGpus<T> for AllGather<Cuda, T> {
         let a = Place {
             ptr: gathered.ptr(),
             pitch: k,
+            dtype: T::DTYPE,
         };
-        let b = Place::of(&self.b);
-        let to = Place {
-            ptr: out.ptr(),
-            pitch,
+        let of_a = self.scales.a.values()?;
+        let problem = Problem::new(a, Place::of(&self.b), to, [m, n, k]);
+        // cuBLASLt wants the scales of blocks transposed. Nobody is timed who does that.
+        let problem = problem.scaled([of_a.as_ref(), self.scales.b.as_ref()])?;
+        let gather = |dtype: DType, from, to, columns: usize| Communication {
+            collective: Collective::Gather,
+            dtype,
+            from,
+            to,
+            count: longest * columns,
+        };
+        let scales = match self.scales.a {
+            GatheredScales::Replicated(..) => None,
+            GatheredScales::Sharded(_) => {
+                let columns = k.div_ceil(BLOCK);
+                let bytes = longest * columns * size_of::<f32>();
+                let (from, to) = (Scratch::new(bytes)?, Scratch::new(world * bytes)?);
+                Some(gather(DType::F32, from, to, columns))
+            }
         };
         Ok(Peers {
-            product: Product::new::<T>(&instruments.cublaslt, a, b, to, [m, n, k])?,
-            communication: Communication {
-                collective: Collective::Gather,
-                dtype: T::DTYPE,
-                from: shard,
-                to: gathered,
-                count: longest * k,
-            },
+            problem,
+            communication: gather(T::DTYPE, shard, gathered, k),
+            scales,
             _out: Some(out),
         })
     }
@@ -204,7 +245,7 @@ impl<T: Half> OnGpus<T> for AllGather<Cuda, T> {
     fn copy(&mut self, prepared: &Self::Prepared) -> Result<()> {
         // SAFETY: ranks are timed from the point where their streams are aligned, and nobody writes `a` during the
         // copies.
-        unsafe { prepared.copy(&self.a) }
+        unsafe { prepared.copy(self.scales.a.of(&self.a)) }
     }
 
     fn ways() -> Vec<(Variant, Config)> {
@@ -221,8 +262,9 @@ impl<T: Half> OnGpus<T> for AllGather<Cuda, T> {
     }
 }
 
-impl<T: Half> Operands<Cuda, T> {
-    fn peers(&self, instruments: &Instruments, collective: Collective) -> Result<Peers> {
+impl<T: Multiplied> Operands<Cuda, T> {
+    /// `dtype`: the type of the sums, which is also that of the partial sums.
+    fn peers(&self, dtype: DType, collective: Collective) -> Result<Peers> {
         let shape = self.shape();
         let ([m, n, _], world) = (shape, self.group.world_size());
         // NCCL scatters equal parts only. If the rows don't divide evenly, each rank gets as many as the longest part
@@ -232,22 +274,26 @@ impl<T: Half> Operands<Cuda, T> {
             Collective::AllReduce => m * n,
             _ => longest * n,
         };
-        let from = Scratch::new(world * longest * n * size_of::<T>())?;
-        let to = Scratch::new(count * size_of::<T>())?;
+        let from = Scratch::new(world * longest * n * dtype.bytes())?;
+        let to = Scratch::new(count * dtype.bytes())?;
         let partial = Place {
             ptr: from.ptr(),
             pitch: n,
+            dtype,
         };
         let [a, b] = [&self.a, &self.b].map(Place::of);
+        let scales: [Option<ScaleValues>; 2] = self.scales();
+        let problem = Problem::new(a, b, partial, shape);
         Ok(Peers {
-            product: Product::new::<T>(&instruments.cublaslt, a, b, partial, shape)?,
+            problem: problem.scaled(scales.each_ref().map(Option::as_ref))?,
             communication: Communication {
                 collective,
-                dtype: T::DTYPE,
+                dtype,
                 from,
                 to,
                 count,
             },
+            scales: None,
             _out: None,
         })
     }
@@ -270,15 +316,15 @@ fn ways_of_sums(counts: &[(usize, usize)]) -> Vec<(Variant, Config)> {
     others.into_iter().chain(sent).collect()
 }
 
-impl<T: Half> OnGpus<T> for ReduceScatter<Cuda, T> {
-    fn peers(&mut self, instruments: &Instruments, _: &Self::Prepared) -> Result<Peers> {
-        self.operands.peers(instruments, Collective::ReduceScatter)
+impl<T: Multiplied, O: OutputOf<T>> OnGpus<T> for ReduceScatter<Cuda, T, O> {
+    fn peers(&mut self, _: &Instruments, _: &Self::Prepared) -> Result<Peers> {
+        self.operands.peers(O::DTYPE, Collective::ReduceScatter)
     }
 
     fn copy(&mut self, prepared: &Self::Prepared) -> Result<()> {
         // SAFETY: ranks are timed from the point where their streams are aligned, and nobody makes partials during the
         // copies.
-        unsafe { prepared.copy() }
+        unsafe { prepared.sum.copy() }
     }
 
     fn ways() -> Vec<(Variant, Config)> {
@@ -286,14 +332,14 @@ impl<T: Half> OnGpus<T> for ReduceScatter<Cuda, T> {
     }
 }
 
-impl<T: Half> OnGpus<T> for AllReduce<Cuda, T> {
-    fn peers(&mut self, instruments: &Instruments, _: &Self::Prepared) -> Result<Peers> {
-        self.operands.peers(instruments, Collective::AllReduce)
+impl<T: Multiplied> OnGpus<T> for AllReduce<Cuda, T> {
+    fn peers(&mut self, _: &Instruments, _: &Self::Prepared) -> Result<Peers> {
+        self.operands.peers(T::Addend::DTYPE, Collective::AllReduce)
     }
 
     fn copy(&mut self, prepared: &Self::Prepared) -> Result<()> {
         // SAFETY: as above.
-        unsafe { prepared.copy(&mut self.out) }
+        unsafe { prepared.sum.copy(&mut self.out) }
     }
 
     fn ways() -> Vec<(Variant, Config)> {
@@ -305,6 +351,8 @@ impl<T: Half> OnGpus<T> for AllReduce<Cuda, T> {
 #[derive(Clone, Copy)]
 enum Measured {
     Cublaslt,
+    /// cuBLASLt with fast accumulation.
+    Fast,
     Matmul,
     Nccl,
     Collective,
@@ -318,8 +366,9 @@ enum Measured {
 }
 
 impl Measured {
-    const ALL: [Measured; 9] = [
+    const ALL: [Measured; 10] = [
         Measured::Cublaslt,
+        Measured::Fast,
         Measured::Matmul,
         Measured::Nccl,
         Measured::Collective,
@@ -330,10 +379,14 @@ impl Measured {
         Measured::Ideal,
     ];
 
-    fn row<T: Half, O: OnGpus<T>>(self, peers: &Peers, time: Option<f64>) -> Row {
+    fn row<T: Multiplied, O: OnGpus<T>>(self, peers: &Peers, time: Time) -> Row {
         let collective = O::COLLECTIVE;
         let (name, key) = match self {
             Measured::Cublaslt => ("cuBLASLt alone".into(), "cublaslt_us".into()),
+            Measured::Fast => (
+                "cuBLASLt alone, fast accumulation".into(),
+                "cublaslt_fast_us".into(),
+            ),
             Measured::Matmul => ("gemmesh matmul alone".into(), "matmul_us".into()),
             Measured::Nccl => (format!("NCCL {collective} alone"), "nccl_us".into()),
             Measured::Collective => (
@@ -351,7 +404,7 @@ impl Measured {
 }
 
 /// A run in a CUDA graph, verified, if it can be captured. Collective.
-fn captured<T: Half, O: OnGpus<T>>(
+fn captured<T: Multiplied, O: OnGpus<T>>(
     operation: &mut O,
     prepared: &O::Prepared,
     timer: &Timer,
@@ -390,7 +443,7 @@ fn samples(
 
 /// The host's time in one of several fused calls in a row: in all, and without the caller's functions if there are any.
 /// Collective.
-fn rows_of_host<T: Half, O: OnGpus<T>>(
+fn rows_of_host<T: Multiplied, O: OnGpus<T>>(
     operation: &mut O,
     prepared: &O::Prepared,
     timer: &Timer,
@@ -415,12 +468,12 @@ fn rows_of_host<T: Half, O: OnGpus<T>>(
     let [all, library] = common::medians(&common::slowest(&timer.group, &times)?);
     let library = has_functions.then_some(library);
     Ok([
-        Row::new("host, a fused call", "host_us", Some(all)),
+        Row::new("host, a fused call", "host_us", all),
         Row::new("host, without its functions", "host_library_us", library),
     ])
 }
 
-impl<T: Half, O: OnGpus<T>> Timed<Cuda, T> for O {
+impl<T: Multiplied, O: OnGpus<T>> Timed<Cuda, T> for O {
     type Instruments = Instruments;
 
     fn instruments(group: &Group<Cuda>) -> Result<Instruments> {
@@ -440,46 +493,63 @@ impl<T: Half, O: OnGpus<T>> Timed<Cuda, T> for O {
         } = instruments;
         let group = &timer.group;
         clock::bind(group)?;
-        let mut peers = self.peers(instruments, prepared)?;
-        peers.product.tune(timer)?;
+        let peers = self.peers(instruments, prepared)?;
+        let product = instruments.product(&peers.problem, Accumulation::Promoted)?;
+        let fast = match args.fast_accumulation {
+            true => instruments.product(&peers.problem, Accumulation::Fast)?,
+            false => None,
+        };
         let graph = captured(self, prepared, timer)?;
-        let can = |variant| match variant {
+        let is_refused = |variant| match variant {
+            Measured::Cublaslt | Measured::Peers | Measured::Ideal => product.is_none(),
+            Measured::Fast => fast.is_none(),
+            _ => false,
+        };
+        let is_here = |variant| match variant {
             Measured::Nccl | Measured::Peers => nccl.is_some(),
             Measured::Graph => graph.is_some(),
+            Measured::Fast => args.fast_accumulation,
             _ => true,
         };
-        let run = |variant| match variant {
-            Measured::Cublaslt => peers.product.run(timer.stream),
-            Measured::Matmul => self.multiply(prepared),
-            Measured::Nccl => nccl
+        let run = |variant| match (variant, &product, nccl) {
+            (Measured::Cublaslt, Some(product), _) => product.run(timer.stream),
+            (Measured::Fast, ..) => fast
                 .iter()
-                .try_for_each(|nccl| nccl.run(&peers.communication, timer.stream)),
-            Measured::Collective => self.communicate(prepared),
-            Measured::Peers => nccl.iter().try_for_each(|nccl| peers.run(nccl, timer)),
-            Measured::Sequential => self.run_in_sequence(prepared),
-            Measured::Fused => self.run(prepared),
-            Measured::Graph => graph
+                .try_for_each(|product| product.run(timer.stream)),
+            (Measured::Nccl, _, Some(nccl)) => peers.communicate(nccl, timer),
+            (Measured::Peers, Some(product), Some(nccl)) => peers.run(product, nccl, timer),
+            (Measured::Ideal, Some(product), _) => {
+                side.run(timer, |stream| product.run(stream), || self.copy(prepared))
+            }
+            (Measured::Matmul, ..) => self.multiply(prepared),
+            (Measured::Collective, ..) => self.communicate(prepared),
+            (Measured::Sequential, ..) => self.run_in_sequence(prepared),
+            (Measured::Fused, ..) => self.run(prepared),
+            (Measured::Graph, ..) => graph
                 .iter()
                 .try_for_each(|graph| graph.launch(timer.stream)),
-            Measured::Ideal => side.run(
-                timer,
-                |stream| peers.product.run(stream),
-                || self.copy(prepared),
-            ),
+            (Measured::Cublaslt | Measured::Nccl | Measured::Peers | Measured::Ideal, ..) => Ok(()),
         };
-        let there: Vec<Measured> = Measured::ALL.into_iter().filter(|&one| can(one)).collect();
+        let there: Vec<Measured> = Measured::ALL
+            .into_iter()
+            .filter(|&one| is_here(one) && !is_refused(one))
+            .collect();
         let samples = samples(timer, args, &there, run, progress)?;
         let times = common::medians(&common::slowest(group, &samples)?);
         let host = rows_of_host(self, prepared, timer, args.iters.min(5))?;
-        let time = |variant: Measured| can(variant).then_some(times[variant as usize]);
+        let time = |variant: Measured| match (is_here(variant), is_refused(variant)) {
+            (false, _) => Time::Absent,
+            (true, true) => Time::Refused,
+            (true, false) => Time::Taken(times[variant as usize]),
+        };
         let rows = Measured::ALL.map(|variant| variant.row::<T, O>(&peers, time(variant)));
         let shared = "NCCL's rows are left out: it needs a GPU for each rank, and ranks share one.";
         Ok(Timing {
             rows: rows.into_iter().chain(host).collect(),
             more: json!({ "gpu": group.device_name(), "cuda_driver": group.driver_version()? }),
-            baseline: time(Measured::Peers).map(|time| (peers.name(), time)),
+            baseline: nccl.as_ref().map(|_| (peers.name(), time(Measured::Peers))),
             fused: times[Measured::Fused as usize],
-            ideal: times[Measured::Ideal as usize],
+            ideal: time(Measured::Ideal),
             note: nccl.is_none().then_some(shared),
         })
     }
@@ -518,7 +588,10 @@ impl<T: Half, O: OnGpus<T>> Timed<Cuda, T> for O {
 }
 
 /// The fastest configuration of an operation, and its median time in microseconds. Collective.
-fn fastest<T: Half, O: OnGpus<T>>(group: &Group<Cuda>, operation: &mut O) -> Result<(Config, f64)> {
+fn fastest<T: Multiplied, O: OnGpus<T>>(
+    group: &Group<Cuda>,
+    operation: &mut O,
+) -> Result<(Config, f64)> {
     const ROUNDS: usize = 9;
     /// A configuration that takes this many times as long in a first round is not tried again.
     const HOPELESS: f64 = 1.2;

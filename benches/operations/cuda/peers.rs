@@ -6,12 +6,14 @@ use std::rc::Rc;
 use cudarc::cublaslt::{result as lt, sys as lt_sys};
 use cudarc::driver::sys as driver_sys;
 use cudarc::nccl::{result as nccl, sys as nccl_sys};
-use gemmesh::{Cuda, DType, Group, Half, Result};
+use gemmesh::{Cuda, DType, Group, Result};
 
 use super::clock::Timer;
 use super::memory::{Place, Scratch};
 use super::refused;
+use super::scales::Scale;
 use crate::common;
+use crate::common::scales::ScaleValues;
 
 /// The action that [`refused`] names.
 const SET_UP: &str = "set up cuBLASLt";
@@ -40,77 +42,138 @@ impl Drop for CublasLt {
     }
 }
 
-/// One product by cuBLASLt: out[M, N] = a[M, K] · b[N, K]ᵀ, row-major. For cuBLASLt, which is column-major, it is out'
-/// = b' · a'.
+/// A product for cuBLASLt: out[M, N] = a[M, K] · b[N, K]ᵀ, row-major. For cuBLASLt, which is column-major, it is out' =
+/// b' · a'. The memory holds matrices of this shape, and lives as long as this value.
+#[derive(Clone)]
+pub struct Problem {
+    pub a: Place,
+    pub b: Place,
+    pub out: Place,
+    pub shape: [usize; 3],
+    scales: Rc<[Option<Scale>; 2]>,
+}
+
+impl Problem {
+    pub fn new(a: Place, b: Place, out: Place, shape: [usize; 3]) -> Problem {
+        Problem {
+            a,
+            b,
+            out,
+            shape,
+            scales: Rc::new([None, None]),
+        }
+    }
+
+    /// Scales `a` and `b`.
+    pub fn scaled(self, [of_a, of_b]: [Option<&ScaleValues>; 2]) -> Result<Problem> {
+        let scales = Rc::new([Scale::of_rows(of_a)?, Scale::of_weight(of_b)?]);
+        Ok(Problem { scales, ..self })
+    }
+}
+
+/// How cuBLASLt adds up products of fp8.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Accumulation {
+    /// Sums are promoted to f32 now and then, as gemmesh's are.
+    Promoted,
+    Fast,
+}
+
+/// One product by cuBLASLt.
 pub struct Product {
     cublaslt: Rc<CublasLt>,
-    desc: lt_sys::cublasLtMatmulDesc_t,
-    layouts: [lt_sys::cublasLtMatrixLayout_t; 3],
-    pub algorithms: Vec<lt_sys::cublasLtMatmulAlgo_t>,
+    handles: Handles,
+    algorithms: Vec<lt_sys::cublasLtMatmulAlgo_t>,
     /// The algorithm that runs.
     pub chosen: usize,
-    a: *const c_void,
-    b: *const c_void,
-    out: *mut c_void,
+    problem: Problem,
 }
 
 impl Product {
-    /// The memory holds matrices of this shape, and lives as long as this value.
-    pub fn new<T: Half>(
+    /// A product that cuBLASLt can do.
+    pub fn new(cublaslt: &Rc<CublasLt>, problem: &Problem) -> Result<Product> {
+        let found = Product::find(cublaslt, problem, Accumulation::Promoted)?;
+        found.ok_or_else(|| refused(SET_UP)(format_args!("it knows no algorithm")))
+    }
+
+    /// None if cuBLASLt refuses the product.
+    pub fn find(
         cublaslt: &Rc<CublasLt>,
-        a: Place,
-        b: Place,
-        out: Place,
-        [m, n, k]: [usize; 3],
-    ) -> Result<Product> {
-        let kind = match T::DTYPE {
-            DType::F16 => lt_sys::cudaDataType::CUDA_R_16F,
-            _ => lt_sys::cudaDataType::CUDA_R_16BF,
+        problem: &Problem,
+        accumulation: Accumulation,
+    ) -> Result<Option<Product>> {
+        let Some(handles) = Handles::new(problem, accumulation)? else {
+            return Ok(None);
         };
-        let desc = describe()?;
-        let layout = |rows: usize, columns: usize, place: Place| {
-            let (rows, columns) = (rows as u64, columns as u64);
-            lt::create_matrix_layout(kind, rows, columns, place.pitch as i64)
-                .map_err(refused(SET_UP))
-        };
-        let layouts = [layout(k, n, b)?, layout(k, m, a)?, layout(n, m, out)?];
-        Ok(Product {
+        let algorithms = algorithms(cublaslt, &handles)?;
+        Ok((!algorithms.is_empty()).then(|| Product {
             cublaslt: cublaslt.clone(),
-            desc,
-            layouts,
-            algorithms: algorithms(cublaslt, desc, layouts)?,
+            handles,
+            algorithms,
             chosen: 0,
-            a: a.ptr as *const c_void,
-            b: b.ptr as *const c_void,
-            out: out.ptr as *mut c_void,
-        })
+            problem: problem.clone(),
+        }))
+    }
+
+    /// The product by the fastest of its algorithms that run. None if none does. Collective.
+    pub fn tuned(mut self, timer: &Timer) -> Result<Option<Product>> {
+        let mut running = Vec::new();
+        for chosen in 0..self.algorithms.len() {
+            self.chosen = chosen;
+            if self.enqueue(timer.stream).is_ok() {
+                running.push(self.algorithms[chosen]);
+            }
+        }
+        if running.is_empty() {
+            return Ok(None);
+        }
+        self.algorithms = running;
+        self.tune(timer)?;
+        Ok(Some(self))
     }
 
     pub fn run(&self, stream: driver_sys::CUstream) -> Result<()> {
+        self.enqueue(stream)
+            .map_err(refused("multiply with cuBLASLt"))
+    }
+
+    fn enqueue(&self, stream: driver_sys::CUstream) -> std::result::Result<(), lt::CublasError> {
         let (one, zero) = (1f32, 0f32);
-        let [b, a, out] = self.layouts;
+        let Handles {
+            desc,
+            layouts: [b, a, c, out],
+        } = self.handles;
+        let Problem {
+            a: of_a,
+            b: of_b,
+            out: of_out,
+            ..
+        } = &self.problem;
+        // Nothing is added, so C is not read.
         // SAFETY: the matrices are as the layouts say, and live as long as the benchmark.
-        let result = unsafe {
+        unsafe {
             lt::matmul(
                 self.cublaslt.handle,
-                self.desc,
+                desc,
                 (&raw const one).cast(),
                 (&raw const zero).cast(),
-                self.b,
+                of_b.ptr as *const c_void,
                 b,
-                self.a,
+                of_a.ptr as *const c_void,
                 a,
-                self.out,
-                out,
-                self.out,
+                match of_out.dtype.is_fp8() {
+                    true => std::ptr::null(),
+                    false => of_out.ptr as *const c_void,
+                },
+                c,
+                of_out.ptr as *mut c_void,
                 out,
                 &self.algorithms[self.chosen],
                 self.cublaslt.workspace.ptr() as *mut c_void,
                 WORKSPACE_BYTES,
                 stream.cast(),
             )
-        };
-        result.map_err(refused("multiply with cuBLASLt"))
+        }
     }
 
     /// Chooses the fastest algorithm by medians, because the best of a few runs is luck. Collective.
@@ -155,39 +218,130 @@ impl Product {
     }
 }
 
-/// A product in f32 whose first operand is transposed.
-fn describe() -> Result<lt_sys::cublasLtMatmulDesc_t> {
-    let desc = lt::create_matmul_desc(
-        lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-        lt_sys::cudaDataType::CUDA_R_32F,
-    )
-    .map_err(refused(SET_UP))?;
-    let transposed = 1i32;
-    // SAFETY: the attribute has the type that it names.
-    unsafe {
-        lt::set_matmul_desc_attribute(
-            desc,
-            lt_sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
-            (&raw const transposed).cast(),
-            size_of::<i32>(),
-        )
+fn kind_of(dtype: DType) -> lt_sys::cudaDataType {
+    match dtype {
+        DType::F8E4M3 => lt_sys::cudaDataType::CUDA_R_8F_E4M3,
+        DType::F16 => lt_sys::cudaDataType::CUDA_R_16F,
+        DType::F32 => lt_sys::cudaDataType::CUDA_R_32F,
+        _ => lt_sys::cudaDataType::CUDA_R_16BF,
     }
-    .map_err(refused(SET_UP))?;
-    Ok(desc)
 }
 
-/// The algorithms that cuBLASLt proposes, the best first. There is at least one.
-fn algorithms(
-    cublaslt: &CublasLt,
+/// cuBLASLt's descriptions of a product and of its matrices: b, a, C and out.
+struct Handles {
     desc: lt_sys::cublasLtMatmulDesc_t,
-    [b, a, out]: [lt_sys::cublasLtMatrixLayout_t; 3],
-) -> Result<Vec<lt_sys::cublasLtMatmulAlgo_t>> {
+    layouts: [lt_sys::cublasLtMatrixLayout_t; 4],
+}
+
+impl Handles {
+    /// A product in f32 whose first operand is transposed. None if cuBLASLt does not know its scales.
+    fn new(problem: &Problem, accumulation: Accumulation) -> Result<Option<Handles>> {
+        let [m, n, k] = problem.shape;
+        let desc = lt::create_matmul_desc(
+            lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            lt_sys::cudaDataType::CUDA_R_32F,
+        )
+        .map_err(refused(SET_UP))?;
+        let layout = |rows: usize, columns: usize, place: Place| {
+            let (kind, pitch) = (kind_of(place.dtype), place.pitch as i64);
+            lt::create_matrix_layout(kind, rows as u64, columns as u64, pitch)
+                .map_err(refused(SET_UP))
+        };
+        // C has no type of 8 bits.
+        let c = match problem.out.dtype {
+            DType::F8E4M3 => DType::Bf16,
+            other => other,
+        };
+        let c = Place {
+            dtype: c,
+            ..problem.out
+        };
+        let handles = Handles {
+            desc,
+            layouts: [
+                layout(k, n, problem.b)?,
+                layout(k, m, problem.a)?,
+                layout(n, m, c)?,
+                layout(n, m, problem.out)?,
+            ],
+        };
+        use lt_sys::cublasLtMatmulDescAttributes_t as Attribute;
+        let transposed = 1i32;
+        handles
+            .set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &transposed)
+            .map_err(refused(SET_UP))?;
+        let fast = i8::from(accumulation == Accumulation::Fast);
+        let told = || {
+            handles.set(Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast)?;
+            let [of_a, of_b] = &*problem.scales;
+            if let Some(scale) = of_b {
+                handles.set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &scale.mode)?;
+                handles.set(
+                    Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER,
+                    &scale.ptr(),
+                )?;
+            }
+            if let Some(scale) = of_a {
+                handles.set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &scale.mode)?;
+                handles.set(
+                    Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER,
+                    &scale.ptr(),
+                )?;
+            }
+            Ok(())
+        };
+        let told: std::result::Result<(), lt::CublasError> = match problem.a.dtype.is_fp8() {
+            true => told(),
+            false => Ok(()),
+        };
+        match told {
+            Ok(()) => Ok(Some(handles)),
+            Err(error) if is_refusal(error) => Ok(None),
+            Err(error) => Err(refused(SET_UP)(error)),
+        }
+    }
+
+    fn set<V>(
+        &self,
+        attribute: lt_sys::cublasLtMatmulDescAttributes_t,
+        value: &V,
+    ) -> std::result::Result<(), lt::CublasError> {
+        let value: *const V = value;
+        // SAFETY: the description lives, and the attribute has the type that it names.
+        unsafe { lt::set_matmul_desc_attribute(self.desc, attribute, value.cast(), size_of::<V>()) }
+    }
+}
+
+impl Drop for Handles {
+    fn drop(&mut self) {
+        // SAFETY: made by `new` and not used again.
+        unsafe {
+            for layout in self.layouts {
+                let _ = lt::destroy_matrix_layout(layout);
+            }
+            let _ = lt::destroy_matmul_desc(self.desc);
+        }
+    }
+}
+
+/// True if this says that the problem can't be solved, rather than that something failed.
+fn is_refusal(lt::CublasError(status): lt::CublasError) -> bool {
+    use lt_sys::cublasStatus_t::{CUBLAS_STATUS_INVALID_VALUE, CUBLAS_STATUS_NOT_SUPPORTED};
+    matches!(
+        status,
+        CUBLAS_STATUS_NOT_SUPPORTED | CUBLAS_STATUS_INVALID_VALUE
+    )
+}
+
+/// The algorithms that cuBLASLt proposes, the best first. There are none if it refuses the product.
+fn algorithms(cublaslt: &CublasLt, handles: &Handles) -> Result<Vec<lt_sys::cublasLtMatmulAlgo_t>> {
+    let [b, a, c, out] = handles.layouts;
     let workspace = WORKSPACE_BYTES;
     let preference = lt::create_matmul_pref().map_err(refused(SET_UP))?;
     let mut count = 0;
     // SAFETY: handles are used as they were made, the attribute has the type that it names, and any bits are a valid
     // result.
-    let mut found = unsafe {
+    let (status, mut found) = unsafe {
         lt::set_matmul_pref_attribute(
             preference,
             lt_sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
@@ -199,38 +353,26 @@ fn algorithms(
             vec![std::mem::zeroed(); ALGORITHMS];
         let status = lt_sys::cublasLtMatmulAlgoGetHeuristic(
             cublaslt.handle,
-            desc,
+            handles.desc,
             b,
             a,
-            out,
+            c,
             out,
             preference,
             ALGORITHMS as i32,
             found.as_mut_ptr(),
             &mut count,
         );
-        status.result().map_err(refused(SET_UP))?;
         lt::destroy_matmul_pref(preference).map_err(refused(SET_UP))?;
-        found
+        (status, found)
     };
-    found.truncate(count as usize);
+    match status.result() {
+        Ok(()) => found.truncate(count as usize),
+        Err(error) if is_refusal(error) => found.clear(),
+        Err(error) => return Err(refused(SET_UP)(error)),
+    }
     found.retain(|found| found.state == lt_sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS);
-    if found.is_empty() {
-        return Err(refused(SET_UP)(format_args!("it knows no algorithm")));
-    }
     Ok(found.iter().map(|found| found.algo).collect())
-}
-
-impl Drop for Product {
-    fn drop(&mut self) {
-        // SAFETY: made by `new` and not used again.
-        unsafe {
-            for layout in self.layouts {
-                let _ = lt::destroy_matrix_layout(layout);
-            }
-            let _ = lt::destroy_matmul_desc(self.desc);
-        }
-    }
 }
 
 /// A collective of NCCL, with parts that are equal on all ranks.
@@ -286,7 +428,9 @@ impl Nccl {
             collective, count, ..
         } = what;
         let dtype = match what.dtype {
+            DType::F8E4M3 => nccl_sys::ncclDataType_t::ncclUint8,
             DType::F16 => nccl_sys::ncclDataType_t::ncclFloat16,
+            DType::F32 => nccl_sys::ncclDataType_t::ncclFloat32,
             _ => nccl_sys::ncclDataType_t::ncclBfloat16,
         };
         let sum = nccl_sys::ncclRedOp_t::ncclSum;

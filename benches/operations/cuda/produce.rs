@@ -7,20 +7,20 @@ use cudarc::driver::sys::CUstream;
 use gemmesh::testing::Variant;
 use gemmesh::trace::Trace;
 use gemmesh::{
-    Block, Chunking, Config, Cuda, Explanation, Group, Half, PreparedReduceScatter,
-    ProduceAndReduceScatter, Result, Route,
+    Block, Chunking, Config, Cuda, DType, Explanation, Group, Half, PreparedReduceScatter,
+    ProduceAndReduceScatter, Result, Route, Scaling,
 };
 
 use super::clock::Timer;
 use super::memory::Place;
-use super::peers::{CublasLt, Product};
+use super::peers::{CublasLt, Problem, Product};
 use super::{Instruments, OnGpus, Peers, way};
-use crate::common::{Check, Operation};
-use crate::sums::{Operands, ReduceScatter};
+use crate::common::{Check, Multiplied, Operation};
+use crate::sums::{Operands, Planned, ReduceScatter};
 
 /// `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ` by produce_and_reduce_scatter, whose producer is
 /// cuBLASLt.
-pub struct Produce<T: Half> {
+pub struct Produce<T: Multiplied> {
     sums: ReduceScatter<Cuda, T>,
     /// One for each of the two streams, because products use the handle's memory.
     cublaslt: [Rc<CublasLt>; 2],
@@ -33,7 +33,7 @@ pub struct Produce<T: Half> {
 }
 
 /// The product of a block that is asked for.
-fn product<T: Half>(
+fn product<T: Multiplied + Half>(
     operands: &Operands<Cuda, T>,
     cublaslt: &Rc<CublasLt>,
     block: &Block<Cuda, T>,
@@ -44,27 +44,35 @@ fn product<T: Half>(
     let out = Place {
         ptr: block.as_device_ptr(),
         pitch: block.pitch(),
+        dtype: T::DTYPE,
     };
-    Product::new::<T>(cublaslt, a, Place::of(&operands.b), out, [rows, n, k])
+    let b = Place::of(&operands.b);
+    Product::new(cublaslt, &Problem::new(a, b, out, [rows, n, k]))
 }
 
-impl<T: Half> Produce<T> {
+impl<T: Multiplied + Half> Produce<T> {
     fn tune(&mut self, timer: &Timer) -> Result<()> {
         let mut products = self.products.iter_mut();
         products.try_for_each(|product| product.tune(timer))
     }
 }
 
-impl<T: Half> Operation<Cuda, T> for Produce<T> {
+impl<T: Multiplied + Half> Operation<Cuda, T> for Produce<T> {
     const NAME: &'static str = "produce_and_reduce_scatter";
     const COLLECTIVE: &'static str = "reduce-scatter";
     const SEQUENTIAL: &'static str = "cuBLASLt by blocks, then reduce-scatter";
-    type Prepared = PreparedReduceScatter<'static, Cuda, T>;
+    const OUT: DType = T::DTYPE;
+    type Prepared = Planned<PreparedReduceScatter<'static, Cuda, T>, Cuda, T>;
 
-    fn random(group: &Group<Cuda>, shape: [usize; 3], stages: usize) -> Result<Self> {
+    fn scaled(
+        group: &Group<Cuda>,
+        shape: [usize; 3],
+        stages: usize,
+        scaling: Scaling,
+    ) -> Result<Self> {
         super::clock::bind(group)?;
         Ok(Produce {
-            sums: ReduceScatter::random(group, shape, stages)?,
+            sums: ReduceScatter::scaled(group, shape, stages, scaling)?,
             cublaslt: [Rc::new(CublasLt::new()?), Rc::new(CublasLt::new()?)],
             products: Vec::new(),
             in_functions: Duration::ZERO,
@@ -81,7 +89,7 @@ impl<T: Half> Operation<Cuda, T> for Produce<T> {
         let pulled = match config {
             Some(config) => config,
             None => {
-                let tile = self.sums.prepare(None)?.config().tile;
+                let tile = self.sums.prepare(None)?.sum.config().tile;
                 Config::new(tile, Chunking::new(1), Route::Pull)
             }
         };
@@ -89,12 +97,12 @@ impl<T: Half> Operation<Cuda, T> for Produce<T> {
     }
 
     fn explain(prepared: &Self::Prepared) -> Explanation {
-        prepared.explain()
+        prepared.sum.explain()
     }
 
     fn run(&mut self, prepared: &Self::Prepared) -> Result<()> {
         let m = self.sums.operands.a.shape()[0];
-        let operation = ProduceAndReduceScatter::new().chunks(prepared.config().chunking.count);
+        let operation = ProduceAndReduceScatter::new().chunks(prepared.sum.config().chunking.count);
         let Produce {
             sums,
             cublaslt,
@@ -135,7 +143,7 @@ impl<T: Half> Operation<Cuda, T> for Produce<T> {
 
     fn trace(&mut self, prepared: &Self::Prepared) -> Result<Trace> {
         let m = self.sums.operands.a.shape()[0];
-        let operation = ProduceAndReduceScatter::new().chunks(prepared.config().chunking.count);
+        let operation = ProduceAndReduceScatter::new().chunks(prepared.sum.config().chunking.count);
         let mut products = self.products.iter();
         operation.run_traced(m, &mut self.sums.out, |block| {
             let product = products.next().ok_or("there is a product for each block")?;
@@ -152,7 +160,7 @@ impl<T: Half> Operation<Cuda, T> for Produce<T> {
     }
 }
 
-impl<T: Half> OnGpus<T> for Produce<T> {
+impl<T: Multiplied + Half> OnGpus<T> for Produce<T> {
     fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers> {
         let peers = self.sums.peers(instruments, prepared)?;
         self.tune(&instruments.timer)?;
