@@ -97,12 +97,12 @@ struct Args {
     /// Type of the operands' elements. Sweeps of e4m3 have N and K that are multiples of 16.
     #[arg(long, value_enum, default_value_t = DTypeName::Bf16)]
     dtype: DTypeName,
-    /// The values of e4m3 that share a scale. Scales of a row are replicated. Those of a block are gathered with the rows,
-    /// so K of drawn gathers is then a multiple of 512 [default: tensor].
+    /// The values of e4m3 that share a scale. Scales of rows are replicated. Those of blocks are gathered with the rows, so
+    /// K of drawn gathers is then a multiple of 512 [default: tensor].
     #[arg(long, value_enum)]
     scales: Option<ScalesName>,
-    /// Type of the output's elements. Bf16 and f16 are only stored as themselves, but see --epilogue f32 [default: that of
-    /// the operands, or bf16 of e4m3].
+    /// Type of the output's elements. Products of bf16 and f16 have their own type; see --epilogue f32 [default: bf16, or f16
+    /// of f16].
     #[arg(long, value_enum)]
     out: Option<OutName>,
     /// Also times cuBLASLt's products of e4m3 with fast accumulation, whose sums have fewer bits.

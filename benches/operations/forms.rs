@@ -621,6 +621,7 @@ fn turned<T: Multiplied>(values: &[T], columns: usize) -> Vec<T> {
 }
 
 /// A product of one rank, for a different library.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub struct Product<'a, B: Backend, T: Multiplied> {
     pub a: &'a Matrix<B, T>,
     pub b: &'a Matrix<B, T>,
@@ -630,6 +631,7 @@ pub struct Product<'a, B: Backend, T: Multiplied> {
 }
 
 /// A product that a different library has prepared.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub enum Peer<'a> {
     Prepared(Box<dyn Fn() -> Result<()> + 'a>),
     Refused,

@@ -62,7 +62,8 @@ impl<B: Backend, T: Multiplied> Operands<B, T> {
         [m, n, k]
     }
 
-    /// Those of this rank, `a` first.
+    /// The scales of this rank's operands.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn scales(&self) -> [Option<ScaleValues>; 2] {
         let (rank, world) = (self.group.rank(), self.group.world_size());
         scales(self.scaling, rank, world, self.shape())

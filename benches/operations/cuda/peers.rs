@@ -102,6 +102,11 @@ impl Product {
         problem: &Problem,
         accumulation: Accumulation,
     ) -> Result<Option<Product>> {
+        let [m, ..] = problem.shape;
+        let [of_a, _] = &*problem.scales;
+        if of_a.as_ref().is_some_and(|scale| !scale.fits(m)) {
+            return Ok(None);
+        }
         let Some(handles) = Handles::new(problem, accumulation)? else {
             return Ok(None);
         };

@@ -17,12 +17,9 @@ impl Scale {
     /// Those of rows [M, K], if there are any. Blocks are transposed: those of a block of K follow one another.
     pub fn of_rows(scales: Option<&ScaleValues>) -> Result<Option<Scale>> {
         let transposed = |scales: &ScaleValues| {
-            let [m, blocks] = scales.shape;
+            let [_, blocks] = scales.shape;
             let column = |block: usize| scales.values[block..].iter().step_by(blocks);
-            let mut values: Vec<f32> = (0..blocks).flat_map(column).copied().collect();
-            // cuBLASLt wants a multiple of 4 rows. If it takes others, this is what it may read.
-            values.resize(blocks * m.next_multiple_of(4), 0.0);
-            values
+            (0..blocks).flat_map(column).copied().collect()
         };
         let blocks = (Mode::CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F, transposed);
         scales.map(|scales| Scale::new(scales, blocks)).transpose()
@@ -60,6 +57,11 @@ impl Scale {
             values: Scratch::of(&values)?,
             mode,
         })
+    }
+
+    /// True if cuBLASLt takes such scales of `rows` rows. Its documentation asks for a multiple of 4 if blocks have scales.
+    pub fn fits(&self, rows: usize) -> bool {
+        self.mode != Mode::CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || rows.is_multiple_of(4)
     }
 
     pub fn ptr(&self) -> CUdeviceptr {
