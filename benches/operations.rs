@@ -221,6 +221,7 @@ enum OutName {
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum ScalesName {
+    /// There are no scales.
     None,
     /// All values of an operand.
     Tensor,
@@ -432,11 +433,10 @@ impl Args {
                     #[cfg(feature = "cuda")]
                     BackendName::Cuda => sweep::LARGEST,
                 };
-                let [of_n, of_k] = self.multiples();
                 let shapes = sweep::draw(seed, count, largest).into_iter();
-                let fit =
-                    |[m, n, k]: [usize; 3]| [m, n.next_multiple_of(of_n), k.next_multiple_of(of_k)];
-                shapes.map(fit).collect()
+                shapes
+                    .map(|shape| sweep::rounded_up(shape, self.multiples()))
+                    .collect()
             }
             Some(Sweep::Models) => {
                 let (splits, parts): (&[Split], &[usize]) = match self.op {
@@ -444,9 +444,8 @@ impl Args {
                     Op::AllGatherMatmul | Op::Consume => (&[Split::Columns], &[self.ranks]),
                     _ => (&[Split::Depth], &[self.ranks]),
                 };
-                let [of_n, of_k] = self.multiples();
                 let mut shapes = sweep::draw_of_models(seed, usize::MAX, splits, parts);
-                shapes.retain(|[_, n, k]| n.is_multiple_of(of_n) && k.is_multiple_of(of_k));
+                shapes.retain(|&shape| shape == sweep::rounded_up(shape, self.multiples()));
                 shapes.truncate(count);
                 shapes
             }

@@ -10,7 +10,7 @@ use std::collections::HashSet;
 use gemmesh::{Chunking, Config, Route, TileShape};
 use sweep::{
     LARGEST, LARGEST_ON_HOST, Line, Split, Times, draw, draw_of_models, geometric_mean, percentile,
-    summary,
+    rounded_up, summary,
 };
 use time::Time;
 
@@ -21,6 +21,20 @@ fn shapes_are_within_bounds_and_multiples() {
             assert!((1..=largest[0]).contains(&m), "{m}");
             assert!((256..=largest[1]).contains(&n) && n % 8 == 0, "{n}");
             assert!((512..=largest[2]).contains(&k) && k % 64 == 0, "{k}");
+        }
+    }
+}
+
+#[test]
+fn shapes_of_fp8_are_those_of_16_bits_with_n_and_k_rounded_up_within_the_bounds() {
+    for largest in [LARGEST, LARGEST_ON_HOST] {
+        for multiples in [[16, 16], [16, 512]] {
+            for shape in draw(7, 2000, largest) {
+                let [m, n, k] = rounded_up(shape, multiples);
+                assert!(m == shape[0] && n >= shape[1] && k >= shape[2]);
+                assert!(n <= largest[1] && n - shape[1] < 16 && n % 16 == 0, "{n}");
+                assert!(k <= largest[2] && k % multiples[1] == 0, "{k}");
+            }
         }
     }
 }

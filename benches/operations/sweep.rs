@@ -32,6 +32,11 @@ pub fn draw(seed: u64, count: usize, largest: [usize; 3]) -> Vec<[usize; 3]> {
     shapes.collect()
 }
 
+/// The shape with N and K that are rounded up to multiples of these.
+pub fn rounded_up([m, n, k]: [usize; 3], [of_n, of_k]: [usize; 2]) -> [usize; 3] {
+    [m, n.next_multiple_of(of_n), k.next_multiple_of(of_k)]
+}
+
 /// Which dimension of its weight a layer splits over the ranks.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Split {
