@@ -54,34 +54,6 @@ impl Scaling {
         }
     }
 
-    /// How many scales a matrix of this pitch has from the scale of a row, or of a block of rows of a weight, to the next.
-    pub(crate) fn row_distance(self, pitch: u32) -> u32 {
-        match self {
-            Scaling::None | Scaling::Tensor => 0,
-            Scaling::Rows | Scaling::TransposedBlocks => 1,
-            Scaling::Blocks
-            | Scaling::BlocksFrom(_)
-            | Scaling::ShardedRows
-            | Scaling::ShardedBlocks => pitch,
-        }
-    }
-
-    /// The same from the scale of a block of K of `a` to the next. 0 if blocks have no scales.
-    pub(crate) fn block_distance(self, pitch: u32) -> u32 {
-        match self {
-            Scaling::TransposedBlocks => pitch,
-            other => u32::from(other.has_blocks()),
-        }
-    }
-
-    /// The place of a weight's first row in its first block.
-    pub(crate) fn first_row(self) -> usize {
-        match self {
-            Scaling::BlocksFrom(first) => first,
-            _ => 0,
-        }
-    }
-
     /// True if the scales are gathered with the rows.
     pub fn is_sharded(self) -> bool {
         matches!(self, Scaling::ShardedRows | Scaling::ShardedBlocks)
@@ -146,6 +118,38 @@ impl Scaling {
             Scaling::Blocks => [n / SCALED_BLOCK, block],
             Scaling::BlocksFrom(first) => [(first + n) / SCALED_BLOCK, block],
             _ => [0, 0],
+        }
+    }
+}
+
+/// How kernels find scales.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+impl Scaling {
+    /// How many scales a matrix of this pitch has from the scale of a row, or of a block of rows of a weight, to the next.
+    pub(crate) fn row_distance(self, pitch: u32) -> u32 {
+        match self {
+            Scaling::None | Scaling::Tensor => 0,
+            Scaling::Rows | Scaling::TransposedBlocks => 1,
+            Scaling::Blocks
+            | Scaling::BlocksFrom(_)
+            | Scaling::ShardedRows
+            | Scaling::ShardedBlocks => pitch,
+        }
+    }
+
+    /// The same from the scale of a block of K of `a` to the next. 0 if blocks have no scales.
+    pub(crate) fn block_distance(self, pitch: u32) -> u32 {
+        match self {
+            Scaling::TransposedBlocks => pitch,
+            other => u32::from(other.has_blocks()),
+        }
+    }
+
+    /// The place of a weight's first row in its first block.
+    pub(crate) fn first_row(self) -> usize {
+        match self {
+            Scaling::BlocksFrom(first) => first,
+            _ => 0,
         }
     }
 }
