@@ -168,6 +168,8 @@ pub(crate) mod sealed {
         }
         /// Whether operations that begin now are captured into a graph, to run later and often.
         fn is_recording(&self, members: &Members) -> Result<bool>;
+        /// Checks all of a schedule that [`Implementation::prepare`] checks, without memory for it.
+        fn check(&self, schedule: &Schedule) -> refusal::Result<()>;
         /// Makes a schedule ready to run.
         fn prepare(&self, members: &Members, schedule: Schedule) -> refusal::Result<Self::Program>;
         /// The schedule of a program.

@@ -35,8 +35,8 @@ use gpu::kernels;
 use gpu::rates::Rates;
 use model::choices::Choices;
 use model::tuned;
-use program::Program;
 use program::operands::{Operand, Operands};
+use program::{Program, Selected};
 use shared::Shared;
 use shared::symmetric::{Peers, Symmetric};
 
@@ -208,6 +208,10 @@ impl sealed::Implementation for Cuda {
 
     fn is_recording(&self, _members: &Members) -> Result<bool> {
         self.gpu.main().is_capturing()
+    }
+
+    fn check(&self, schedule: &Schedule) -> refusal::Result<()> {
+        Selected::new(&self.gpu, schedule).map(drop)
     }
 
     fn prepare(&self, members: &Members, schedule: Schedule) -> refusal::Result<Program> {

@@ -194,10 +194,14 @@ impl sealed::Implementation for Host {
         Ok(false)
     }
 
-    fn prepare(&self, members: &Members, schedule: Schedule) -> refusal::Result<HostProgram> {
+    fn check(&self, schedule: &Schedule) -> refusal::Result<()> {
         let matrices = schedule.matrices().len();
         let what = "matrices of a schedule on the host";
-        limit(what, matrices, 0, matrices::MAX_MATRICES)?;
+        limit(what, matrices, 0, matrices::MAX_MATRICES)
+    }
+
+    fn prepare(&self, members: &Members, schedule: Schedule) -> refusal::Result<HostProgram> {
+        self.check(&schedule)?;
         self.reserve(members.rank, &schedule)?;
         Ok(HostProgram {
             produced: Mutex::new(Produced::of(&schedule)),

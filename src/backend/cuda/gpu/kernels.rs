@@ -6,6 +6,7 @@ use std::sync::Arc;
 use crate::backend::cuda::driver::{Device, Function, Module};
 use crate::element::DType;
 use crate::error::{Error, Result};
+use crate::refusal::{self, Refusal};
 use crate::schedule::{Config, Form, Product, TileShape, WeightLayout};
 
 // build.rs uses the rest of it.
@@ -208,6 +209,23 @@ impl Kernels {
         let mut kernels = self.collective.iter();
         let of = kernels.find(|(of, _)| *of == dtype);
         of.unwrap_or(&self.collective[0]).1
+    }
+
+    /// Checks that there are kernels that multiply operands of these types.
+    ///
+    /// # Errors
+    /// `Refusal::Unsupported` names the types that can be multiplied.
+    pub fn check_dtypes(&self, dtypes: [DType; 2]) -> refusal::Result<()> {
+        if self.instances.iter().any(|i| i.dtypes == dtypes) {
+            return Ok(());
+        }
+        let words = |[a, b]: [DType; 2]| format!("{a} and {b}");
+        let mut known: Vec<String> = self.instances.iter().map(|i| words(i.dtypes)).collect();
+        known.sort_unstable();
+        known.dedup();
+        let (asked, known) = (words(dtypes), known.join(", or "));
+        let what = format!("operands on this GPU must be {known}, not {asked}");
+        Err(Refusal::Unsupported { what })
     }
 
     /// The kernel that `config` asks for.

@@ -29,7 +29,7 @@ use collective::CollectiveKernel;
 use launch::ProductLaunch;
 use operands::Operands;
 use params::CallNumbers;
-use product::ProductKernel;
+use product::{Chosen, ProductKernel};
 use reduction::ReductionKernel;
 use support::Destination;
 use tables::ProgramTables;
@@ -45,6 +45,42 @@ pub struct Program {
     reduction: Option<ReductionKernel>,
     /// Keeps the kernel's tables.
     _held: HeldTables,
+}
+
+/// The kernels that a schedule needs.
+pub struct Selected<'a> {
+    destination: Destination,
+    /// The kernel of its product, if it has one.
+    chosen: Option<Chosen<'a>>,
+    /// The kernel that adds rows, if the main kernel does not.
+    reduction: Option<ReductionKernel>,
+}
+
+impl<'a> Selected<'a> {
+    /// Finds the kernels, and puts nothing on the device.
+    ///
+    /// # Errors
+    /// As [`support::check`]; [`Error::QueuedTogether`]; as [`product::choose`].
+    pub fn new(gpu: &Gpu, schedule: &'a Schedule) -> refusal::Result<Selected<'a>> {
+        let destination = support::check(schedule)?;
+        check_pushes(gpu, schedule)?;
+        let product = schedule.product().filter(|_| !schedule.is_idle());
+        let chosen = product.map(|product| product::choose(gpu, schedule, product, &destination));
+        let has_low_latency = matches!(destination, Destination::LowLatency(_));
+        let adds_itself = is_collective(schedule) || has_low_latency;
+        let added = schedule.reduction().filter(|_| !adds_itself);
+        let reduction = added.map(|added| ReductionKernel::new(gpu, schedule, added));
+        Ok(Selected {
+            destination,
+            chosen: chosen.transpose()?,
+            reduction: reduction.transpose()?,
+        })
+    }
+}
+
+/// True if a collective's kernel moves rows. It adds arrivals, also if this rank sends nothing.
+fn is_collective(schedule: &Schedule) -> bool {
+    schedule.product().is_none() && schedule.is_pushed()
 }
 
 /// The kernel that runs beside copies.
@@ -67,24 +103,19 @@ impl Program {
         members: &Members,
         schedule: Schedule,
     ) -> refusal::Result<Program> {
-        let destination = support::check(&schedule)?;
-        check_pushes(gpu, &schedule)?;
-        let product = schedule.product().filter(|_| !schedule.is_idle());
-        let chosen = product.map(|product| product::choose(gpu, &schedule, product, &destination));
-        let chosen = chosen.transpose()?;
+        let Selected {
+            destination,
+            chosen,
+            reduction,
+        } = Selected::new(gpu, &schedule)?;
         let entries = chosen.as_ref().map_or(&[][..], |chosen| &chosen.entries);
         let (held, tables) = ProgramTables::hold(gpu, &schedule, &destination, entries)?;
-        // A collective's kernel adds arrivals, also if this rank sends nothing.
-        let is_collective = schedule.product().is_none() && schedule.is_pushed();
+        let is_collective = is_collective(&schedule);
         let has_low_latency = matches!(destination, Destination::LowLatency(_));
         let waits = Waits::of(
             &schedule,
             !has_low_latency && !sends::is_low_latency(&schedule),
         );
-        let adds_itself = is_collective || has_low_latency;
-        let added = schedule.reduction().filter(|_| !adds_itself);
-        let reduction = added.map(|added| ReductionKernel::new(gpu, &schedule, added));
-        let reduction = reduction.transpose()?;
         let fixed = params::fixed(shared, members, &schedule, &tables, reduction.is_none());
         let kernel = match chosen {
             Some(chosen) => ProgramKernel::Product(Box::new(ProductKernel::new(

@@ -82,6 +82,7 @@ pub fn choose<'a>(
         limit(what, config.tile.k_slices, 1, 1)?;
     }
     let dtypes = [product.a, product.weights[0].b].map(|number| schedule.matrices()[number].dtype);
+    gpu.kernels.check_dtypes(dtypes)?;
     gpu.kernels.check_product(rank, product, variant)?;
     let instance = gpu.kernels.find(rank, dtypes, config, variant)?;
     let (most, ctas) = (gpu.most_ctas(Some(product)), instance.ctas());
