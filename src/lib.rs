@@ -38,6 +38,7 @@
 //! | move rows, without a product | [`all_gather`], [`reduce_scatter`], [`all_reduce`], [`all_to_all`], [`broadcast`] |
 //! | overlap a kernel of your own | [`all_gather_and_consume`], [`produce_and_reduce_scatter`], [`produce_and_all_to_all`] |
 //! | plan once and run often | `prepare` of each builder, such as [`AllGatherMatmul::prepare`]; [`Prepared`] |
+//! | ask what is supported before there are matrices | `supported` of each builder, such as [`AllGatherMatmul::supported`] |
 //! | see or choose how a product is cut up | [`Prepared::explain`], [`Explanation`], [`Config`], [`Numerics`] |
 //! | see what happened when | [`Prepared::run_traced`], [`trace`] |
 //! | see which rank the others wait for | [`Group::wait_times`] |
@@ -145,11 +146,11 @@ pub use {
         AddendView, AllGatherAndConsume, AllGatherMatmul, Block, CallbackResult, Chunk, Matmul,
         MatmulAllReduce, MatmulReduceScatter, Operand, Outputs, Prepared, PreparedAllReduce,
         PreparedMatmul, PreparedQuantize, PreparedReduceScatter, ProduceAndAllToAll,
-        ProduceAndReduceScatter, Quantize, Quantized, QuantizedOutput, Scales, ShardedOperand,
-        ShardedScales, WeightScaling, WeightWidths, Weights, all_gather, all_gather_and_consume,
-        all_gather_matmul, all_reduce, all_to_all, broadcast, matmul, matmul_all_reduce,
-        matmul_reduce_scatter, produce_and_all_to_all, produce_and_reduce_scatter, quantize,
-        reduce_scatter,
+        ProduceAndReduceScatter, Quantize, Quantized, QuantizedOutput, RowSplit, Scales,
+        ShardedOperand, ShardedScales, WeightScaling, WeightWidths, Weights, all_gather,
+        all_gather_and_consume, all_gather_matmul, all_reduce, all_to_all, broadcast, matmul,
+        matmul_all_reduce, matmul_reduce_scatter, produce_and_all_to_all,
+        produce_and_reduce_scatter, quantize, reduce_scatter,
     },
     ranks::launch,
 };

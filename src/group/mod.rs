@@ -384,6 +384,13 @@ impl<B: Backend> Group<B> {
         self.noted(result.map_err(Refusal::of(self.rank(), call)))
     }
 
+    /// Makes an error of the answer to a question about `call`. It is not noted, because a rank that is told no goes on.
+    #[track_caller]
+    pub(crate) fn answered(&self, call: &str, answer: refusal::Result<()>) -> Result<()> {
+        let answer = answer.map_err(Refusal::of(self.rank(), call));
+        answer.map_err(|error| self.inner.members.named(error))
+    }
+
     fn tell(&self, error: Error) -> Error {
         let error = self.inner.members.named(error);
         // Nobody waits for a call that stands within another, or in a fork.

@@ -48,28 +48,11 @@ impl<B: Backend> Group<B> {
         }
         // A capture allows no allocation.
         self.refuse_recording()?;
-        let Inner {
-            backend,
-            members,
-            numerics,
-            ..
-        } = self.inner();
         let _range = range(|| format!("gemmesh prepare {}", key.0.operation));
-        let config = config.unwrap_or_else(|| {
-            let rows = key.0.layout.with_a_row();
-            let problem = rows.map(|layout| Problem {
-                layout,
-                ..key.0.clone()
-            });
-            backend.default_config(problem.as_ref().unwrap_or(&key.0), *numerics)
-        });
-        config.check_numerics(*numerics)?;
-        let listed = tile_order::bytes(&key.0, &config);
-        // Asking takes longer than planning a short list.
-        if listed > LONG_LIST {
-            require_available(listed).map_err(Error::out_of_memory(members.rank, listed))?;
-        }
-        let schedule = plan(&key.0, members.rank, config)?;
+        let (schedule, config) = self.planned(&key.0, config)?;
+        let Inner {
+            backend, members, ..
+        } = self.inner();
         let program = Arc::new(backend.prepare(members, schedule)?);
         let kept = Kept {
             program: program.clone(),
@@ -81,6 +64,48 @@ impl<B: Backend> Group<B> {
             self.evict(evicted);
         }
         Ok((program, config))
+    }
+
+    /// Checks that [`Group::configured_program`] would make the program, apart from its memory. Returns the schedule and
+    /// the configuration.
+    pub(crate) fn checked_schedule(
+        &self,
+        problem: &Problem,
+        config: Option<Config>,
+    ) -> refusal::Result<(Schedule, Config)> {
+        self.check()?;
+        let (schedule, config) = self.planned(problem, config)?;
+        self.inner().backend.check(&schedule)?;
+        Ok((schedule, config))
+    }
+
+    /// The schedule of a problem, and its configuration. The backend chooses one if there is none.
+    fn planned(
+        &self,
+        problem: &Problem,
+        config: Option<Config>,
+    ) -> refusal::Result<(Schedule, Config)> {
+        let Inner {
+            backend,
+            members,
+            numerics,
+            ..
+        } = self.inner();
+        let config = config.unwrap_or_else(|| {
+            let rows = problem.layout.with_a_row();
+            let with_a_row = rows.map(|layout| Problem {
+                layout,
+                ..problem.clone()
+            });
+            backend.default_config(with_a_row.as_ref().unwrap_or(problem), *numerics)
+        });
+        config.check_numerics(*numerics)?;
+        let listed = tile_order::bytes(problem, &config);
+        // Asking takes longer than planning a short list.
+        if listed > LONG_LIST {
+            require_available(listed).map_err(Error::out_of_memory(members.rank, listed))?;
+        }
+        Ok((plan(problem, members.rank, config)?, config))
     }
 
     /// Keeps a program until this rank waits for the device, and drops it then. If there are many, the oldest is

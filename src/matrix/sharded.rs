@@ -177,6 +177,13 @@ impl<B: Backend> Group<B> {
 
     /// Which rank owns which rows.
     fn layout(&self, rows: &[usize], k: usize, dtype: DType) -> refusal::Result<Layout> {
+        let layout = self.row_layout(rows, k)?;
+        self.require_whole_pieces("K", k, dtype)?;
+        Ok(layout)
+    }
+
+    /// Which rank owns which rows, whatever is in them.
+    pub(crate) fn row_layout(&self, rows: &[usize], k: usize) -> refusal::Result<Layout> {
         require_count(
             "the group",
             "rank",
@@ -184,16 +191,25 @@ impl<B: Backend> Group<B> {
             "the list of rows",
             rows.len(),
         )?;
-        let layout = Layout::new(rows, k)?;
+        Layout::new(rows, k)
+    }
+
+    /// Checks that ranks can share rows of so many columns. `what`: their number, in messages.
+    pub(crate) fn require_whole_pieces(
+        &self,
+        what: &str,
+        columns: usize,
+        dtype: DType,
+    ) -> refusal::Result<()> {
         let multiple = (B::ROW_ALIGNMENT / dtype.bytes()).max(1);
-        if !k.is_multiple_of(multiple) {
-            return Err(Refusal::Unaligned {
-                what: "K".into(),
-                value: k,
-                multiple,
-            });
+        if columns.is_multiple_of(multiple) {
+            return Ok(());
         }
-        Ok(layout)
+        Err(Refusal::Unaligned {
+            what: what.into(),
+            value: columns,
+            multiple,
+        })
     }
 }
 

@@ -10,6 +10,7 @@ use smallvec::SmallVec;
 
 use super::call::{self, Added, Arguments, RawShards, require_same_group};
 use super::callback::{CallbackResult, Callbacks};
+use super::row_split::staged;
 #[cfg(feature = "cuda")]
 use crate::backend::Cuda;
 use crate::backend::sealed::{Bound, Callback};
@@ -295,7 +296,12 @@ impl AllGatherAndConsume {
         limit("the number of chunks of a shard", chunks, 1, MAX_CHUNKS)?;
         let problem = Problem {
             beside,
-            ..Problem::new(OPERATION, a.dtype, a.staged(self.stages)?, 0)
+            ..Problem::new(
+                OPERATION,
+                a.dtype,
+                staged(a.layout.clone(), self.stages)?,
+                0,
+            )
         };
         // Nothing is multiplied.
         let tile = TileShape::new(1, 1, 1);

@@ -12,6 +12,7 @@ use super::product::{
     check_weights, product_of,
 };
 use super::quantized::OutputForm;
+use super::row_split::{RowSplit, staged};
 use super::scales::{Expected, RawShardedOperand, ShardedOperand};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
@@ -260,7 +261,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         let planned = || {
             let widths = options.widths(group, layout.k(), &weights)?;
             let call = options.called(a.scaling()?, &weights, OutputForm::of(&outputs)?)?;
-            let layout = a.values.staged(self.stages)?;
+            let layout = staged(a.values.layout.clone(), self.stages)?;
             let problem = options.problem(PRODUCT, layout, &widths, &call)?;
             let program = self.program(group, &problem)?;
             Ok((problem, program))
@@ -295,8 +296,8 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         let (a, widths) = (RawShards::from(a), n.into().0);
         let group = a.group;
         let prepare = || -> refusal::Result<Prepared<'a, B, T>> {
-            let layout = a.staged(self.stages)?;
             self.options.check_widths(&widths)?;
+            let layout = staged(a.layout.clone(), self.stages)?;
             let call = self.options.planned();
             let problem = self.options.problem(PRODUCT, layout, &widths, &call)?;
             let program = self.program(group, &problem)?;
@@ -321,6 +322,64 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
             })
         };
         group.judged(PRODUCT.name(), prepare())
+    }
+
+    /// Whether this group can gather and multiply such rows: `Ok`, or the error that the calls would give. An engine asks
+    /// when it loads a model, before there is a matrix.
+    ///
+    /// `rows` are [M, K], split evenly, or the rows of each rank and K: [`RowSplit`]. The builder says the rest, as for
+    /// [`AllGatherMatmul::prepare`]. The stages of a matrix of [`Group::sharded_staged`] are those of
+    /// [`AllGatherMatmul::stages`]. The question allocates no memory of the device and makes no rank wait.
+    ///
+    /// ```
+    /// use gemmesh::{AllGatherMatmul, F8E4M3, Group, Host, Result, Scaling};
+    ///
+    /// fn rank(group: Group<Host>) -> Result<()> {
+    ///     let (m, n, k) = (8, 48, 256);
+    ///     let product = || AllGatherMatmul::<_, F8E4M3>::new();
+    ///     let scaled = product().scaling(Scaling::ShardedBlocks, Scaling::BlocksFrom(64));
+    ///     scaled.supported(&group, [m, k], [n, n])?; // two weights
+    ///     scaled.supported(&group, (&[6, 2], k), n)?; // six rows of rank 0, and two of rank 1
+    ///     // A weight may begin at a multiple of 16 rows.
+    ///     let scaled = product().scaling(Scaling::ShardedBlocks, Scaling::BlocksFrom(8));
+    ///     assert!(scaled.supported(&group, [m, k], n).is_err());
+    ///     Ok(())
+    /// }
+    ///
+    /// Group::threads(2, rank)?;
+    /// # Ok::<_, gemmesh::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`AllGatherMatmul::prepare`]; those of [`Group::sharded_rows`] for `a` and its sharded scales.
+    #[track_caller]
+    pub fn supported(
+        &self,
+        group: &Group<B>,
+        rows: impl Into<RowSplit>,
+        n: impl Into<WeightWidths>,
+    ) -> Result<()> {
+        let (rows, widths) = (rows.into(), n.into().0);
+        let answer = || {
+            let layout = rows.layout(group)?;
+            let k = layout.k();
+            self.options.check_widths(&widths)?;
+            let layout = staged(layout, self.stages)?;
+            let call = self.options.planned();
+            let problem = self.options.problem(PRODUCT, layout, &widths, &call)?;
+            self.options.check(group, &problem, problem.layout.m())?;
+            group.checked_schedule(&problem, self.options.config)?;
+            group.require_whole_pieces("K", k, T::DTYPE)?;
+            let scales = problem.beside.map(|(dtype, columns)| {
+                group.require_whole_pieces(
+                    "⌈K/128⌉, the columns of sharded scales,",
+                    columns,
+                    dtype,
+                )
+            });
+            scales.unwrap_or(Ok(()))
+        };
+        group.answered(PRODUCT.name(), answer())
     }
 
     fn program(&self, group: &Group<B>, problem: &Problem) -> refusal::Result<Arc<B::Program>> {

@@ -122,25 +122,6 @@ impl<'a, B: Backend> RawShards<'a, B> {
         Bound::Symmetric(self.memory)
     }
 
-    /// The layout for a gather in as many stages as the call asks for.
-    pub fn staged(&self, stages: Option<usize>) -> refusal::Result<Layout> {
-        let layout = self.layout.clone();
-        let Some(stages) = stages else {
-            return Ok(layout);
-        };
-        if layout.order() == RowOrder::ByStage {
-            let own = layout.stages();
-            limit(
-                "the number of stages of a gather of a staged matrix",
-                stages,
-                own,
-                own,
-            )?;
-            return Ok(layout);
-        }
-        layout.staged(stages, RowOrder::ByRank)
-    }
-
     /// Checks that the rows lie rank after rank. An operation that makes rows in place needs this.
     pub fn require_by_rank(&self, argument: &str) -> refusal::Result<()> {
         let stages = match self.layout.order() {

@@ -233,16 +233,56 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         group.judged(OPERATION.name(), planned)
     }
 
+    /// Whether this group can multiply a matrix [m, k] by weights of N = `n`: `Ok`, or the error that the product would
+    /// give. An engine asks when it loads a model, before there is a matrix.
+    ///
+    /// The builder says what [`Matmul::prepare`] needs to know: types, scales, layout, configuration. The question
+    /// allocates no memory of the device and makes no rank wait. It says nothing of the memory that a call needs.
+    ///
+    /// ```
+    /// use gemmesh::{DType, F8E4M3, Group, Host, Matmul, Result, Scaling};
+    ///
+    /// fn rank(group: Group<Host>) -> Result<()> {
+    ///     let (m, n, k) = (2, 48, 256);
+    ///     let product = || Matmul::<_, F8E4M3>::new().output_dtype(DType::F32);
+    ///     let blocks = product().scaling(Scaling::Blocks, Scaling::Blocks);
+    ///     assert!(blocks.supported(&group, [m, k], n).is_ok());
+    ///     // Scales of blocks belong to both operands, or to none.
+    ///     let rows = product().scaling(Scaling::Rows, Scaling::Blocks);
+    ///     assert!(rows.supported(&group, [m, k], n).is_err());
+    ///     Ok(())
+    /// }
+    ///
+    /// Group::threads(1, rank)?;
+    /// # Ok::<_, gemmesh::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Matmul::prepare`].
+    #[track_caller]
+    pub fn supported(
+        &self,
+        group: &Group<B>,
+        shape: [usize; 2],
+        n: impl Into<WeightWidths>,
+    ) -> Result<()> {
+        let widths = n.into().0;
+        let answer = || {
+            self.0.check_widths(&widths)?;
+            let problem = self.problem(group, shape, &widths, &self.0.planned())?;
+            group.checked_schedule(&problem, self.0.config).map(drop)
+        };
+        group.answered(OPERATION.name(), answer())
+    }
+
     fn plan(
         &self,
         group: &Group<B>,
-        [m, k]: [usize; 2],
+        shape: [usize; 2],
         widths: &[usize],
         call: &CallForm,
     ) -> refusal::Result<PreparedMatmul<'a, B, T>> {
-        let layout = Layout::new(&[m], k)?;
-        let problem = self.0.problem(OPERATION, layout, widths, call)?;
-        self.0.check(group, &problem, m)?;
+        let problem = self.problem(group, shape, widths, call)?;
         Ok(PreparedMatmul {
             program: group.program(problem.clone(), self.0.config)?,
             group: group.clone(),
@@ -250,6 +290,20 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
             options: self.0.clone(),
             element: PhantomData,
         })
+    }
+
+    /// The problem of the product of a matrix [m, k].
+    fn problem(
+        &self,
+        group: &Group<B>,
+        [m, k]: [usize; 2],
+        widths: &[usize],
+        call: &CallForm,
+    ) -> refusal::Result<Problem> {
+        let layout = Layout::new(&[m], k)?;
+        let problem = self.0.problem(OPERATION, layout, widths, call)?;
+        self.0.check(group, &problem, m)?;
+        Ok(problem)
     }
 }
 

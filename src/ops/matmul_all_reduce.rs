@@ -9,6 +9,7 @@ use super::call::{self, Added, Arguments, RawShards, RawView, require_same_group
 use super::operands::{AddendView, WeightScaling, Weights};
 use super::partial_sums::{PlannedSums, SumOperands, Which, operands};
 use super::product::{CallForm, ProductOptions};
+use super::row_split::RowSplit;
 use super::scales::{Operand, RawOperand};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
@@ -25,7 +26,8 @@ use crate::refusal::{self, Refusal};
 use crate::schedule::plan::collectives::stored;
 use crate::schedule::plan::matrices::{self, MATRICES};
 use crate::schedule::{
-    Accumulation, Activation, Config, Operation, Problem, Route, Scaling, Schedule, WeightLayout,
+    Accumulation, Activation, Config, Layout, Operation, Problem, Route, Scaling, Schedule,
+    WeightLayout,
 };
 use crate::trace::Trace;
 
@@ -219,6 +221,43 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         group.judged(Which::All.name(), planned)
     }
 
+    /// Whether this group can sum such products: `Ok`, or the error that the calls would give.
+    ///
+    /// `rows` are the extents [M, K] of `a`, of which K is this rank's slice. The rows of the output are split evenly, or
+    /// as `rows` says: [`RowSplit`]. N is that of the weight. As [`Matmul::supported`](crate::Matmul::supported), it needs
+    /// no matrix and makes no rank wait.
+    ///
+    /// ```
+    /// use gemmesh::{F8E4M3, Group, Host, MatmulAllReduce, Result, Scaling};
+    ///
+    /// fn rank(group: Group<Host>) -> Result<()> {
+    ///     let (m, n, k) = (8, 32, 128); // K is this rank's slice
+    ///     let sum = MatmulAllReduce::<_, F8E4M3>::new().scaling(Scaling::Blocks, Scaling::Blocks);
+    ///     sum.supported(&group, [m, k], n)
+    /// }
+    ///
+    /// Group::threads(2, rank)?;
+    /// # Ok::<_, gemmesh::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`MatmulAllReduce::prepare`]; those of [`Group::sharded_rows`] for the output.
+    #[track_caller]
+    pub fn supported(&self, group: &Group<B>, rows: impl Into<RowSplit>, n: usize) -> Result<()> {
+        let rows = rows.into();
+        let answer = || {
+            let (layout, call) = (rows.layout(group)?, self.0.planned());
+            let out = call.output.dtype;
+            let gathered = Which::All.check(&self.0, group, layout.clone(), n, &call)?;
+            if let Some(config) = gathered {
+                let (problem, config) = gather_problem(out, layout.of_columns(n)?, config);
+                group.checked_schedule(&problem, Some(config))?;
+            }
+            group.require_whole_pieces("N", n, out)
+        };
+        group.answered(Which::All.name(), answer())
+    }
+
     fn plan(
         &self,
         a: RawView<B>,
@@ -233,7 +272,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         let layout = out.layout.of_columns(k)?;
         let sums = PlannedSums::new(&self.0, Which::All, group, layout, n, call)?;
         let gather = match sums.needs_gather() {
-            true => Some(gather_of(group, out, sums.config())?),
+            true => Some(gather_of(out, sums.config())?),
             false => None,
         };
         Ok(PreparedAllReduce {
@@ -245,20 +284,21 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
 }
 
 /// The program that gathers the sums of all rows, if each rank has the sums of its own rows.
-fn gather_of<B: Backend>(
-    group: &Group<B>,
-    out: RawShards<B>,
-    config: Config,
-) -> refusal::Result<Arc<B::Program>> {
-    let operation = Operation::GatherOfMatmulAllReduce;
-    let problem = Problem::new(operation, out.dtype, out.layout.clone(), 0);
+fn gather_of<B: Backend>(out: RawShards<B>, config: Config) -> refusal::Result<Arc<B::Program>> {
+    let (problem, config) = gather_problem(out.dtype, out.layout.clone(), config);
+    out.group.program(problem, Some(config))
+}
+
+/// The problem of that gather, and its configuration. `layout`: of the output [M, N]. `config`: of the sums.
+fn gather_problem(dtype: DType, layout: Layout, config: Config) -> (Problem, Config) {
     // Kernels store whole pieces of rows.
-    let row = out.layout.k() * out.dtype.bytes();
+    let row = layout.k() * dtype.bytes();
     let config = match config.stores_behind() && row.is_multiple_of(16) {
         true => stored(),
         false => config.with_route(Route::Pull),
     };
-    group.program(problem, Some(config))
+    let operation = Operation::GatherOfMatmulAllReduce;
+    (Problem::new(operation, dtype, layout, 0), config)
 }
 
 impl<B: Backend, T: Element> Default for MatmulAllReduce<'_, B, T> {
@@ -414,7 +454,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         self.sums.check_sharded(out).map_err(of)?;
         let gather = match (&self.gather, self.sums.reduces_own_rows) {
             (Some(gather), _) => Some(gather.clone()),
-            (None, true) => Some(gather_of(self.sums.group(), out, self.config()).map_err(of)?),
+            (None, true) => Some(gather_of(out, self.config()).map_err(of)?),
             (None, false) => None,
         };
         self.sums.reduce(out.bound(), &[out.id])?;

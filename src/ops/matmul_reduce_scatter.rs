@@ -18,6 +18,7 @@ use crate::element::{DType, Element, OutputOf, WeightOf};
 use crate::error::Error;
 use crate::error::Result;
 use crate::explanation::Explanation;
+use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
 use crate::profile::span::Span;
@@ -239,7 +240,12 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         let a = operands.a.values;
         let plan = || {
             let call = operands.called(&self.options, OutputForm::of(&out)?)?;
-            self.plan(a, operands.n(&self.options)?, self.layout(a)?, &call)
+            self.plan(
+                a,
+                operands.n(&self.options)?,
+                self.layout(a.group, a.shape)?,
+                &call,
+            )
         };
         let planned = plan().map_err(a.group.refusal(Which::Own.name()))?;
         planned.collective(operands, out, None)
@@ -269,7 +275,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
             require_shape("out [M, N]", [m, n], out.shape())?;
             out.require_by_rank("out")?;
             let layout = match self.rows {
-                Some(_) => self.layout(a)?,
+                Some(_) => self.layout(group, a.shape)?,
                 None => out.layout.of_columns(k)?,
             };
             let call = operands.called(&self.options, Some(out.dtype.into()))?;
@@ -295,9 +301,42 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         n: usize,
     ) -> Result<PreparedReduceScatter<'a, B, T>> {
         let a = RawOperand::from(a.into()).values;
-        let plan = || self.plan(a, n, self.layout(a)?, &self.options.planned());
         let group = a.group;
+        let layout = || self.layout(group, a.shape);
+        let plan = || self.plan(a, n, layout()?, &self.options.planned());
         group.judged(Which::Own.name(), plan())
+    }
+
+    /// Whether this group can multiply a matrix [m, k] by a weight of N = `n` and sum: `Ok`, or the error that the call
+    /// would give.
+    ///
+    /// As [`Matmul::supported`](crate::Matmul::supported), it needs no matrix and makes no rank wait.
+    ///
+    /// ```
+    /// use gemmesh::{DType, Group, Host, MatmulReduceScatter, Result, bf16};
+    ///
+    /// fn rank(group: Group<Host>) -> Result<()> {
+    ///     let (m, n, k) = (8, 4, 16); // K is this rank's slice
+    ///     let sum = MatmulReduceScatter::<_, bf16>::new().output_dtype(DType::F32);
+    ///     sum.supported(&group, [m, k], n)?;
+    ///     assert!(sum.rows(&[6, 1]).supported(&group, [m, k], n).is_err()); // 7 rows in all
+    ///     Ok(())
+    /// }
+    ///
+    /// Group::threads(2, rank)?;
+    /// # Ok::<_, gemmesh::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`MatmulReduceScatter::prepare`].
+    #[track_caller]
+    pub fn supported(&self, group: &Group<B>, shape: [usize; 2], n: usize) -> Result<()> {
+        let answer = || {
+            let (layout, call) = (self.layout(group, shape)?, self.options.planned());
+            let checked = Which::Own.check(&self.options, group, layout, n, &call);
+            checked.map(drop)
+        };
+        group.answered(Which::Own.name(), answer())
     }
 
     fn plan(
@@ -311,9 +350,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         Ok(PreparedReduceScatter(planned, PhantomData))
     }
 
-    /// Which rank owns which rows of the product of `a`.
-    fn layout(&self, a: RawView<B>) -> refusal::Result<Layout> {
-        let (group, [m, k]) = (a.group, a.shape);
+    /// Which rank owns which rows of the product of a matrix [m, k].
+    fn layout(&self, group: &Group<B>, [m, k]: [usize; 2]) -> refusal::Result<Layout> {
         match self.rows {
             Some(rows) => split(group, rows, [m, k]),
             None => Layout::balanced(m, k, group.world_size()),

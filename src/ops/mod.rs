@@ -15,6 +15,7 @@ mod produce;
 mod product;
 mod quantize;
 mod quantized;
+mod row_split;
 mod scales;
 
 pub use all_gather_and_consume::{AllGatherAndConsume, Chunk, all_gather_and_consume};
@@ -34,4 +35,5 @@ pub use produce::{
 };
 pub use quantize::{PreparedQuantize, Quantize, quantize};
 pub use quantized::{Quantized, QuantizedOutput};
+pub use row_split::RowSplit;
 pub use scales::{Operand, Scales, ShardedOperand, ShardedScales};

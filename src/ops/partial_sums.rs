@@ -49,6 +49,56 @@ impl Which {
     pub fn name(self) -> &'static str {
         self.operation().name()
     }
+
+    /// The problem of the sums of products with weights of N = `n`.
+    fn problem<B: Backend>(
+        self,
+        options: &ProductOptions<B>,
+        group: &Group<B>,
+        layout: Layout,
+        n: usize,
+        call: &CallForm,
+    ) -> refusal::Result<Problem> {
+        limit("N", n, 1, MAX_EXTENT)?;
+        let problem = options.problem(self.operation(), layout, &[n], call)?;
+        let rows = match self {
+            Which::Own => problem.layout.rows_of(group.rank()).len(),
+            Which::All => problem.layout.m(),
+        };
+        options.check(group, &problem, rows)?;
+        Ok(problem)
+    }
+
+    /// True for an all-reduce of two steps.
+    fn reduces_own_rows(self, problem: &Problem, config: &Config) -> bool {
+        matches!(self, Which::All) && !is_one_shot(problem, config)
+    }
+
+    /// Checks that [`PlannedSums::new`] would plan the sums. If a gather must follow, returns their configuration.
+    pub fn check<B: Backend>(
+        self,
+        options: &ProductOptions<B>,
+        group: &Group<B>,
+        layout: Layout,
+        n: usize,
+        call: &CallForm,
+    ) -> refusal::Result<Option<Config>> {
+        let problem = self.problem(options, group, layout, n, call)?;
+        let (schedule, config) = group.checked_schedule(&problem, options.config)?;
+        if schedule.product().is_some() {
+            return Ok(None);
+        }
+        group.checked_schedule(&multiply(&problem), Some(config))?;
+        Ok(self.reduces_own_rows(&problem, &config).then_some(config))
+    }
+}
+
+/// The product that runs before a sum, if the sum's schedule has none.
+fn multiply(sum: &Problem) -> Problem {
+    Problem {
+        operation: Operation::MultiplyPartials,
+        ..sum.clone()
+    }
 }
 
 impl<'a, B: Backend> PlannedSums<'a, B> {
@@ -61,29 +111,14 @@ impl<'a, B: Backend> PlannedSums<'a, B> {
         n: usize,
         call: &CallForm,
     ) -> refusal::Result<PlannedSums<'a, B>> {
-        limit("N", n, 1, MAX_EXTENT)?;
-        let problem = options.problem(which.operation(), layout, &[n], call)?;
-        let layout = &problem.layout;
-        let rows = match which {
-            Which::Own => layout.rows_of(group.rank()).len(),
-            Which::All => layout.m(),
-        };
-        options.check(group, &problem, rows)?;
+        let problem = which.problem(options, group, layout, n, call)?;
         let (sum, config) = group.configured_program(problem.clone(), options.config)?;
         let multiply = match B::schedule(&sum).product() {
             Some(_) => None,
-            None => {
-                let operation = Operation::MultiplyPartials;
-                let problem = Problem {
-                    operation,
-                    ..problem.clone()
-                };
-                Some(group.program(problem, Some(config))?)
-            }
+            None => Some(group.program(multiply(&problem), Some(config))?),
         };
-        let one_shot = is_one_shot(&problem, &config);
         Ok(PlannedSums {
-            reduces_own_rows: matches!(which, Which::All) && !one_shot,
+            reduces_own_rows: which.reduces_own_rows(&problem, &config),
             sum,
             multiply,
             group: group.clone(),
@@ -334,14 +369,7 @@ pub fn split<B: Backend>(
     rows: &[usize],
     [m, k]: [usize; 2],
 ) -> refusal::Result<Layout> {
-    require_count(
-        "the group",
-        "rank",
-        group.world_size(),
-        "the list of rows",
-        rows.len(),
-    )?;
-    let layout = Layout::new(rows, k)?;
+    let layout = group.row_layout(rows, k)?;
     // The text is made only for the refusal.
     if layout.m() != m {
         let part = format!("a split into {rows:?}");

@@ -205,26 +205,31 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
         })
     }
 
-    /// Checks that there is an N, and that gate and up have the same N. One N may stand for both.
+    /// Checks the number of weights, and that gate and up have the same N. One N may stand for both.
     pub fn check_widths(&self, widths: &[usize]) -> Result<()> {
-        let [gate, others @ ..] = widths else {
-            return limit(WEIGHTS, 0, 1, MAX_WEIGHTS);
-        };
-        if self.gated && !others.is_empty() {
-            require_count("a gated product", "weight", 2, "this call", widths.len())?;
-            limit(
-                "N of up, the second weight of a gated product,",
-                others[0],
-                *gate,
-                *gate,
-            )?;
+        if let [_] = widths {
+            return Ok(());
+        }
+        self.check_count(widths.len())?;
+        if self.gated {
+            let (what, gate) = ("N of up, the second weight of a gated product,", widths[0]);
+            limit(what, widths[1], gate, gate)?;
         }
         Ok(())
     }
 
+    /// Checks the number of weights.
+    fn check_count(&self, weights: usize) -> Result<()> {
+        limit(WEIGHTS, weights, 1, MAX_WEIGHTS)?;
+        match self.gated {
+            true => require_count("a gated product", "weight", 2, "this call", weights),
+            false => Ok(()),
+        }
+    }
+
     /// N of each weight of a call that was not prepared.
     pub fn widths(&self, group: &Group<B>, k: usize, weights: &RawWeights<B>) -> Result<Widths> {
-        limit(WEIGHTS, weights.len(), 1, MAX_WEIGHTS)?;
+        self.check_count(weights.len())?;
         let widths = weights.iter().enumerate().map(|(number, weight)| {
             let n = self.n_of(group, k, &weight.values);
             n.map_err(Refusal::one_of("weight", number, weights.len()))

@@ -17,7 +17,7 @@ use crate::matrix::{MatrixView, MatrixViewMut};
 use crate::refusal;
 use crate::schedule::plan::collectives::chunked;
 use crate::schedule::plan::matrices::{A, MATRICES, OUT, OUT_SCALES};
-use crate::schedule::{DTypes, Form, Layout, Operation, Problem, Quantization, Schedule};
+use crate::schedule::{Config, DTypes, Form, Layout, Operation, Problem, Quantization, Schedule};
 
 const OPERATION: Operation = Operation::Quantize;
 
@@ -147,12 +147,63 @@ impl<B: Backend, T: Float> Quantize<B, T> {
         let planned = PreparedQuantize::plan(group, shape, self.quantization);
         group.judged(OPERATION.name(), planned)
     }
+
+    /// Whether this group can quantise matrices [m, n] of `T`: `Ok`, or the error that the call would give.
+    ///
+    /// As [`Matmul::supported`](crate::Matmul::supported), it needs no matrix and makes no rank wait.
+    ///
+    /// ```
+    /// use gemmesh::{Group, Host, Quantization, Quantize, Result, bf16};
+    ///
+    /// fn rank(group: Group<Host>) -> Result<()> {
+    ///     let rule = Quantization::blocks().power_of_two();
+    ///     Quantize::<_, bf16>::new().quantization(rule).supported(&group, [2, 256])
+    /// }
+    ///
+    /// Group::threads(1, rank)?;
+    /// # Ok::<_, gemmesh::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Quantize::prepare`].
+    #[track_caller]
+    pub fn supported(&self, group: &Group<B>, shape: [usize; 2]) -> Result<()> {
+        let answer = || {
+            let problem = problem(T::DTYPE, shape, self.quantization)?;
+            group.checked_schedule(&problem, Some(uncut())).map(drop)
+        };
+        group.answered(OPERATION.name(), answer())
+    }
 }
 
 impl<B: Backend, T: Float> Default for Quantize<B, T> {
     fn default() -> Self {
         Quantize::new()
     }
+}
+
+/// The problem of quantising a matrix [m, n] of `dtype`.
+fn problem(
+    dtype: DType,
+    [m, n]: [usize; 2],
+    quantization: Quantization,
+) -> refusal::Result<Problem> {
+    Ok(Problem {
+        dtypes: DTypes {
+            output: DType::F8E4M3,
+            ..DTypes::all(dtype)
+        },
+        form: Form {
+            quantization: Some(quantization),
+            ..Form::default()
+        },
+        ..Problem::new(OPERATION, dtype, Layout::new(&[m], n)?, n)
+    })
+}
+
+/// The configuration of an operation of which nothing is cut up.
+fn uncut() -> Config {
+    chunked(1)
 }
 
 /// Quantising of one rank, planned by [`Quantize::prepare`]. It keeps the group alive.
@@ -175,26 +226,14 @@ impl<B: Backend, T: Float> fmt::Debug for PreparedQuantize<B, T> {
 impl<B: Backend, T: Float> PreparedQuantize<B, T> {
     fn plan(
         group: &Group<B>,
-        [m, n]: [usize; 2],
+        shape: [usize; 2],
         quantization: Quantization,
     ) -> refusal::Result<Self> {
-        let problem = Problem {
-            dtypes: DTypes {
-                output: DType::F8E4M3,
-                ..DTypes::all(T::DTYPE)
-            },
-            form: Form {
-                quantization: Some(quantization),
-                ..Form::default()
-            },
-            ..Problem::new(OPERATION, T::DTYPE, Layout::new(&[m], n)?, n)
-        };
-        // Nothing is cut up.
-        let program = group.program(problem, Some(chunked(1)))?;
+        let problem = problem(T::DTYPE, shape, quantization)?;
         Ok(PreparedQuantize {
-            program,
+            program: group.program(problem, Some(uncut()))?,
             group: group.clone(),
-            shape: [m, n],
+            shape,
             quantization,
             rows: PhantomData,
         })

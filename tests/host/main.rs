@@ -15,3 +15,4 @@ mod pipelines;
 mod reduce_scatter;
 mod safety;
 mod shards;
+mod supported;

@@ -1,0 +1,94 @@
+//! Which rank owns which rows of a sharded matrix, also of one that there is not yet.
+
+use std::fmt;
+
+use smallvec::SmallVec;
+
+use crate::backend::Backend;
+use crate::group::Group;
+use crate::refusal::Result;
+use crate::schedule::limits::limit;
+use crate::schedule::{Layout, RowOrder};
+
+/// The rows of a matrix [M, K] that need not exist yet, and which rank owns them.
+///
+/// Made from `[m, k]`, whose rows are split evenly as by [`Group::sharded`](crate::Group::sharded), or from
+/// `(rows, k)`, where rank r owns `rows[r]` rows as by [`Group::sharded_rows`](crate::Group::sharded_rows).
+#[derive(Clone, PartialEq, Eq)]
+pub struct RowSplit {
+    rows: Rows,
+    k: usize,
+}
+
+#[derive(Clone, PartialEq, Eq)]
+enum Rows {
+    Even(usize),
+    ByRank(SmallVec<[usize; 8]>),
+}
+
+impl fmt::Debug for RowSplit {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match &self.rows {
+            Rows::Even(m) => write!(f, "RowSplit[{m}, {}]", self.k),
+            Rows::ByRank(rows) => write!(f, "RowSplit[{rows:?}, {}]", self.k),
+        }
+    }
+}
+
+impl From<[usize; 2]> for RowSplit {
+    fn from([m, k]: [usize; 2]) -> Self {
+        RowSplit {
+            rows: Rows::Even(m),
+            k,
+        }
+    }
+}
+
+impl From<(&[usize], usize)> for RowSplit {
+    fn from((rows, k): (&[usize], usize)) -> Self {
+        RowSplit {
+            rows: Rows::ByRank(rows.into()),
+            k,
+        }
+    }
+}
+
+impl From<(&Vec<usize>, usize)> for RowSplit {
+    fn from((rows, k): (&Vec<usize>, usize)) -> Self {
+        (&rows[..], k).into()
+    }
+}
+
+impl<const W: usize> From<(&[usize; W], usize)> for RowSplit {
+    fn from((rows, k): (&[usize; W], usize)) -> Self {
+        (&rows[..], k).into()
+    }
+}
+
+impl RowSplit {
+    /// The layout of these rows over the ranks of a group.
+    pub(super) fn layout<B: Backend>(&self, group: &Group<B>) -> Result<Layout> {
+        match &self.rows {
+            Rows::Even(m) => Layout::balanced(*m, self.k, group.world_size()),
+            Rows::ByRank(rows) => group.row_layout(rows, self.k),
+        }
+    }
+}
+
+/// A layout for a gather in as many stages as the call asks for.
+pub(super) fn staged(layout: Layout, stages: Option<usize>) -> Result<Layout> {
+    let Some(stages) = stages else {
+        return Ok(layout);
+    };
+    if layout.order() == RowOrder::ByStage {
+        let own = layout.stages();
+        limit(
+            "the number of stages of a gather of a staged matrix",
+            stages,
+            own,
+            own,
+        )?;
+        return Ok(layout);
+    }
+    layout.staged(stages, RowOrder::ByRank)
+}
