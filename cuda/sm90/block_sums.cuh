@@ -56,6 +56,10 @@ constexpr uint32_t kNextBox = C::kSideBySide ? C::kConsumerN : kSumColumns;
 template <class C>
 constexpr uint32_t kSumBoxes = (C::kConsumerN + kSumColumns - 1) / kSumColumns;
 
+// Stages that one addend of a tile takes.
+template <class C>
+constexpr uint32_t kStagesOfAddend = (kSumBoxes<C> + kConsumerBoxes<C> - 1) / kConsumerBoxes<C>;
+
 // One thread, the producer of `a`: loads a tile's addends through the ring, after its operands. `row` is the tile's
 // first row, counted from the block's first.
 template <class C, class Stages>
@@ -84,8 +88,7 @@ __device__ __forceinline__ void load_addends(const CUtensorMap& map_added, const
 template <class C, class Stages>
 __device__ __forceinline__ void pass_addends(const GemmeshBlock& block, const Stages& stages,
                                              RingPosition<C::kStages>& at) {
-    constexpr uint32_t kOfAddend = (kSumBoxes<C> + kConsumerBoxes<C> - 1) / kConsumerBoxes<C>;
-    for (uint32_t left = kOfAddend * block.addends; left > 0; --left, at.advance()) stages.acquire(at, 0);
+    for (uint32_t left = kStagesOfAddend<C> * block.addends; left > 0; --left, at.advance()) stages.acquire(at, 0);
 }
 
 // One warp: adds its rows of a box to the accumulators of the box's columns, the first of which `sum` is.

@@ -125,7 +125,11 @@ __device__ __forceinline__ void produce_rows(const Maps& maps, const GemmeshPara
             // wait for what is added, while the consumers multiply
             wait_for_flags();
             const uint32_t column = first_column<C>(params, walk.tile(), cta);
-            if (ptx::elect_one()) load_addends<C>(*partials.added, block, stages, at, row - block.row, column);
+            if (ptx::elect_one()) {
+                load_addends<C>(*partials.added, block, stages, at, row - block.row, column);
+            } else {
+                at.skip(kStagesOfAddend<C> * block.addends);
+            }
         }
     }
     if constexpr (C::kSums) {
@@ -193,7 +197,12 @@ __device__ __forceinline__ void produce_weights(const Maps& maps, const GemmeshP
             }
         });
         if constexpr (C::kSums) {
-            if (ptx::elect_one()) pass_addends<C>(load_block(*partials.sums, walk.tile().block), stages, at);
+            const GemmeshBlock block = load_block(*partials.sums, walk.tile().block);
+            if (ptx::elect_one()) {
+                pass_addends<C>(block, stages, at);
+            } else {
+                at.skip(kStagesOfAddend<C> * block.addends);
+            }
         }
     }
 }
