@@ -89,7 +89,7 @@ fn rows_may_move_one_way_now_and_another_then() -> Result<(), Error> {
 #[test]
 fn ranks_that_cut_pushed_rows_differently_are_told() -> Result<(), Error> {
     // Long enough to be cut.
-    const K: usize = 200;
+    const K: usize = 300;
     let differences: [fn(&mut Config, usize); 4] = [
         |config, rank| config.chunking.count += rank,
         |config, rank| config.chunking.last += rank,
