@@ -84,7 +84,7 @@ weights_of!(&'a Matrix<B, W>, MatrixView<'a, B, W>, Operand<'a, B, W>);
 
 /// How many values of each weight of a prepared product share a scale.
 ///
-/// Made from one [`Scaling`], which is that of all weights, or from an array with one for each.
+/// Made from one [`Scaling`], which is that of all weights, or from an array with one for each, or collected.
 #[derive(Clone, PartialEq, Eq)]
 pub struct WeightScaling(pub(super) WeightScalings);
 
@@ -103,6 +103,12 @@ impl From<Scaling> for WeightScaling {
 
 impl<const N: usize> From<[Scaling; N]> for WeightScaling {
     fn from(scalings: [Scaling; N]) -> Self {
+        WeightScaling(scalings.into_iter().collect())
+    }
+}
+
+impl FromIterator<Scaling> for WeightScaling {
+    fn from_iter<I: IntoIterator<Item = Scaling>>(scalings: I) -> Self {
         WeightScaling(scalings.into_iter().collect())
     }
 }
