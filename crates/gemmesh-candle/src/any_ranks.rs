@@ -4,12 +4,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use candle_core::{DType, Error as CandleError, Tensor};
-use gemmesh::{Call, Error, Result, bf16, f16};
+use gemmesh::{Call, Error, F8E4M3, Result, bf16, f16};
 
 use crate::device::{Device, no_such_dtype};
 use crate::failure::Failure;
 use crate::products::{Columns, LayerTensors, MAKE, Product, RowsOfWeight};
 use crate::ranks::{Collective, Ranks};
+
+/// The types of weights, in messages.
+const WEIGHTS: &str = "BF16, F16 or F8E4M3";
 
 /// Ranks of any backend.
 pub trait AnyRanks: Send + Sync {
@@ -104,7 +107,8 @@ impl<B: Device> AnyRanks for Ranks<B> {
         Ok(match tensors.dtype() {
             DType::BF16 => Arc::new(Columns::<B, bf16>::new(self, tensors, gated)?),
             DType::F16 => Arc::new(Columns::<B, f16>::new(self, tensors, gated)?),
-            other => return self.refuse_dtype(MAKE, "weight", other),
+            DType::F8E4M3 => Arc::new(Columns::<B, F8E4M3>::new(self, tensors, gated)?),
+            other => return self.refuse_dtype(MAKE, "weight", WEIGHTS, other),
         })
     }
 
@@ -112,7 +116,8 @@ impl<B: Device> AnyRanks for Ranks<B> {
         Ok(match tensors.dtype() {
             DType::BF16 => Arc::new(RowsOfWeight::<B, bf16>::new(self, tensors)?),
             DType::F16 => Arc::new(RowsOfWeight::<B, f16>::new(self, tensors)?),
-            other => return self.refuse_dtype(MAKE, "weight", other),
+            DType::F8E4M3 => Arc::new(RowsOfWeight::<B, F8E4M3>::new(self, tensors)?),
+            other => return self.refuse_dtype(MAKE, "weight", WEIGHTS, other),
         })
     }
 
@@ -120,7 +125,7 @@ impl<B: Device> AnyRanks for Ranks<B> {
         match x.dtype() {
             DType::BF16 => self.exchange_typed::<bf16>(collective, x),
             DType::F16 => self.exchange_typed::<f16>(collective, x),
-            other => self.refuse_dtype("a collective", "x", other),
+            other => self.refuse_dtype("a collective", "x", "BF16 or F16", other),
         }
     }
 }
@@ -130,10 +135,11 @@ impl<B: Device> Ranks<B> {
         &self,
         call: &'static str,
         argument: &str,
+        expected: &str,
         dtype: DType,
     ) -> Result<R, Failure> {
         self.before(call, || {
-            Err(no_such_dtype(self.group.rank(), argument, dtype).into())
+            Err(no_such_dtype(self.group.rank(), argument, expected, dtype).into())
         })
     }
 }

@@ -78,7 +78,7 @@ pub(crate) fn words(error: &CandleError) -> String {
 ///     // With the file and the line between: "rank 0: a parallel layer at src/model.rs:31: the dtype of ..."
 ///     let sentence = error.to_string();
 ///     assert!(sentence.starts_with("rank 0: a parallel layer at "));
-///     assert!(sentence.ends_with(": the dtype of weight is F32 and must be BF16 or F16"));
+///     assert!(sentence.ends_with(": the dtype of weight is F32 and must be BF16, F16 or F8E4M3"));
 ///     Ok::<_, gemmesh::Error>(())
 /// }).unwrap();
 /// ```

@@ -10,6 +10,7 @@ use crate::error::within;
 use crate::load::{Hints, Reader};
 use crate::products::{LayerTensors, Product};
 use crate::tensor_parallel::TensorParallel;
+use crate::weight::Weight;
 
 /// A column-parallel linear layer: each rank has some rows of the weight, and so some columns of the output.
 ///
@@ -24,13 +25,18 @@ impl ColumnParallelLinear {
     ///
     /// # Errors
     /// [`Error::Unsuitable`](gemmesh::Error::Unsuitable) for a tensor on a different device than the ranks', with a
-    /// type other than BF16 or F16, or whose rows don't follow one another; [`Error::Count`](gemmesh::Error::Count) for
+    /// type that weights don't have, or whose rows don't follow one another;
+    /// [`Error::Unsupported`](gemmesh::Error::Unsupported) for a weight of fp8 that this device cannot multiply; [`Error::Count`](gemmesh::Error::Count) for
     /// a weight that does not have two dimensions; [`Error::Shape`](gemmesh::Error::Shape);
     /// [`Error::Unaligned`](gemmesh::Error::Unaligned) on GPUs unless N and K are multiples of 8;
     /// [`Error::OutOfMemory`](gemmesh::Error::OutOfMemory).
     #[track_caller]
-    pub fn new(ranks: &TensorParallel, weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
-        let (weights, biases) = (vec![weight], Vec::from_iter(bias));
+    pub fn new(
+        ranks: &TensorParallel,
+        weight: impl Into<Weight>,
+        bias: Option<Tensor>,
+    ) -> Result<Self> {
+        let (weights, biases) = (vec![weight.into()], Vec::from_iter(bias));
         columns(
             ranks,
             LayerTensors { weights, biases },
@@ -47,12 +53,13 @@ impl ColumnParallelLinear {
     #[track_caller]
     pub fn from_whole(
         ranks: &TensorParallel,
-        weight: &Tensor,
+        weight: impl Into<Weight>,
         bias: Option<&Tensor>,
     ) -> Result<Self> {
+        let weight = weight.into();
         let parts = || {
             let bias = bias.map(|bias| ranks.shard(bias, 0)).transpose()?;
-            Ok((ranks.shard(weight, 0)?, bias))
+            Ok((ranks.rows_of(&weight)?, bias))
         };
         let (weight, bias) = ranks.before_making("ColumnParallelLinear", parts)?;
         Self::new(ranks, weight, bias)
@@ -62,6 +69,9 @@ impl ColumnParallelLinear {
     ///
     /// `vb` has a `weight`, [out_dim, in_dim], and a `bias` of out_dim elements if it is wanted. With a
     /// `ShardedVarBuilder` a rank reads nothing else of the file. A plain `VarBuilder` reads the whole weight first.
+    ///
+    /// If `vb` is of F8E4M3 (`vb.to_dtype(DType::F8E4M3)`), it also has `weight_scale_inv`, which is read as F32: the
+    /// scales of [`Weight::blocks`]. The bias is then read as BF16.
     ///
     /// ```
     /// use candle_core::{DType, Device, Module, Tensor};
@@ -134,11 +144,11 @@ impl QkvParallelLinear {
     #[track_caller]
     pub fn new(
         ranks: &TensorParallel,
-        [q, k, v]: [Tensor; 3],
+        weights: [impl Into<Weight>; 3],
         bias: Option<[Tensor; 3]>,
     ) -> Result<Self> {
         let biases = bias.map_or_else(Vec::new, Vec::from);
-        let weights = vec![q, k, v];
+        let weights = weights.map(Into::into).into();
         columns(
             ranks,
             LayerTensors { weights, biases },
@@ -158,20 +168,30 @@ impl QkvParallelLinear {
     pub fn from_whole(
         ranks: &TensorParallel,
         [heads, kv_heads]: [usize; 2],
-        weights: [&Tensor; 3],
+        weights: [impl Into<Weight>; 3],
         bias: Option<[&Tensor; 3]>,
     ) -> Result<Self> {
+        let weights: [Weight; 3] = weights.map(Into::into);
         let parts = || {
             let [queries, keys] = ranks.heads(heads, kv_heads)?;
-            let parts = |[q, k, v]: [&Tensor; 3]| -> Result<[Tensor; 3]> {
+            let weight = |whole: &Weight, count, heads| {
+                whole.rows(ranks.rows_of_heads(&whole.values, count, heads)?)
+            };
+            let [q, k, v] = &weights;
+            let parts = [
+                weight(q, heads, &queries)?,
+                weight(k, kv_heads, &keys)?,
+                weight(v, kv_heads, &keys)?,
+            ];
+            let bias = bias.map(|[q, k, v]| -> Result<[Tensor; 3]> {
                 let of_keys = |whole| ranks.of_heads(whole, kv_heads, &keys);
                 Ok([
                     ranks.of_heads(q, heads, &queries)?,
                     of_keys(k)?,
                     of_keys(v)?,
                 ])
-            };
-            Ok((parts(weights)?, bias.map(parts).transpose()?))
+            });
+            Ok((parts, bias.transpose()?))
         };
         let (weights, bias) = ranks.before_making("QkvParallelLinear", parts)?;
         Self::new(ranks, weights, bias)
@@ -257,11 +277,11 @@ impl GatedParallelLinear {
     #[track_caller]
     pub fn new(
         ranks: &TensorParallel,
-        [gate, up]: [Tensor; 2],
+        weights: [impl Into<Weight>; 2],
         bias: Option<[Tensor; 2]>,
     ) -> Result<Self> {
         let biases = bias.map_or_else(Vec::new, Vec::from);
-        let weights = vec![gate, up];
+        let weights = weights.map(Into::into).into();
         columns(
             ranks,
             LayerTensors { weights, biases },
@@ -278,13 +298,19 @@ impl GatedParallelLinear {
     #[track_caller]
     pub fn from_whole(
         ranks: &TensorParallel,
-        weights: [&Tensor; 2],
+        weights: [impl Into<Weight>; 2],
         bias: Option<[&Tensor; 2]>,
     ) -> Result<Self> {
-        let parts = |[gate, up]: [&Tensor; 2]| -> Result<[Tensor; 2]> {
-            Ok([ranks.shard(gate, 0)?, ranks.shard(up, 0)?])
+        let [gate, up]: [Weight; 2] = weights.map(Into::into);
+        let parts = || {
+            let bias = bias.map(|[gate, up]| -> Result<[Tensor; 2]> {
+                Ok([ranks.shard(gate, 0)?, ranks.shard(up, 0)?])
+            });
+            Ok((
+                [ranks.rows_of(&gate)?, ranks.rows_of(&up)?],
+                bias.transpose()?,
+            ))
         };
-        let parts = || Ok((parts(weights)?, bias.map(parts).transpose()?));
         let (weights, bias) = ranks.before_making("GatedParallelLinear", parts)?;
         Self::new(ranks, weights, bias)
     }
@@ -350,8 +376,12 @@ impl RowParallelLinear {
     /// # Errors
     /// As [`ColumnParallelLinear::new`].
     #[track_caller]
-    pub fn new(ranks: &TensorParallel, weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
-        let (weights, biases) = (vec![weight], Vec::from_iter(bias));
+    pub fn new(
+        ranks: &TensorParallel,
+        weight: impl Into<Weight>,
+        bias: Option<Tensor>,
+    ) -> Result<Self> {
+        let (weights, biases) = (vec![weight.into()], Vec::from_iter(bias));
         let tensors = LayerTensors { weights, biases };
         within("RowParallelLinear", || ranks.ranks().rows(tensors)).map(Self)
     }
@@ -359,14 +389,16 @@ impl RowParallelLinear {
     /// Makes a layer of this rank's part of the whole weight, [N, K].
     ///
     /// # Errors
-    /// As [`RowParallelLinear::new`]; also if the ranks cannot share K evenly.
+    /// As [`RowParallelLinear::new`]; also if the ranks cannot share K evenly, or if a rank's part of a weight with
+    /// scales of blocks begins inside a block.
     #[track_caller]
     pub fn from_whole(
         ranks: &TensorParallel,
-        weight: &Tensor,
+        weight: impl Into<Weight>,
         bias: Option<&Tensor>,
     ) -> Result<Self> {
-        let part = || ranks.shard(weight, 1);
+        let weight = weight.into();
+        let part = || ranks.columns_of(&weight);
         let weight = ranks.before_making("RowParallelLinear", part)?;
         Self::new(ranks, weight, bias.cloned())
     }

@@ -1,12 +1,13 @@
 //! A rank's parts of the tensors that a `VarBuilder` gives.
 
-use candle_core::{Error as CandleError, Result, Tensor};
+use candle_core::{DType, Error as CandleError, Result, Tensor};
 use candle_nn::Init;
 use candle_nn::var_builder::{Backend, Shard, VarBuilderArgs};
 use gemmesh::{Call, Error};
 
 use crate::error;
 use crate::tensor_parallel::TensorParallel;
+use crate::weight::{BLOCK, Weight};
 
 /// How the backend of a `VarBuilder` gives a part of a tensor.
 ///
@@ -85,7 +86,7 @@ impl Reader<'_> {
         vb: &VarBuilderArgs<B>,
         [n, k]: [usize; 2],
         bias: bool,
-    ) -> Result<(Tensor, Option<Tensor>)> {
+    ) -> Result<(Weight, Option<Tensor>)> {
         let part = self.even_part(vb, [n, k], 0)?;
         self.part_of_rows(vb, [n, k], bias, part)
     }
@@ -97,9 +98,15 @@ impl Reader<'_> {
         [n, k]: [usize; 2],
         bias: bool,
         part: Shard,
-    ) -> Result<(Tensor, Option<Tensor>)> {
+    ) -> Result<(Weight, Option<Tensor>)> {
         let weight = self.read(vb, "weight", &[n, k], part)?;
-        let bias = bias.then(|| self.read(vb, "bias", &[n], part));
+        let rows = n / part.world_size;
+        let whole = self.scales(vb, [n, k])?;
+        let weight = match whole {
+            Some(scales) => Weight::of_rows(weight, &scales, part.rank * rows)?,
+            None => weight.into(),
+        };
+        let bias = bias.then(|| self.read(&addends(vb), "bias", &[n], part));
         Ok((weight, bias.transpose()?))
     }
 
@@ -109,11 +116,36 @@ impl Reader<'_> {
         vb: &VarBuilderArgs<B>,
         [n, k]: [usize; 2],
         bias: bool,
-    ) -> Result<(Tensor, Option<Tensor>)> {
+    ) -> Result<(Weight, Option<Tensor>)> {
         let part = self.even_part(vb, [n, k], 1)?;
+        let columns = k / part.world_size;
+        if vb.dtype() == DType::F8E4M3 {
+            self.ranks.check_columns_of_blocks(columns)?;
+        }
         let weight = self.read(vb, "weight", &[n, k], part)?;
-        let bias = bias.then(|| self.read(vb, "bias", &[n], Shard::default()));
+        let weight = match self.scales(vb, [n, k])? {
+            Some(scales) => Weight::of_columns(weight, &scales, part.rank * columns)?,
+            None => weight.into(),
+        };
+        let bias = bias.then(|| self.read(&addends(vb), "bias", &[n], Shard::default()));
         Ok((weight, bias.transpose()?))
+    }
+
+    /// All scales of a weight [N, K] of fp8. They are few, and a rank's need not be an even part.
+    fn scales<B: Backend<Hints: Hints>>(
+        &self,
+        vb: &VarBuilderArgs<B>,
+        [n, k]: [usize; 2],
+    ) -> Result<Option<Tensor>> {
+        if vb.dtype() != DType::F8E4M3 {
+            return Ok(None);
+        }
+        let (vb, shape) = (
+            vb.to_dtype(DType::F32),
+            [n.div_ceil(BLOCK), k.div_ceil(BLOCK)],
+        );
+        let scales = self.read(&vb, "weight_scale_inv", &shape, Shard::default());
+        scales.map(Some)
     }
 
     /// This rank's part of a dimension that the ranks share evenly.
@@ -166,6 +198,14 @@ impl Reader<'_> {
             }
         });
         read.map_err(error::of(self.layer))
+    }
+}
+
+/// What reads a bias: BF16 beside weights of fp8.
+fn addends<'a, B: Backend>(vb: &VarBuilderArgs<'a, B>) -> VarBuilderArgs<'a, B> {
+    match vb.dtype() {
+        DType::F8E4M3 => vb.to_dtype(DType::BF16),
+        _ => vb.clone(),
     }
 }
 

@@ -3,17 +3,19 @@
 use std::fmt::{self, Debug};
 
 use candle_core::{Layout, Storage, StorageRef, Tensor};
-use gemmesh::{Matrix, MatrixView};
+use gemmesh::{Matrix, MatrixView, Scales};
 
-use crate::device::{Device, Half, Input};
+use crate::device::{Device, Input, Value};
 use crate::failure::Failure;
+use crate::multiplied::Multiplied;
 use crate::ranks::Ranks;
 
 /// The weights and the bias that a layer keeps.
-#[derive(Debug)]
-pub struct Parameters<B: Device, T: Half> {
+pub struct Parameters<B: Device, T: Multiplied> {
     pub weights: Vec<Parameter<B, T>>,
-    pub bias: Option<Parameter<B, T>>,
+    /// Those of each weight's blocks, and the weight's first row in its first block. Empty if weights have none.
+    pub scales: Vec<(Parameter<B, f32>, usize)>,
+    pub bias: Option<Parameter<B, T::Token>>,
 }
 
 /// A matrix [rows, columns].
@@ -25,9 +27,10 @@ pub enum Parameter<B: Device, T> {
 }
 
 /// The locked parameters and inputs of a call. Their storages do not change while this lives.
-pub struct Held<'a, B: Device, T> {
+pub struct Held<'a, B: Device, T: Multiplied> {
     weights: Vec<HeldParameter<'a, B, T>>,
-    bias: Option<HeldParameter<'a, B, T>>,
+    scales: Vec<(HeldParameter<'a, B, f32>, usize)>,
+    bias: Option<HeldParameter<'a, B, T::Token>>,
     inputs: Vec<(StorageRef<'a>, &'a Layout)>,
 }
 
@@ -37,9 +40,10 @@ enum HeldParameter<'a, B: Device, T> {
 }
 
 /// The parameters of a layer as a product takes them.
-pub struct Operands<'a, B: Device, T> {
+pub struct Operands<'a, B: Device, T: Multiplied> {
     weights: Vec<Operand<'a, B, T>>,
-    bias: Option<Operand<'a, B, T>>,
+    scales: Vec<(Operand<'a, B, f32>, usize)>,
+    bias: Option<Operand<'a, B, T::Token>>,
 }
 
 enum Operand<'a, B: Device, T> {
@@ -47,19 +51,26 @@ enum Operand<'a, B: Device, T> {
     Tensor(Input<'a, B, T>),
 }
 
-impl<B: Device, T: Half> Parameters<B, T> {
+impl<B: Device, T: Multiplied> Parameters<B, T> {
     /// Locks the parameters and the other inputs of a call.
     pub fn hold<'a>(&'a self, inputs: &[&'a Tensor]) -> Held<'a, B, T> {
-        let parameters = || self.weights.iter().chain(&self.bias);
-        let tensors = parameters().filter_map(Parameter::tensor);
+        let weights = self.weights.iter().filter_map(Parameter::tensor);
+        let scales = self.scales.iter().filter_map(|(one, _)| one.tensor());
+        let bias = self.bias.iter().filter_map(Parameter::tensor);
+        let tensors = weights.chain(scales).chain(bias);
         let mut storages = locked(tensors.chain(inputs.iter().copied())).into_iter();
-        let mut held: Vec<_> = parameters()
-            .filter_map(|parameter| parameter.hold(&mut storages))
-            .collect();
-        let bias = self.bias.as_ref().and_then(|_| held.pop());
+        let weights = self.weights.iter();
+        let weights = weights.filter_map(|weight| weight.hold(&mut storages));
+        let weights = weights.collect();
+        let scales = self.scales.iter();
+        let scales = scales.filter_map(|(one, first)| Some((one.hold(&mut storages)?, *first)));
+        let scales = scales.collect();
+        let bias = self.bias.as_ref();
+        let bias = bias.and_then(|bias| bias.hold(&mut storages));
         let inputs = inputs.iter().map(|input| input.layout());
         Held {
-            weights: held,
+            weights,
+            scales,
             bias,
             inputs: storages.zip(inputs).collect(),
         }
@@ -79,7 +90,7 @@ fn locked<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Vec<StorageRef<'a>> 
     locks.iter().map(|lock| lock.read_recursive()).collect()
 }
 
-impl<B: Device, T: Half> Parameter<B, T> {
+impl<B: Device, T: Value> Parameter<B, T> {
     /// Checks a tensor that should be [rows, columns].
     pub fn new(
         ranks: &Ranks<B>,
@@ -131,7 +142,7 @@ impl<B: Device, T: Half> Parameter<B, T> {
     }
 }
 
-impl<B: Device, T: Half> Held<'_, B, T> {
+impl<B: Device, T: Multiplied> Held<'_, B, T> {
     /// The input of this index.
     pub fn input(&self, index: usize) -> (&Storage, &Layout) {
         let (storage, layout) = &self.inputs[index];
@@ -139,15 +150,19 @@ impl<B: Device, T: Half> Held<'_, B, T> {
     }
 
     pub fn operands<'a>(&'a self, ranks: &'a Ranks<B>) -> Result<Operands<'a, B, T>, Failure> {
-        let operand = |parameter: &'a HeldParameter<'_, B, T>| parameter.operand(ranks);
+        let weights = self.weights.iter().map(|weight| weight.operand(ranks));
+        let scales = self.scales.iter();
+        let scales = scales.map(|(one, first)| Ok::<_, Failure>((one.operand(ranks)?, *first)));
+        let bias = self.bias.as_ref().map(|bias| bias.operand(ranks));
         Ok(Operands {
-            weights: self.weights.iter().map(operand).collect::<Result<_, _>>()?,
-            bias: self.bias.as_ref().map(operand).transpose()?,
+            weights: weights.collect::<Result<_, _>>()?,
+            scales: scales.collect::<Result<_, _>>()?,
+            bias: bias.transpose()?,
         })
     }
 }
 
-impl<B: Device, T: Half> HeldParameter<'_, B, T> {
+impl<B: Device, T: Value> HeldParameter<'_, B, T> {
     fn operand<'a>(&'a self, ranks: &'a Ranks<B>) -> Result<Operand<'a, B, T>, Failure> {
         Ok(match self {
             HeldParameter::Copy(matrix) => Operand::Copy(matrix),
@@ -159,22 +174,26 @@ impl<B: Device, T: Half> HeldParameter<'_, B, T> {
     }
 }
 
-impl<B: Device, T: Half> Operands<'_, B, T> {
+impl<B: Device, T: Multiplied> Operands<'_, B, T> {
+    /// The weights, with their scales if they have any.
     pub fn weights(&self) -> gemmesh::Weights<'_, B, T> {
-        self.weights.iter().map(Operand::view).collect()
+        let weights = self.weights.iter().enumerate();
+        let operands = weights.map(|(number, weight)| match self.scales.get(number) {
+            Some((scales, first)) => {
+                let scales = Scales::blocks(scales.view()).first_row(*first);
+                weight.view().scaled(scales)
+            }
+            None => weight.view().into(),
+        });
+        operands.collect::<gemmesh::Weights<'_, B, T>>()
     }
 
-    /// The only weight.
-    pub fn weight(&self) -> MatrixView<'_, B, T> {
-        self.weights[0].view()
-    }
-
-    pub fn bias(&self) -> Option<MatrixView<'_, B, T>> {
+    pub fn bias(&self) -> Option<MatrixView<'_, B, T::Token>> {
         self.bias.as_ref().map(Operand::view)
     }
 }
 
-impl<B: Device, T: Half> Operand<'_, B, T> {
+impl<B: Device, T: Value> Operand<'_, B, T> {
     fn view(&self) -> MatrixView<'_, B, T> {
         match self {
             Operand::Copy(matrix) => matrix.view(),
@@ -183,7 +202,21 @@ impl<B: Device, T: Half> Operand<'_, B, T> {
     }
 }
 
-impl<B: Device, T: Half> Debug for Parameter<B, T> {
+impl<B: Device, T: Multiplied> Debug for Parameters<B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let mut line = f.debug_struct("Parameters");
+        line.field("weights", &self.weights);
+        if T::IS_SCALED {
+            line.field(
+                "scales",
+                &Vec::from_iter(self.scales.iter().map(|(one, _)| one)),
+            );
+        }
+        line.field("bias", &self.bias).finish()
+    }
+}
+
+impl<B: Device, T: Value> Debug for Parameter<B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self {
             Parameter::Copy(matrix) => write!(f, "{:?}", matrix.shape()),

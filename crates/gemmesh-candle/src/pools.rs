@@ -3,12 +3,15 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use gemmesh::{Backend, ShardedMatrix, bf16, f16};
+use gemmesh::{Backend, F8E4M3, ShardedMatrix, bf16, f16};
 
 /// The pool of each type.
 pub struct Pools<B: Backend> {
     pub bf16: Pool<B, bf16>,
     pub f16: Pool<B, f16>,
+    pub f8e4m3: Pool<B, F8E4M3>,
+    /// Scales.
+    pub f32: Pool<B, f32>,
 }
 
 /// Symmetric matrices by their number of columns.

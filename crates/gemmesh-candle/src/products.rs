@@ -8,24 +8,26 @@ use gemmesh::{
     Activation, AllGatherMatmul, Call, Error, Matmul, MatmulAllReduce, MatmulReduceScatter, Result,
 };
 
-use crate::device::{Device, Half};
+use crate::device::Device;
 use crate::failure::Failure;
+use crate::multiplied::{Multiplied, SharedRows, check_columns, check_rows};
 use crate::parameters::{Parameter, Parameters};
 use crate::pools::{Symmetric, lock};
 use crate::ranks::{Ranks, own_of, with_leading};
+use crate::weight::{BLOCK, Weight};
 
 /// The collective call in which ranks make a layer.
 pub const MAKE: &str = "a parallel layer";
 
 /// A rank's tensors of a layer: weights [N, K], and a bias [N] for each or none.
 pub struct LayerTensors {
-    pub weights: Vec<Tensor>,
+    pub weights: Vec<Weight>,
     pub biases: Vec<Tensor>,
 }
 
 impl LayerTensors {
     pub fn dtype(&self) -> DType {
-        self.weights[0].dtype()
+        self.weights[0].values.dtype()
     }
 }
 
@@ -43,8 +45,8 @@ pub trait Product: Send + Sync + Debug {
 }
 
 /// Checks a weight and returns its N and K.
-fn extents<B: Device>(ranks: &Ranks<B>, weight: &Tensor) -> Result<[usize; 2], Failure> {
-    match weight.dims() {
+fn extents<B: Device>(ranks: &Ranks<B>, weight: &Weight) -> Result<[usize; 2], Failure> {
+    match weight.values.dims() {
         &[n, k] => Ok([n, k]),
         other => Err(Failure::Gemmesh(Error::Count {
             rank: ranks.group.rank(),
@@ -56,6 +58,44 @@ fn extents<B: Device>(ranks: &Ranks<B>, weight: &Tensor) -> Result<[usize; 2], F
             found: other.len(),
         })),
     }
+}
+
+/// A weight [n, k] as a parameter, and its scales with its first row in its first block, if it must have scales.
+#[allow(clippy::type_complexity)]
+fn with_scales<B: Device, T: Multiplied>(
+    ranks: &Ranks<B>,
+    weight: Weight,
+    [n, k]: [usize; 2],
+) -> Result<(Parameter<B, T>, Option<(Parameter<B, f32>, usize)>), Failure> {
+    let Weight {
+        values,
+        scales,
+        first_row,
+    } = weight;
+    let name = "scales of weight [⌈(first row + N)/128⌉, ⌈K/128⌉]";
+    if scales.is_some() != T::IS_SCALED {
+        let found = format!("{:?}", values.dtype());
+        let (what, expected, found) = match T::IS_SCALED {
+            true => (
+                "the number of",
+                "1, as the weight is F8E4M3 (Weight::blocks)".into(),
+                "0".into(),
+            ),
+            false => ("the dtype of a weight with", "F8E4M3".into(), found),
+        };
+        return Err(Failure::Gemmesh(Error::Unsuitable {
+            rank: ranks.group.rank(),
+            call: Call::here(MAKE),
+            what: format!("{what} {name}"),
+            expected,
+            found,
+        }));
+    }
+    let weight = Parameter::new(ranks, "weight [N, K]", values, [n, k])?;
+    let shape = [(first_row + n).div_ceil(BLOCK), k.div_ceil(BLOCK)];
+    let scales = scales.map(|scales| Parameter::new(ranks, name, scales, shape));
+    let scales = scales.transpose()?;
+    Ok((weight, scales.map(|scales| (scales, first_row))))
 }
 
 /// Joins the biases of all weights. Each must be as long as its weight has rows, or columns would get a neighbour's
@@ -80,30 +120,35 @@ fn bias_of(rank: usize, biases: &[Tensor], widths: &[usize]) -> Result<Option<Te
 }
 
 /// Column-parallel weights.
-pub struct Columns<B: Device, T: Half> {
+pub struct Columns<B: Device, T: Multiplied> {
     parameters: Parameters<B, T>,
     /// N of each output.
     widths: Vec<usize>,
     /// True if the weights are a gate and its up projection.
     gated: bool,
     k: usize,
-    gathered: Symmetric<B, T>,
+    gathered: SharedRows<B, T>,
     ranks: Arc<Ranks<B>>,
 }
 
-impl<B: Device, T: Half> Columns<B, T> {
+impl<B: Device, T: Multiplied> Columns<B, T> {
     pub fn new(ranks: Arc<Ranks<B>>, tensors: LayerTensors, gated: bool) -> Result<Self, Failure> {
         let prepare = || {
             let _order = ranks.enter()?;
             let [first, k] = extents(&ranks, &tensors.weights[0])?;
-            let (mut weights, mut widths) = (Vec::new(), Vec::new());
+            let (mut parameters, mut widths) = (Vec::new(), Vec::new());
+            let (mut scales, mut first_rows) = (Vec::new(), Vec::new());
             for weight in tensors.weights {
                 let [n, _] = extents(&ranks, &weight)?;
                 let n = if gated { first } else { n };
-                B::check_columns::<T>(&ranks.group, n)?;
-                weights.push(Parameter::new(&ranks, "weight [N, K]", weight, [n, k])?);
+                B::check_columns::<T::Token>(&ranks.group, n)?;
+                first_rows.push(weight.first_row);
+                let (weight, of_weight) = with_scales(&ranks, weight, [n, k])?;
+                parameters.push(weight);
+                scales.extend(of_weight);
                 widths.push(n);
             }
+            check_columns::<B, T>(&ranks, [&widths, &first_rows], gated, k)?;
             let n = widths.iter().sum();
             let bias = bias_of(ranks.group.rank(), &tensors.biases, &widths)?;
             let bias = bias.map(|bias| Parameter::bias(&ranks, bias, n));
@@ -111,7 +156,12 @@ impl<B: Device, T: Half> Columns<B, T> {
             if gated {
                 widths.truncate(1);
             }
-            Ok((Parameters { weights, bias }, widths, k))
+            let parameters = Parameters {
+                weights: parameters,
+                scales,
+                bias,
+            };
+            Ok((parameters, widths, k))
         };
         let (parameters, widths, k) = ranks.before(MAKE, prepare)?;
         Ok(Columns {
@@ -119,37 +169,43 @@ impl<B: Device, T: Half> Columns<B, T> {
             widths,
             gated,
             k,
-            gathered: ranks.symmetric(k)?,
+            gathered: SharedRows::new(&ranks, k)?,
             ranks,
         })
     }
 
     /// Allocates the outputs, with `m` rows.
-    fn outputs(&self, m: usize) -> Result<Vec<B::Output<T>>, Failure> {
+    fn outputs(&self, m: usize) -> Result<Vec<B::Output<T::Token>>, Failure> {
         let widths = self.widths.iter();
         widths.map(|&n| self.ranks.output([m, n])).collect()
     }
 
-    fn finish(&self, outputs: Vec<B::Output<T>>, x: &Tensor) -> Result<Vec<Tensor>, Failure> {
+    fn finish(
+        &self,
+        outputs: Vec<B::Output<T::Token>>,
+        x: &Tensor,
+    ) -> Result<Vec<Tensor>, Failure> {
         let tensor = |output| Ok(with_leading(self.ranks.finish(output)?, x)?);
         outputs.into_iter().map(tensor).collect()
     }
 }
 
-impl<B: Device, T: Half> Debug for Columns<B, T> {
+impl<B: Device, T: Multiplied> Debug for Columns<B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         self.parameters.fmt(f)
     }
 }
 
-fn views<B: Device, T: Half>(outputs: &mut [B::Output<T>]) -> gemmesh::Outputs<'_, B, T> {
+fn views<B: Device, T: Multiplied>(
+    outputs: &mut [B::Output<T::Token>],
+) -> gemmesh::Outputs<'_, B, T> {
     let views = outputs
         .iter_mut()
         .map(|output| B::matrix(output).view_mut());
     views.collect::<gemmesh::Outputs<'_, B, T>>()
 }
 
-impl<B: Device, T: Half> Product for Columns<B, T> {
+impl<B: Device, T: Multiplied> Product for Columns<B, T> {
     /// `gather(x) · weightᵀ`.
     fn sequence_parallel(&self, x: &Tensor, _: Option<&Tensor>) -> Result<Vec<Tensor>, Failure> {
         const CALL: &str = "all_gather_matmul";
@@ -157,15 +213,16 @@ impl<B: Device, T: Half> Product for Columns<B, T> {
         let (m, split) = ranks.step()?;
         let own = own_of(&split, ranks.group.rank());
         let held = self.parameters.hold(&[x]);
-        let mut gathered = lock(&self.gathered);
+        let mut gathered = self.gathered.lock();
         let prepare = || {
             let shape = [own.len(), self.k];
-            let rows = ranks.rows::<T>("x [tokens of this rank, K]", held.input(0), shape)?;
+            let rows =
+                ranks.rows::<T::Token>("x [tokens of this rank, K]", held.input(0), shape)?;
             let order = ranks.enter()?;
             let operands = held.operands(ranks)?;
             let outputs = self.outputs(m)?;
             gathered.set_rows(&split)?;
-            ranks.put(&rows, &mut gathered)?;
+            T::put(ranks, &rows, &mut gathered)?;
             Ok((order, operands, outputs))
         };
         let (_order, operands, mut outputs) = ranks.before(CALL, prepare)?;
@@ -176,7 +233,11 @@ impl<B: Device, T: Half> Product for Columns<B, T> {
         if self.gated {
             product = product.gated().activation(Activation::Silu);
         }
-        product.run(&*gathered, operands.weights(), views::<B, T>(&mut outputs))?;
+        product.run(
+            gathered.operand(),
+            operands.weights(),
+            views::<B, T>(&mut outputs),
+        )?;
         self.finish(outputs, x)
     }
 
@@ -186,10 +247,11 @@ impl<B: Device, T: Half> Product for Columns<B, T> {
         ranks.group.check()?;
         let held = self.parameters.hold(&[x]);
         let m = rows_of(x.dims());
-        let rows = ranks.rows::<T>("x [tokens, K]", held.input(0), [m, self.k])?;
+        let shape = [m, self.k];
+        let rows = ranks.rows::<T::Token>("x [tokens, K]", held.input(0), shape)?;
         let _order = ranks.enter()?;
         let operands = held.operands(ranks)?;
-        let input = ranks.input::<T>(&rows)?;
+        let mut input = T::input(ranks, &rows, shape)?;
         let mut outputs = self.outputs(m)?;
         let mut product = Matmul::new();
         if let Some(bias) = operands.bias() {
@@ -199,7 +261,7 @@ impl<B: Device, T: Half> Product for Columns<B, T> {
             product = product.gated().activation(Activation::Silu);
         }
         product.run(
-            &input.matrix,
+            input.operand(),
             operands.weights(),
             views::<B, T>(&mut outputs),
         )?;
@@ -208,15 +270,15 @@ impl<B: Device, T: Half> Product for Columns<B, T> {
 }
 
 /// A row-parallel weight.
-pub struct RowsOfWeight<B: Device, T: Half> {
+pub struct RowsOfWeight<B: Device, T: Multiplied> {
     parameters: Parameters<B, T>,
     n: usize,
     k: usize,
-    sums: Symmetric<B, T>,
+    sums: Symmetric<B, T::Token>,
     ranks: Arc<Ranks<B>>,
 }
 
-impl<B: Device, T: Half> RowsOfWeight<B, T> {
+impl<B: Device, T: Multiplied> RowsOfWeight<B, T> {
     pub fn new(ranks: Arc<Ranks<B>>, tensors: LayerTensors) -> Result<Self, Failure> {
         let LayerTensors {
             mut weights,
@@ -226,12 +288,19 @@ impl<B: Device, T: Half> RowsOfWeight<B, T> {
             let _order = ranks.enter()?;
             let weight = weights.remove(0);
             let [n, k] = extents(&ranks, &weight)?;
-            B::check_columns::<T>(&ranks.group, n)?;
-            let weights = vec![Parameter::new(&ranks, "weight [N, K]", weight, [n, k])?];
+            B::check_columns::<T::Token>(&ranks.group, n)?;
+            let first_row = weight.first_row;
+            let (weight, scales) = with_scales(&ranks, weight, [n, k])?;
+            check_rows::<B, T>(&ranks, [n, k], first_row)?;
             let bias = bias_of(ranks.group.rank(), &biases, &[n])?;
             let bias = bias.map(|bias| Parameter::bias(&ranks, bias, n));
             let bias = bias.transpose()?;
-            Ok((Parameters { weights, bias }, n, k))
+            let parameters = Parameters {
+                weights: vec![weight],
+                scales: scales.into_iter().collect(),
+                bias,
+            };
+            Ok((parameters, n, k))
         };
         let (parameters, n, k) = ranks.before(MAKE, prepare)?;
         Ok(RowsOfWeight {
@@ -244,13 +313,13 @@ impl<B: Device, T: Half> RowsOfWeight<B, T> {
     }
 }
 
-impl<B: Device, T: Half> Debug for RowsOfWeight<B, T> {
+impl<B: Device, T: Multiplied> Debug for RowsOfWeight<B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         self.parameters.fmt(f)
     }
 }
 
-impl<B: Device, T: Half> Product for RowsOfWeight<B, T> {
+impl<B: Device, T: Multiplied> Product for RowsOfWeight<B, T> {
     /// This rank's rows of `Σ x · weightᵀ`.
     fn sequence_parallel(
         &self,
@@ -265,20 +334,23 @@ impl<B: Device, T: Half> Product for RowsOfWeight<B, T> {
         let held = self.parameters.hold(&inputs);
         let prepare = || {
             let argument = "x [tokens, K of this rank]";
-            let x = ranks.rows::<T>(argument, held.input(0), [m, self.k])?;
+            let shape = [m, self.k];
+            let x = ranks.rows::<T::Token>(argument, held.input(0), shape)?;
             let residual = residual.map(|_| {
                 let argument = "residual [tokens of this rank, N]";
-                ranks.rows::<T>(argument, held.input(1), [own.len(), self.n])
+                ranks.rows::<T::Token>(argument, held.input(1), [own.len(), self.n])
             });
             let residual = residual.transpose()?;
             let order = ranks.enter()?;
             let operands = held.operands(ranks)?;
-            let x = ranks.input::<T>(&x)?;
-            let residual = residual.map(|rows| ranks.input::<T>(&rows)).transpose()?;
-            let out = ranks.output::<T>([own.len(), self.n])?;
+            let x = T::input(ranks, &x, shape)?;
+            let residual = residual
+                .map(|rows| ranks.input::<T::Token>(&rows))
+                .transpose()?;
+            let out = ranks.output::<T::Token>([own.len(), self.n])?;
             Ok((order, operands, x, residual, out))
         };
-        let (_order, operands, input, residual, mut out) = ranks.before(CALL, prepare)?;
+        let (_order, operands, mut input, residual, mut out) = ranks.before(CALL, prepare)?;
         let mut product = MatmulReduceScatter::new().rows(&split);
         if let Some(bias) = operands.bias() {
             product = product.bias(bias);
@@ -286,7 +358,7 @@ impl<B: Device, T: Half> Product for RowsOfWeight<B, T> {
         if let Some(residual) = &residual {
             product = product.residual(&residual.matrix);
         }
-        product.run(&input.matrix, operands.weight(), B::matrix(&mut out))?;
+        product.run(input.operand(), operands.weights(), B::matrix(&mut out))?;
         Ok(vec![with_leading(ranks.finish(out)?, x)?])
     }
 
@@ -300,19 +372,23 @@ impl<B: Device, T: Half> Product for RowsOfWeight<B, T> {
         let mut sums = lock(&self.sums);
         let prepare = || {
             let argument = "x [tokens, K of this rank]";
-            let x = ranks.rows::<T>(argument, held.input(0), [m, self.k])?;
-            let residual = residual
-                .map(|_| ranks.rows::<T>("residual [tokens, N]", held.input(1), [m, self.n]));
+            let shape = [m, self.k];
+            let x = ranks.rows::<T::Token>(argument, held.input(0), shape)?;
+            let residual = residual.map(|_| {
+                ranks.rows::<T::Token>("residual [tokens, N]", held.input(1), [m, self.n])
+            });
             let residual = residual.transpose()?;
             let order = ranks.enter()?;
             let operands = held.operands(ranks)?;
-            let x = ranks.input::<T>(&x)?;
-            let residual = residual.map(|rows| ranks.input::<T>(&rows)).transpose()?;
+            let x = T::input(ranks, &x, shape)?;
+            let residual = residual
+                .map(|rows| ranks.input::<T::Token>(&rows))
+                .transpose()?;
             sums.set_rows(&split)?;
-            let out = ranks.allocate::<T>([m, self.n])?;
+            let out = ranks.allocate::<T::Token>([m, self.n])?;
             Ok((order, operands, x, residual, out))
         };
-        let (_order, operands, input, residual, out) = ranks.before(CALL, prepare)?;
+        let (_order, operands, mut input, residual, out) = ranks.before(CALL, prepare)?;
         let mut product = MatmulAllReduce::new();
         if let Some(bias) = operands.bias() {
             product = product.bias(bias);
@@ -320,7 +396,7 @@ impl<B: Device, T: Half> Product for RowsOfWeight<B, T> {
         if let Some(residual) = &residual {
             product = product.residual(&residual.matrix);
         }
-        product.run(&input.matrix, operands.weight(), &mut sums)?;
+        product.run(input.operand(), operands.weights(), &mut sums)?;
         Ok(vec![with_leading(ranks.take(&mut sums, out)?, x)?])
     }
 }

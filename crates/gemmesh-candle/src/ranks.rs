@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use candle_core::{Device as CandleDevice, Error as CandleError, Tensor};
 use gemmesh::{Call, Error, Group, Result, ShardedMatrix, all_gather, all_reduce, reduce_scatter};
 
-use crate::device::{Device, Half, Input, Rows};
+use crate::device::{Device, Half, Input, Rows, Value};
 use crate::error::{gemmesh_error, words};
 use crate::failure::Failure;
 use crate::pools::{Pool, Pools, Symmetric, lock};
@@ -47,6 +47,8 @@ impl<B: Device> Ranks<B> {
             pools: Pools {
                 bf16: Pool::default(),
                 f16: Pool::default(),
+                f8e4m3: Pool::default(),
+                f32: Pool::default(),
             },
             place: B::place_of(&group, device)?,
             capacity,
@@ -92,7 +94,7 @@ impl<B: Device> Ranks<B> {
     }
 
     /// The symmetric matrix with this number of columns. Collective if there is none yet.
-    pub fn symmetric<T: Half>(&self, columns: usize) -> Result<Symmetric<B, T>> {
+    pub fn symmetric<T: Value>(&self, columns: usize) -> Result<Symmetric<B, T>> {
         self.group.check()?;
         let mut pool = lock(T::pool(&self.pools));
         if let Some(matrix) = pool.get(&columns) {
@@ -105,7 +107,7 @@ impl<B: Device> Ranks<B> {
     }
 
     /// Checks that a tensor is [rows, columns] of `T`, on this rank's device.
-    pub fn rows<'a, T: Half>(
+    pub fn rows<'a, T: Value>(
         &self,
         argument: &str,
         storage: (&'a candle_core::Storage, &candle_core::Layout),
@@ -114,19 +116,19 @@ impl<B: Device> Ranks<B> {
         Rows::new::<B, T>(&self.group, &self.place, argument, storage, shape)
     }
 
-    pub fn input<'a, T: Half>(&'a self, rows: &Rows<'a>) -> Result<Input<'a, B, T>, Failure> {
+    pub fn input<'a, T: Value>(&'a self, rows: &Rows<'a>) -> Result<Input<'a, B, T>, Failure> {
         B::input(&self.group, &self.place, rows)
     }
 
-    pub fn output<T: Half>(&self, shape: [usize; 2]) -> Result<B::Output<T>, Failure> {
+    pub fn output<T: Value>(&self, shape: [usize; 2]) -> Result<B::Output<T>, Failure> {
         B::output(&self.group, &self.place, shape)
     }
 
-    pub fn finish<T: Half>(&self, output: B::Output<T>) -> Result<Tensor, Failure> {
+    pub fn finish<T: Value>(&self, output: B::Output<T>) -> Result<Tensor, Failure> {
         B::finish(&self.place, output)
     }
 
-    pub fn put<T: Half>(
+    pub fn put<T: Value>(
         &self,
         rows: &Rows<'_>,
         to: &mut ShardedMatrix<B, T>,
@@ -134,11 +136,11 @@ impl<B: Device> Ranks<B> {
         B::put(&self.group, &self.place, rows, to)
     }
 
-    pub fn allocate<T: Half>(&self, shape: [usize; 2]) -> Result<B::Memory<T>, Failure> {
+    pub fn allocate<T: Value>(&self, shape: [usize; 2]) -> Result<B::Memory<T>, Failure> {
         B::allocate(&self.place, shape)
     }
 
-    pub fn take<T: Half>(
+    pub fn take<T: Value>(
         &self,
         from: &mut ShardedMatrix<B, T>,
         to: B::Memory<T>,

@@ -11,7 +11,9 @@ use gemmesh::{Call, Error, Group};
 use crate::any_ranks::AnyRanks;
 use crate::device::Device;
 use crate::error::{self, place, within};
+use crate::products::MAKE;
 use crate::ranks::{Collective, Ranks, own_of};
+use crate::weight::{BLOCK, Weight};
 
 type Result<T, E = CandleError> = std::result::Result<T, E>;
 
@@ -97,15 +99,54 @@ impl TensorParallel {
     /// [`Error::Shape`] unless the ranks can share the dimension evenly.
     #[track_caller]
     pub fn shard(&self, whole: &Tensor, dim: usize) -> Result<Tensor> {
+        let part = self.part_of(whole, dim)?;
+        whole
+            .narrow(dim, part.start, part.len())?
+            .force_contiguous()
+    }
+
+    /// This rank's part of a dimension of a whole weight.
+    #[track_caller]
+    fn part_of(&self, whole: &Tensor, dim: usize) -> Result<Range<usize>> {
         let size = whole.dim(dim)?;
         within("TensorParallel::shard", || {
             let shared = self.check_even("a weight", size, dim);
             shared.map_err(|error| self.0.noted(error))
         })?;
         let part = size / self.world_size();
-        whole
-            .narrow(dim, self.rank() * part, part)?
-            .force_contiguous()
+        Ok(self.rank() * part..(self.rank() + 1) * part)
+    }
+
+    /// A copy of this rank's rows of a whole weight, for a column-parallel layer.
+    #[track_caller]
+    pub(crate) fn rows_of(&self, whole: &Weight) -> Result<Weight> {
+        whole.rows(self.part_of(&whole.values, 0)?)
+    }
+
+    /// A copy of this rank's columns of a whole weight, for a row-parallel layer.
+    #[track_caller]
+    pub(crate) fn columns_of(&self, whole: &Weight) -> Result<Weight> {
+        let part = self.part_of(&whole.values, 1)?;
+        if whole.scales.is_some() {
+            self.check_columns_of_blocks(part.len())?;
+        }
+        whole.columns(part)
+    }
+
+    /// Checks that each rank's `part` columns of a weight begin with a block of scales.
+    #[track_caller]
+    pub(crate) fn check_columns_of_blocks(&self, part: usize) -> Result<()> {
+        if self.world_size() == 1 || part.is_multiple_of(BLOCK) {
+            return Ok(());
+        }
+        let refused = Error::Unsuitable {
+            rank: self.rank(),
+            call: Call::here(MAKE),
+            what: "K of a rank's part of a weight with scales".into(),
+            expected: format!("a multiple of {BLOCK}, so that the part begins with a block"),
+            found: part.to_string(),
+        };
+        within(MAKE, || Err(self.0.noted(refused)))
     }
 
     /// Checks that the ranks can share a dimension of `weight` evenly.
@@ -192,6 +233,17 @@ impl TensorParallel {
         count: usize,
         heads: &Range<usize>,
     ) -> Result<Tensor> {
+        let rows = self.rows_of_heads(whole, count, heads)?;
+        whole.narrow(0, rows.start, rows.len())?.force_contiguous()
+    }
+
+    /// Which rows of `whole` belong to these of `count` heads.
+    pub(crate) fn rows_of_heads(
+        &self,
+        whole: &Tensor,
+        count: usize,
+        heads: &Range<usize>,
+    ) -> Result<Range<usize>> {
         let size = whole.dim(0)?;
         if !size.is_multiple_of(count) {
             return Err(error::of("QkvParallelLinear")(Error::Shape {
@@ -203,8 +255,7 @@ impl TensorParallel {
             }));
         }
         let head = size / count;
-        let part = whole.narrow(0, heads.start * head, heads.len() * head)?;
-        part.force_contiguous()
+        Ok(heads.start * head..heads.end * head)
     }
 
     /// Gathers all tokens' rows, [tokens, N], from each rank's own, [tokens of this rank, N]. Collective.

@@ -38,7 +38,7 @@ fn errors_print_a_sentence_at_once_and_a_rank_and_its_layers_a_line() -> Result<
         let error = ColumnParallelLinear::new(ranks, weight, None).unwrap_err();
         let place = format!("{}:{}", file!(), line!() - 1);
         let said = format!(
-            "rank 0: a parallel layer at {place}: the dtype of weight is F64 and must be BF16 or F16"
+            "rank 0: a parallel layer at {place}: the dtype of weight is F64 and must be BF16, F16 or F8E4M3"
         );
         let mut texts = Texts(Vec::new());
         write!(texts, "{error:?}")?;
@@ -96,7 +96,8 @@ fn a_device_that_is_not_the_groups() -> Result<(), Failure> {
 fn a_dtype_that_there_are_no_products_of() -> Result<(), Failure> {
     one(|ranks| {
         let weight = Tensor::ones((N, K), DType::F64, &Device::Cpu)?;
-        let said = "rank 0: a parallel layer: the dtype of weight is F64 and must be BF16 or F16";
+        let said =
+            "rank 0: a parallel layer: the dtype of weight is F64 and must be BF16, F16 or F8E4M3";
         assert_says(
             ColumnParallelLinear::new(ranks, weight.clone(), None).unwrap_err(),
             said,

@@ -13,7 +13,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{Device as CandleDevice, Error as CandleError, Storage, Tensor};
 use gemmesh::{Call, Cuda, Error, Group, Matrix, Result, ShardedMatrix, StreamGuard};
 
-use super::{Half, Input, Rows, Tensors, other_device};
+use super::{Input, Rows, Tensors, Value, other_device};
 use crate::failure::Failure;
 use crate::products::MAKE;
 
@@ -24,7 +24,7 @@ pub struct Gpu {
 }
 
 /// Memory of candle's that an operation writes.
-pub struct Output<T: Half> {
+pub struct Output<T: Value> {
     matrix: Matrix<Cuda, T>,
     slice: CudaSlice<T>,
 }
@@ -75,7 +75,7 @@ impl Gpu {
         copied.result().map_err(refused)
     }
 
-    fn tensor<T: Half>(&self, mut slice: CudaSlice<T>, [rows, columns]: [usize; 2]) -> Tensor {
+    fn tensor<T: Value>(&self, mut slice: CudaSlice<T>, [rows, columns]: [usize; 2]) -> Tensor {
         // What was put on the stream writes it: users on other streams wait for that.
         drop(slice.device_ptr_mut(&self.stream));
         let storage = CudaStorage::wrap_cuda_slice(slice, self.device.clone());
@@ -93,8 +93,8 @@ impl fmt::Debug for Gpu {
 impl Tensors for Cuda {
     type Place = Gpu;
     type Reading<'a> = Option<SyncOnDrop<'a>>;
-    type Output<T: Half> = Output<T>;
-    type Memory<T: Half> = CudaSlice<T>;
+    type Output<T: Value> = Output<T>;
+    type Memory<T: Value> = CudaSlice<T>;
     type Order = StreamGuard;
 
     fn place_of(group: &Group<Cuda>, device: &CandleDevice) -> Result<Gpu> {
@@ -134,7 +134,7 @@ impl Tensors for Cuda {
 
     /// Rows are read and written in pieces of 16 bytes: what is no whole number of them would reach beyond candle's
     /// memory.
-    fn check_columns<T: Half>(group: &Group<Cuda>, columns: usize) -> Result<()> {
+    fn check_columns<T: Value>(group: &Group<Cuda>, columns: usize) -> Result<()> {
         let multiple = 16 / size_of::<T>();
         if columns.is_multiple_of(multiple) {
             return Ok(());
@@ -148,7 +148,7 @@ impl Tensors for Cuda {
         })
     }
 
-    fn holds<T: Half>(place: &Gpu, storage: &Storage) -> bool {
+    fn holds<T: Value>(place: &Gpu, storage: &Storage) -> bool {
         let Storage::Cuda(storage) = storage else {
             return false;
         };
@@ -161,14 +161,14 @@ impl Tensors for Cuda {
             && of_slice.is_ok_and(|of_slice| of_slice == ordinal)
     }
 
-    fn length<T: Half>(storage: &Storage) -> usize {
+    fn length<T: Value>(storage: &Storage) -> usize {
         match storage {
             Storage::Cuda(storage) => storage.as_cuda_slice::<T>().map_or(0, CudaSlice::len),
             _ => 0,
         }
     }
 
-    fn input<'a, T: Half>(
+    fn input<'a, T: Value>(
         group: &Group<Cuda>,
         place: &'a Gpu,
         rows: &Rows<'a>,
@@ -200,7 +200,7 @@ impl Tensors for Cuda {
         })
     }
 
-    fn output<T: Half>(
+    fn output<T: Value>(
         group: &Group<Cuda>,
         place: &Gpu,
         [rows, columns]: [usize; 2],
@@ -222,15 +222,15 @@ impl Tensors for Cuda {
         Ok(Output { matrix, slice })
     }
 
-    fn matrix<T: Half>(output: &mut Output<T>) -> &mut Matrix<Cuda, T> {
+    fn matrix<T: Value>(output: &mut Output<T>) -> &mut Matrix<Cuda, T> {
         &mut output.matrix
     }
 
-    fn finish<T: Half>(place: &Gpu, output: Output<T>) -> Result<Tensor, Failure> {
+    fn finish<T: Value>(place: &Gpu, output: Output<T>) -> Result<Tensor, Failure> {
         Ok(place.tensor(output.slice, output.matrix.shape()))
     }
 
-    fn put<T: Half>(
+    fn put<T: Value>(
         _group: &Group<Cuda>,
         place: &Gpu,
         rows: &Rows<'_>,
@@ -250,7 +250,7 @@ impl Tensors for Cuda {
         unsafe { place.copy_rows((to, width), (from + offset, pitch), extent) }
     }
 
-    fn allocate<T: Half>(
+    fn allocate<T: Value>(
         place: &Gpu,
         [rows, columns]: [usize; 2],
     ) -> Result<CudaSlice<T>, Failure> {
@@ -258,7 +258,7 @@ impl Tensors for Cuda {
         Ok(unsafe { place.device.alloc((rows * columns).max(1))? })
     }
 
-    fn take<T: Half>(
+    fn take<T: Value>(
         place: &Gpu,
         from: &mut ShardedMatrix<Cuda, T>,
         mut to: CudaSlice<T>,
@@ -277,7 +277,7 @@ impl Tensors for Cuda {
 }
 
 /// Candle's memory, and where in it the rows begin, in bytes.
-fn slice<'a, T: Half>(rows: &Rows<'a>) -> Result<(&'a CudaSlice<T>, u64), Failure> {
+fn slice<'a, T: Value>(rows: &Rows<'a>) -> Result<(&'a CudaSlice<T>, u64), Failure> {
     let Storage::Cuda(storage) = rows.storage else {
         unreachable!("the storage has been checked");
     };

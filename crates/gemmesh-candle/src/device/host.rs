@@ -6,7 +6,7 @@ use std::fmt;
 use candle_core::{Device as CandleDevice, Storage, Tensor};
 use gemmesh::{Group, Host, Matrix, Result, ShardedMatrix};
 
-use super::{Half, Input, Rows, Tensors, other_device};
+use super::{Input, Rows, Tensors, Value, other_device};
 use crate::failure::Failure;
 
 /// There is one.
@@ -21,8 +21,8 @@ impl fmt::Debug for Cpu {
 impl Tensors for Host {
     type Place = Cpu;
     type Reading<'a> = ();
-    type Output<T: Half> = Matrix<Host, T>;
-    type Memory<T: Half> = ();
+    type Output<T: Value> = Matrix<Host, T>;
+    type Memory<T: Value> = ();
     type Order = ();
 
     fn place_of(group: &Group<Host>, device: &CandleDevice) -> Result<Cpu> {
@@ -40,22 +40,22 @@ impl Tensors for Host {
         Ok(())
     }
 
-    fn check_columns<T: Half>(_group: &Group<Host>, _columns: usize) -> Result<()> {
+    fn check_columns<T: Value>(_group: &Group<Host>, _columns: usize) -> Result<()> {
         Ok(())
     }
 
-    fn holds<T: Half>(_place: &Cpu, storage: &Storage) -> bool {
+    fn holds<T: Value>(_place: &Cpu, storage: &Storage) -> bool {
         matches!(storage, Storage::Cpu(_))
     }
 
-    fn length<T: Half>(storage: &Storage) -> usize {
+    fn length<T: Value>(storage: &Storage) -> usize {
         match storage {
             Storage::Cpu(storage) => storage.as_slice::<T>().map_or(0, <[T]>::len),
             _ => 0,
         }
     }
 
-    fn input<'a, T: Half>(
+    fn input<'a, T: Value>(
         group: &Group<Host>,
         _place: &'a Cpu,
         rows: &Rows<'a>,
@@ -68,7 +68,7 @@ impl Tensors for Host {
         })
     }
 
-    fn output<T: Half>(
+    fn output<T: Value>(
         group: &Group<Host>,
         _place: &Cpu,
         [rows, columns]: [usize; 2],
@@ -76,15 +76,15 @@ impl Tensors for Host {
         Ok(group.zeros(rows, columns)?)
     }
 
-    fn matrix<T: Half>(output: &mut Matrix<Host, T>) -> &mut Matrix<Host, T> {
+    fn matrix<T: Value>(output: &mut Matrix<Host, T>) -> &mut Matrix<Host, T> {
         output
     }
 
-    fn finish<T: Half>(_place: &Cpu, output: Matrix<Host, T>) -> Result<Tensor, Failure> {
+    fn finish<T: Value>(_place: &Cpu, output: Matrix<Host, T>) -> Result<Tensor, Failure> {
         tensor(output.to_vec()?, output.shape())
     }
 
-    fn put<T: Half>(
+    fn put<T: Value>(
         group: &Group<Host>,
         _place: &Cpu,
         rows: &Rows<'_>,
@@ -94,11 +94,11 @@ impl Tensors for Host {
         Ok(to.shard_mut().copy_from_host(&values)?)
     }
 
-    fn allocate<T: Half>(_place: &Cpu, _shape: [usize; 2]) -> Result<(), Failure> {
+    fn allocate<T: Value>(_place: &Cpu, _shape: [usize; 2]) -> Result<(), Failure> {
         Ok(())
     }
 
-    fn take<T: Half>(
+    fn take<T: Value>(
         _place: &Cpu,
         from: &mut ShardedMatrix<Host, T>,
         (): (),
@@ -109,7 +109,7 @@ impl Tensors for Host {
 }
 
 /// The elements, row by row.
-fn values<'a, T: Half>(group: &Group<Host>, rows: &Rows<'a>) -> Result<Cow<'a, [T]>, Failure> {
+fn values<'a, T: Value>(group: &Group<Host>, rows: &Rows<'a>) -> Result<Cow<'a, [T]>, Failure> {
     let Storage::Cpu(storage) = rows.storage else {
         unreachable!("the storage has been checked");
     };
@@ -130,7 +130,7 @@ fn values<'a, T: Half>(group: &Group<Host>, rows: &Rows<'a>) -> Result<Cow<'a, [
     Ok(Cow::Owned(packed))
 }
 
-fn tensor<T: Half>(values: Vec<T>, [rows, columns]: [usize; 2]) -> Result<Tensor, Failure> {
+fn tensor<T: Value>(values: Vec<T>, [rows, columns]: [usize; 2]) -> Result<Tensor, Failure> {
     Ok(Tensor::from_vec(
         values,
         (rows, columns),

@@ -7,7 +7,7 @@ mod host;
 use std::fmt::Debug;
 
 use candle_core::{DType, Device as CandleDevice, Layout, Storage, Tensor, WithDType};
-use gemmesh::{Backend, Call, Error, Group, Matrix, Result, ShardedMatrix, bf16, f16};
+use gemmesh::{Backend, Call, Error, F8E4M3, Group, Matrix, Result, ShardedMatrix, bf16, f16};
 
 use crate::failure::Failure;
 use crate::pools::{Pool, Pools};
@@ -26,9 +26,9 @@ pub trait Tensors: Backend + Debug {
     /// What notes that a tensor has been read, when it is dropped.
     type Reading<'a>;
     /// A tensor that an operation writes.
-    type Output<T: Half>;
+    type Output<T: Value>;
     /// The memory of a tensor that is to be.
-    type Memory<T: Half>;
+    type Memory<T: Value>;
     /// Keeps what the group does on candle's stream, as long as it lives.
     type Order;
 
@@ -39,36 +39,36 @@ pub trait Tensors: Backend + Debug {
     fn enter(group: &Group<Self>, place: &Self::Place) -> Result<Self::Order>;
 
     /// Whether there may be rows of so many columns.
-    fn check_columns<T: Half>(group: &Group<Self>, columns: usize) -> Result<()>;
+    fn check_columns<T: Value>(group: &Group<Self>, columns: usize) -> Result<()>;
 
     /// Whether the storage lies there, and so does its memory, if that is of this type.
-    fn holds<T: Half>(place: &Self::Place, storage: &Storage) -> bool;
+    fn holds<T: Value>(place: &Self::Place, storage: &Storage) -> bool;
 
     /// How many elements of this type a tensor's memory has.
-    fn length<T: Half>(storage: &Storage) -> usize;
+    fn length<T: Value>(storage: &Storage) -> usize;
 
     /// A tensor as an operand.
-    fn input<'a, T: Half>(
+    fn input<'a, T: Value>(
         group: &Group<Self>,
         place: &'a Self::Place,
         rows: &Rows<'a>,
     ) -> Result<Input<'a, Self, T>, Failure>;
 
     /// A tensor to be written, all of it.
-    fn output<T: Half>(
+    fn output<T: Value>(
         group: &Group<Self>,
         place: &Self::Place,
         shape: [usize; 2],
     ) -> Result<Self::Output<T>, Failure>;
 
     /// Where it is written.
-    fn matrix<T: Half>(output: &mut Self::Output<T>) -> &mut Matrix<Self, T>;
+    fn matrix<T: Value>(output: &mut Self::Output<T>) -> &mut Matrix<Self, T>;
 
     /// The tensor, when what writes it has been begun.
-    fn finish<T: Half>(place: &Self::Place, output: Self::Output<T>) -> Result<Tensor, Failure>;
+    fn finish<T: Value>(place: &Self::Place, output: Self::Output<T>) -> Result<Tensor, Failure>;
 
     /// Copies a tensor to this rank's own rows.
-    fn put<T: Half>(
+    fn put<T: Value>(
         group: &Group<Self>,
         place: &Self::Place,
         rows: &Rows<'_>,
@@ -76,36 +76,45 @@ pub trait Tensors: Backend + Debug {
     ) -> Result<(), Failure>;
 
     /// Memory for [`Tensors::take`].
-    fn allocate<T: Half>(
+    fn allocate<T: Value>(
         place: &Self::Place,
         shape: [usize; 2],
     ) -> Result<Self::Memory<T>, Failure>;
 
     /// Copies all rows to a tensor in `to`.
-    fn take<T: Half>(
+    fn take<T: Value>(
         place: &Self::Place,
         from: &mut ShardedMatrix<Self, T>,
         to: Self::Memory<T>,
     ) -> Result<Tensor, Failure>;
 }
 
-/// The types of elements that there are products of: bf16 and f16.
-pub trait Half: gemmesh::Half + WithDType + OnDevice {
+/// The types of elements of tensors that are matrices too.
+pub trait Value: gemmesh::Value + WithDType + OnDevice {
     /// The symmetric matrices of this type.
     fn pool<B: Backend>(pools: &Pools<B>) -> &Pool<B, Self>;
 }
 
-impl Half for bf16 {
-    fn pool<B: Backend>(pools: &Pools<B>) -> &Pool<B, bf16> {
-        &pools.bf16
-    }
+/// The types of tokens: bf16 and f16.
+pub trait Half: gemmesh::Half + Value {}
+
+impl Half for bf16 {}
+impl Half for f16 {}
+
+/// The pool of each type.
+macro_rules! values {
+    ($($type:ident $pool:ident),+) => {$(
+        impl Value for $type {
+            fn pool<B: Backend>(pools: &Pools<B>) -> &Pool<B, $type> {
+                &pools.$pool
+            }
+        }
+
+        impl OnDevice for $type {}
+    )+};
 }
 
-impl Half for f16 {
-    fn pool<B: Backend>(pools: &Pools<B>) -> &Pool<B, f16> {
-        &pools.f16
-    }
-}
+values!(bf16 bf16, f16 f16, F8E4M3 f8e4m3, f32 f32);
 
 /// What a type on a GPU must be.
 #[cfg(feature = "cuda")]
@@ -115,9 +124,6 @@ pub trait OnDevice:
 }
 #[cfg(not(feature = "cuda"))]
 pub trait OnDevice {}
-
-impl OnDevice for bf16 {}
-impl OnDevice for f16 {}
 
 /// The operand that a tensor is.
 pub struct Input<'a, B: Tensors, T> {
@@ -138,7 +144,7 @@ pub struct Rows<'a> {
 
 impl<'a> Rows<'a> {
     /// Checks a tensor that should be [rows, columns], with as many leading dimensions of 1 as it likes.
-    pub fn new<B: Tensors, T: Half>(
+    pub fn new<B: Tensors, T: Value>(
         group: &Group<B>,
         place: &B::Place,
         argument: &str,
@@ -206,7 +212,7 @@ struct Unfit {
 }
 
 /// The device and the dtype.
-fn check_kind<B: Tensors, T: Half>(place: &B::Place, storage: &Storage) -> Result<(), Unfit> {
+fn check_kind<B: Tensors, T: Value>(place: &B::Place, storage: &Storage) -> Result<(), Unfit> {
     if !B::holds::<T>(place, storage) {
         let found = match storage {
             Storage::Cpu(_) => "the CPU",
@@ -249,12 +255,12 @@ fn pitch_of(strides: &[usize], [rows, columns]: [usize; 2]) -> Result<usize, Unf
 }
 
 /// The error of a type that there are no products of.
-pub fn no_such_dtype(rank: usize, argument: &str, found: DType) -> Error {
+pub fn no_such_dtype(rank: usize, argument: &str, expected: &str, found: DType) -> Error {
     Error::Unsuitable {
         rank,
         call: Call::here(MAKE),
         what: format!("the dtype of {argument}"),
-        expected: "BF16 or F16".into(),
+        expected: expected.into(),
         found: format!("{found:?}"),
     }
 }

@@ -163,7 +163,7 @@ fn errors_name_a_tensor_that_is_missing_and_one_that_cannot_be_a_weight() -> Res
         let up = file.sharded(DType::F32)?.pp("up");
         let made = ColumnParallelLinear::load(ranks, 8, 18, false, up);
         let said = match ranks.world_size() {
-            1 => "a parallel layer: the dtype of weight is F32 and must be BF16 or F16",
+            1 => "a parallel layer: the dtype of weight is F32 and must be BF16, F16 or F8E4M3",
             _ => {
                 "TensorParallel::shard: dimension 0 of model.up.weight that 4 ranks share evenly is [18] and must be \
                  [20]"
@@ -335,13 +335,13 @@ fn poisoned(tensor: &Tensor, dim: usize, own: Range<usize>) -> Result<Tensor> {
 }
 
 /// A file that is removed in the end.
-struct File {
+pub struct File {
     path: PathBuf,
     tensors: HashMap<String, Tensor>,
 }
 
 impl File {
-    fn new(tensors: &HashMap<String, Tensor>) -> Result<File> {
+    pub fn new(tensors: &HashMap<String, Tensor>) -> Result<File> {
         static NUMBER: AtomicUsize = AtomicUsize::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let name = format!("gemmesh-candle-{}-{number}.safetensors", std::process::id());
@@ -353,7 +353,7 @@ impl File {
         })
     }
 
-    fn sharded(&self, dtype: DType) -> Result<ShardedVarBuilder<'static>> {
+    pub fn sharded(&self, dtype: DType) -> Result<ShardedVarBuilder<'static>> {
         Ok(open(&self.path, dtype)?.pp("model"))
     }
 }

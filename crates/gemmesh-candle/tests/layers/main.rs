@@ -5,6 +5,7 @@
 mod support;
 
 mod exact;
+mod fp8;
 mod load;
 
 use candle_core::{DType, Device, Module, Tensor};
