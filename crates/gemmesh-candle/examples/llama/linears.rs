@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use gemmesh_candle::{
-    ColumnParallelLinear, GatedParallelLinear, QkvParallelLinear, RowParallelLinear, TensorParallel,
+    ColumnParallelLinear, GatedParallelLinear, QkvParallelLinear, RowParallelLinear,
+    TensorParallel, Weight,
 };
 
 use crate::model::{Config, Linears, Tokens};
@@ -102,12 +103,28 @@ pub struct Fused {
 
 impl Fused {
     pub fn new(ranks: &TensorParallel, weights: &Weights) -> Result<Fused> {
+        Fused::of(ranks, weights, |weight| Ok(weight.into()))
+    }
+
+    /// With layers of fp8, but for the head's. Each rank quantises its own part, whose blocks begin with it.
+    pub fn quantized(ranks: &TensorParallel, weights: &Weights) -> Result<Fused> {
+        Fused::of(ranks, weights, Weight::quantized)
+    }
+
+    fn of(
+        ranks: &TensorParallel,
+        weights: &Weights,
+        weight: impl Fn(&Tensor) -> Result<Weight>,
+    ) -> Result<Fused> {
         let layer = |weights: &LayerWeights| {
+            let ([q, k, v], [gate, up]) = (&weights.qkv, &weights.gate_up);
+            let qkv = [weight(q)?, weight(k)?, weight(v)?];
+            let gate_up = [weight(gate)?, weight(up)?];
             Ok((
-                QkvParallelLinear::new(ranks, weights.qkv.clone(), None)?,
-                RowParallelLinear::new(ranks, weights.output.clone(), None)?,
-                GatedParallelLinear::new(ranks, weights.gate_up.clone(), None)?,
-                RowParallelLinear::new(ranks, weights.down.clone(), None)?,
+                QkvParallelLinear::new(ranks, qkv, None)?,
+                RowParallelLinear::new(ranks, weight(&weights.output)?, None)?,
+                GatedParallelLinear::new(ranks, gate_up, None)?,
+                RowParallelLinear::new(ranks, weight(&weights.down)?, None)?,
             ))
         };
         Ok(Fused {

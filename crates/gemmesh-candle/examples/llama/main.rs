@@ -59,6 +59,9 @@ struct Args {
     /// Timed runs of each, of which the median is reported.
     #[arg(long, default_value_t = 5)]
     runs: usize,
+    /// Also run the fused layers with weights that are quantised to fp8 when they are loaded.
+    #[arg(long)]
+    fp8: bool,
     /// Skip the comparison with one process, which needs the whole model in f32.
     #[arg(long)]
     no_check: bool,
@@ -110,6 +113,9 @@ impl Size {
         }
     }
 }
+
+/// The way with layers of fp8.
+const FP8: &str = "gemmesh, fp8";
 
 /// What a way of running the model has come to.
 struct Run {
@@ -206,7 +212,14 @@ fn rank(args: &Args, ranks: TensorParallel, device: &Device) -> Result<Option<(u
             timer.run("candle and NCCL", model, tokens)?
         }
     };
-    Ok((rank == 0).then_some((world, vec![first, second])))
+    let mut runs = vec![first, second];
+    if args.fp8 {
+        let linears = Fused::quantized(&ranks, &weights)?;
+        let model = Model::new(config, linears, positions, DType::BF16, device)?;
+        let tokens = runs[0].tokens.clone();
+        runs.push(timer.run(FP8, model, Some(&tokens))?);
+    }
+    Ok((rank == 0).then_some((world, runs)))
 }
 
 struct Timer<'a> {
@@ -324,7 +337,6 @@ fn report(args: &Args, world: usize, runs: &[Run]) -> Result<()> {
         true => None,
         false => Some(reference(args, &runs[0].tokens)?),
     };
-    let tolerance = tolerance(&args.size.config());
     let mut table = Table::new();
     table.set_header([
         "",
@@ -337,6 +349,7 @@ fn report(args: &Args, world: usize, runs: &[Run]) -> Result<()> {
     ]);
     let mut wrong = None;
     for run in runs {
+        let tolerance = tolerance(&args.size.config(), run.way == FP8);
         let off = exact.as_ref().map(|exact| farthest(&run.logits, exact));
         // What is no number is wrong too.
         if off.is_some_and(|off| off.is_nan() || off > tolerance) {
@@ -356,6 +369,10 @@ fn report(args: &Args, world: usize, runs: &[Run]) -> Result<()> {
         "a prompt of {} tokens and {} decoded, {world} ranks, medians of {}\n{table}",
         args.prompt, args.decode, args.runs
     );
+    for run in runs.iter().filter(|run| run.way == FP8) {
+        let off = farthest(&run.logits, &runs[0].logits);
+        println!("logits with weights of fp8 are off by {off:.4} from those with weights of bf16");
+    }
     match wrong {
         None => Ok(()),
         Some(way) => Err(format!("the logits of {way:?} are wrong").into()),
@@ -401,10 +418,14 @@ fn farthest(logits: &[Vec<f32>], exact: &[Vec<f32>]) -> f64 {
 /// Each rounding changes an element by a part of at most u = 2⁻⁸. What stands behind passes a change on as it passes on
 /// the tensor: norms and products with random weights keep its part of the length, a residual makes it smaller.
 /// Rounding errors do not know of one another, so R of them add up to √R · u, and not to R · u (Higham and Mary, 2019).
-fn tolerance(config: &Config) -> f64 {
+///
+/// `fp8`: if layers are of fp8, both operands of four products of each layer are rounded to it too, by u = 2⁻⁴.
+fn tolerance(config: &Config, fp8: bool) -> f64 {
     const UNIT_ROUNDOFF: f64 = 1.0 / (1 << 8) as f64;
+    const OF_FP8: f64 = 1.0 / (1 << 4) as f64;
     let roundings = 15 * config.layers + 3;
-    (roundings as f64).sqrt() * UNIT_ROUNDOFF
+    let of_fp8 = if fp8 { 8 * config.layers } else { 0 };
+    (roundings as f64 * UNIT_ROUNDOFF.powi(2) + of_fp8 as f64 * OF_FP8.powi(2)).sqrt()
 }
 
 /// Random tokens, the same on every rank.
