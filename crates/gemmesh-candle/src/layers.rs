@@ -26,8 +26,9 @@ impl ColumnParallelLinear {
     /// # Errors
     /// [`Error::Unsuitable`](gemmesh::Error::Unsuitable) for a tensor on a different device than the ranks', with a
     /// type that weights don't have, or whose rows don't follow one another;
-    /// [`Error::Unsupported`](gemmesh::Error::Unsupported) for a weight of fp8 that this device cannot multiply; [`Error::Count`](gemmesh::Error::Count) for
-    /// a weight that does not have two dimensions; [`Error::Shape`](gemmesh::Error::Shape);
+    /// [`Error::Unsupported`](gemmesh::Error::Unsupported) for a weight of fp8 that this device cannot multiply;
+    /// [`Error::Count`](gemmesh::Error::Count) for a weight that does not have two dimensions;
+    /// [`Error::Shape`](gemmesh::Error::Shape);
     /// [`Error::Unaligned`](gemmesh::Error::Unaligned) on GPUs unless N and K are multiples of 8;
     /// [`Error::OutOfMemory`](gemmesh::Error::OutOfMemory).
     #[track_caller]

@@ -79,13 +79,13 @@ impl Weight {
     /// ```
     ///
     /// # Errors
-    /// candle's, for a tensor that is not [N, K] or has no numbers.
+    /// candle's, for a tensor that is not [N, K], or whose type has no conversion to F32.
     pub fn quantized(weight: &Tensor) -> Result<Weight> {
         let (n, k) = weight.dims2()?;
         let device = weight.device();
         let wide = weight.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
         let wide = wide.flatten_all()?.to_vec1::<f32>()?;
-        let rows: Vec<&[f32]> = wide.chunks(k).collect();
+        let rows: Vec<&[f32]> = wide.chunks(k.max(1)).collect();
         let (mut values, mut scales) = (vec![F8E4M3::from_f32(0.0); n * k], Vec::new());
         for (block, rows) in rows.chunks(BLOCK).enumerate() {
             for columns in (0..k).step_by(BLOCK).map(|c| c..(c + BLOCK).min(k)) {
