@@ -56,13 +56,9 @@ constexpr uint32_t kNextBox = C::kSideBySide ? C::kConsumerN : kSumColumns;
 template <class C>
 constexpr uint32_t kSumBoxes = (C::kConsumerN + kSumColumns - 1) / kSumColumns;
 
-// Stages that one addend of a tile takes.
-template <class C>
-constexpr uint32_t kStagesOfAddend = (kSumBoxes<C> + kConsumerBoxes<C> - 1) / kConsumerBoxes<C>;
-
-// One thread, the producer of `a`: loads a tile's addends through the ring, after its operands. `row` is the tile's
-// first row, counted from the block's first.
-template <class C, class Stages>
+// The producer of `a`: loads a tile's addends through the ring, after its operands: one thread or, with `Blocks`, the
+// whole warp, each of whose lanes arrives at a stage. `row` is the tile's first row, counted from the block's first.
+template <class C, bool Blocks, class Stages>
 __device__ __forceinline__ void load_addends(const CUtensorMap& map_added, const GemmeshBlock& block, const Stages& stages,
                                              RingPosition<C::kStages>& at, uint32_t row, uint32_t column) {
     constexpr uint32_t kBytes = C::kBytesA;
@@ -73,22 +69,31 @@ __device__ __forceinline__ void load_addends(const CUtensorMap& map_added, const
         const uint32_t left = column + box * kSumColumns;
         uint32_t first = block.addend + row;
         for (uint32_t index = 0; index < block.addends; ++index, first += block.addend_step) {
-            stages.acquire(at, boxes * kBytes);
+            stages.await(at);
             const ptx::SharedAddress full = stages.full(at.stage);
-            ptx::cp_async_bulk_tensor_2d_load(stages.a(at.stage), &map_added, left, first, full);
-            if (boxes > 1) {
-                ptx::cp_async_bulk_tensor_2d_load(stages.b(at.stage), &map_added, left + kNextBox<C>, first, full);
+            if (!Blocks || ptx::elect_one()) {
+                stages.announce(at, boxes * kBytes);
+                ptx::cp_async_bulk_tensor_2d_load(stages.a(at.stage), &map_added, left, first, full);
+                if (boxes > 1) {
+                    ptx::cp_async_bulk_tensor_2d_load(stages.b(at.stage), &map_added, left + kNextBox<C>, first, full);
+                }
             }
+            if constexpr (Blocks) ptx::cp_async_mbarrier_arrive(full);
             at.advance();
         }
     }
 }
 
-// One thread, the producer of `b`: passes through the stages of a tile's addends, to which it has nothing to add.
-template <class C, class Stages>
+// The producer of `b`: passes through the stages of a tile's addends, to which it has nothing to add. As load_addends.
+template <class C, bool Blocks, class Stages>
 __device__ __forceinline__ void pass_addends(const GemmeshBlock& block, const Stages& stages,
                                              RingPosition<C::kStages>& at) {
-    for (uint32_t left = kStagesOfAddend<C> * block.addends; left > 0; --left, at.advance()) stages.acquire(at, 0);
+    constexpr uint32_t kOfAddend = (kSumBoxes<C> + kConsumerBoxes<C> - 1) / kConsumerBoxes<C>;
+    for (uint32_t left = kOfAddend * block.addends; left > 0; --left, at.advance()) {
+        stages.await(at);
+        if (!Blocks || ptx::elect_one()) stages.announce(at, 0);
+        if constexpr (Blocks) ptx::cp_async_mbarrier_arrive(stages.full(at.stage));
+    }
 }
 
 // One warp: adds its rows of a box to the accumulators of the box's columns, the first of which `sum` is.

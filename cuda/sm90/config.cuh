@@ -192,18 +192,13 @@ class Stages {
 public:
     __device__ explicit Stages(const Shared<C>& shared) : base_(ptx::shared_address(&shared)) { ptx::pin(base_); }
 
-    // Waits until the stage may be written, here and in the CTAs that share the load, and announces this producer's
-    // `bytes` to come. At the start every stage is free, as in the phase before the first, so it waits for the opposite
-    // parity.
-    __device__ void acquire(const RingPosition<C::kStages>& at, uint32_t bytes) const {
-        await(at);
-        announce(at, bytes);
-    }
-
+    // Waits until the stage may be written, here and in the CTAs that share the load. At the start every stage is free, as
+    // in the phase before the first, so it waits for the opposite parity.
     __device__ void await(const RingPosition<C::kStages>& at) const {
         wait_phase(at_offset(offsetof(Shared<C>, pipeline.empty), sizeof(uint64_t), at.stage), at.parity ^ 1);
     }
 
+    // Announces this producer's `bytes` to come.
     __device__ void announce(const RingPosition<C::kStages>& at, uint32_t bytes) const {
         ptx::mbarrier_arrive_expect_tx(full(at.stage), bytes);
     }

@@ -125,10 +125,10 @@ __device__ __forceinline__ void produce_rows(const Maps& maps, const GemmeshPara
             // wait for what is added, while the consumers multiply
             wait_for_flags();
             const uint32_t column = first_column<C>(params, walk.tile(), cta);
-            if (ptx::elect_one()) {
-                load_addends<C>(*partials.added, block, stages, at, row - block.row, column);
-            } else {
-                at.skip(kStagesOfAddend<C> * block.addends);
+            if (has_blocks) {
+                load_addends<C, true>(*partials.added, block, stages, at, row - block.row, column);
+            } else if (ptx::elect_one()) {
+                load_addends<C, false>(*partials.added, block, stages, at, row - block.row, column);
             }
         }
     }
@@ -198,10 +198,10 @@ __device__ __forceinline__ void produce_weights(const Maps& maps, const GemmeshP
         });
         if constexpr (C::kSums) {
             const GemmeshBlock block = load_block(*partials.sums, walk.tile().block);
-            if (ptx::elect_one()) {
-                pass_addends<C>(block, stages, at);
-            } else {
-                at.skip(kStagesOfAddend<C> * block.addends);
+            if (has_blocks) {
+                pass_addends<C, true>(block, stages, at);
+            } else if (ptx::elect_one()) {
+                pass_addends<C, false>(block, stages, at);
             }
         }
     }
