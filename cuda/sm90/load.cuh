@@ -185,6 +185,7 @@ __device__ __forceinline__ void produce_weights(const Maps& maps, const GemmeshP
     const bool has_blocks = has_block_scales<C>(params);
     RingPosition<C::kStages> at;
     for (; walk.valid(); walk.advance()) {
+        // Without scales of blocks what follows is one thread's, and must not elect again: an election waits for all lanes.
         if (!has_blocks && !ptx::elect_one()) continue;
         const Steps steps = steps_of<C>(params, walk.index(), cta);
         const uint32_t column = first_column<C>(params, walk.tile(), cta);
@@ -200,7 +201,7 @@ __device__ __forceinline__ void produce_weights(const Maps& maps, const GemmeshP
             const GemmeshBlock block = load_block(*partials.sums, walk.tile().block);
             if (has_blocks) {
                 pass_addends<C, true>(block, stages, at);
-            } else if (ptx::elect_one()) {
+            } else {
                 pass_addends<C, false>(block, stages, at);
             }
         }
