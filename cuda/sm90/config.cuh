@@ -42,7 +42,6 @@ constexpr int kProducerRegisters = 56;  // with the warps beside the producers
 constexpr int kConsumerRegisters = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
 static_assert(kConsumerRegisters == 224);
 
-
 // A wgmma multiplies 64 rows, a band, by columns. With swap_ab the operands are swapped: rows of `b` are the wgmma's
 // rows, and the tile's rows are its columns. A tile whose height is neither 64 nor 128 has swap_ab. Its height may be
 // any other multiple of 8 for which ptx.cuh has a wgmma, so it fits M more closely.
@@ -206,7 +205,9 @@ public:
     __device__ ptx::SharedAddress full(uint32_t stage) const {
         return at_offset(offsetof(Shared<C>, pipeline.full), sizeof(uint64_t), stage);
     }
-    __device__ ptx::SharedAddress scales(uint32_t stage) const { return at_offset(offsetof(Shared<C>, scales), sizeof(StageScales<C>), stage); }
+    __device__ ptx::SharedAddress scales(uint32_t stage) const {
+        return at_offset(offsetof(Shared<C>, scales), sizeof(StageScales<C>), stage);
+    }
     __device__ ptx::SharedAddress a(uint32_t stage) const { return at_offset(offsetof(Shared<C>, a), C::kBytesA, stage); }
     __device__ ptx::SharedAddress b(uint32_t stage) const { return at_offset(offsetof(Shared<C>, b), C::kBytesB, stage); }
 

@@ -220,6 +220,40 @@ __device__ __forceinline__ void store_band(Accumulators<C::kColumns>& accumulato
     store_product<C>(accumulators, maps, params, shared, addends, weight, self, band, own, column, left);
 }
 
+// One warpgroup: stores its bands of the `turn`-th tile. As store_band.
+template <class C>
+__device__ __forceinline__ void store_tile(Bands<C>& bands, const Maps& maps, const GemmeshParams& params,
+                                           const TableWalk& walk, Shared<C>& shared, SumScales<C> (&scales)[C::kBands],
+                                           Addends<C> (&addends)[C::kSwapAb ? C::kBands : 1],
+                                           const ConsumerWarp<C>& self, uint32_t turn, uint32_t row, uint32_t column,
+                                           uint32_t left) {
+#pragma unroll 1
+    for (uint32_t band = 0; band < C::kBands; ++band) {
+        store_band<C>(bands[0], maps, params, walk, shared, scales[0], addends[0], self, turn, band, row, column, left);
+        // one code stores all bands
+        if constexpr (C::kBands > 1) bands[0] = bands[1];
+        if constexpr (C::kBands > 1 && C::kPromotes) scales[0] = scales[1];
+        if constexpr (C::kBands > 1 && C::kSwapAb) addends[0] = addends[1];
+    }
+}
+
+// One warpgroup: adds up the parts of K of the `turn`-th tile, and stores it with its addends. `row` is the tile's first
+// row in the block. As store_band.
+template <class C>
+__device__ __forceinline__ void sum_tile(Bands<C>& bands, const GemmeshParams& params, const TableWalk& walk,
+                                         Shared<C>& shared, RingPosition<C::kStages>& at, Placed<C>& placed,
+                                         SumScales<C> (&scales)[C::kBands], Addends<C>& addends,
+                                         const ConsumerWarp<C>& self, const GemmeshBlock& block, uint32_t turn,
+                                         uint32_t row, uint32_t column, uint32_t left) {
+    const bool has_all_of_k = shared.sum.gather(bands[0], turn, self.cta, self.number(), self.lane);
+    if constexpr (C::kPromotes) {
+        load_sum_scales<C>(scales, params, self, weight_of<C>(walk.tile()), block.row + row, column, left);
+        scales[0].apply(bands[0], params, self.lane);
+    }
+    const uint32_t index = walk.tile().block;
+    store_sums<C>(bands[0], params, block, index, shared, at, placed, addends, self, row, left, has_all_of_k);
+}
+
 // One warpgroup: multiplies its part of each tile, or each tile whose turn it is, and stores it.
 template <class C>
 __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& params, const SumArguments& partials,
@@ -274,22 +308,9 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
 
         // store the tile; the producers are loading the next one
         if constexpr (C::kSums) {
-            const bool has_all_of_k = shared.sum.gather(bands[0], number, cta, self.number(), self.lane);
-            if constexpr (C::kPromotes) {
-                load_sum_scales<C>(scales, params, self, weight, block.row + row, column, left);
-                scales[0].apply(bands[0], params, self.lane);
-            }
-            const uint32_t index = walk.tile().block;
-            store_sums<C>(bands[0], params, block, index, shared, at, placed, addends[0], self, row, left, has_all_of_k);
+            sum_tile<C>(bands, params, walk, shared, at, placed, scales, addends[0], self, block, number, row, column, left);
         } else {
-#pragma unroll 1
-            for (uint32_t band = 0; band < C::kBands; ++band) {
-                store_band<C>(bands[0], maps, params, walk, shared, scales[0], addends[0], self, number, band, row, column, left);
-                // one code stores all bands
-                if constexpr (C::kBands > 1) bands[0] = bands[1];
-                if constexpr (C::kBands > 1 && C::kPromotes) scales[0] = scales[1];
-                if constexpr (C::kBands > 1 && C::kSwapAb) addends[0] = addends[1];
-            }
+            store_tile<C>(bands, maps, params, walk, shared, scales, addends, self, number, row, column, left);
         }
         if (tracer) note_done(event_of<C>(params, walk.index(), cta), walk.index());
     }
