@@ -211,7 +211,8 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         self
     }
 
-    /// Makes [`AllGatherMatmul::prepare`] plan for scales of `a` and of the weights. [`AllGatherMatmul::run`] needs no such hint.
+    /// Makes [`AllGatherMatmul::prepare`] plan for scales of `a` and of the weights. [`AllGatherMatmul::run`] needs no
+    /// such hint.
     pub fn scaling(mut self, a: Scaling, weights: impl Into<WeightScaling>) -> Self {
         self.options.scaling = (a, weights.into().0);
         self

@@ -149,7 +149,8 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         self
     }
 
-    /// Makes [`MatmulAllReduce::prepare`] plan for scales of `a` and of the weights. [`MatmulAllReduce::run`] needs no such hint.
+    /// Makes [`MatmulAllReduce::prepare`] plan for scales of `a` and of the weights. [`MatmulAllReduce::run`] needs no
+    /// such hint.
     pub fn scaling(mut self, a: Scaling, weights: impl Into<WeightScaling>) -> Self {
         self.0.scaling = (a, weights.into().0);
         self

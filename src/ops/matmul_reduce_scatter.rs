@@ -187,7 +187,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         self
     }
 
-    /// Makes [`MatmulReduceScatter::prepare`] plan for scales of `a` and of the weights. [`MatmulReduceScatter::run`] needs no such hint.
+    /// Makes [`MatmulReduceScatter::prepare`] plan for scales of `a` and of the weights. [`MatmulReduceScatter::run`] needs no
+    /// such hint.
     pub fn scaling(mut self, a: Scaling, weights: impl Into<WeightScaling>) -> Self {
         self.options.scaling = (a, weights.into().0);
         self

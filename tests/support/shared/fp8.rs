@@ -718,11 +718,20 @@ pub fn what_fp8_cannot_do_is_refused<B: Tested>(test: &str) {
 /// Gathers of rows with their scales, under delays that differ each time, have the bits of products of all rows at
 /// once. `config`: how a gather is cut up, by its seed.
 pub fn scales_arrive_with_their_rows<B: Tested>(test: &str, config: fn(u64) -> Config) {
+    under_delays::<B>(test, 90, |group, seed| gather(group, seed, config(seed)));
+}
+
+/// Calls `gather` with each seed below `count` on three ranks, whose chunks are delayed with three of four seeds.
+pub fn under_delays<B: Tested>(
+    test: &str,
+    count: u64,
+    gather: impl Fn(&Group<B>, u64) -> Result<(), Error>,
+) {
     all_done(ranks::<B>(test, 3, |rank| {
         let group = connect::<B>(rank, B::TIMEOUT)?;
-        for seed in 0..90 {
+        for seed in 0..count {
             gemmesh::testing::delay_chunks((seed % 4 > 0).then_some(seed));
-            gather(&group, seed, config(seed))?;
+            gather(&group, seed)?;
         }
         gemmesh::testing::delay_chunks(None);
         Ok(String::new())

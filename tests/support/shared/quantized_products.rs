@@ -6,6 +6,7 @@ use gemmesh::{
     Scales, ShardedScales, TileShape, WeightOf, Weights, bf16, f16,
 };
 
+use super::fp8::under_delays;
 use super::quantized::{Kind, Rule, assert_same};
 use crate::support::numbers::{nan, normal};
 use crate::support::tested::{Tested, all_done, connect, ranks};
@@ -204,15 +205,7 @@ pub fn nan_and_large_results_are_quantised<B: Tested>(test: &str) {
 /// Gathers of fp8 rows with their scales, under delays that differ each time. `config`: how a gather is cut up, by its
 /// seed.
 pub fn gathers_quantise_their_products<B: Tested>(test: &str, config: fn(u64) -> Config) {
-    all_done(ranks::<B>(test, 3, |rank| {
-        let group = connect::<B>(rank, B::TIMEOUT)?;
-        for seed in 0..30 {
-            gemmesh::testing::delay_chunks((seed % 4 > 0).then_some(seed));
-            gather(&group, seed, config(seed))?;
-        }
-        gemmesh::testing::delay_chunks(None);
-        Ok(String::new())
-    }));
+    under_delays::<B>(test, 30, |group, seed| gather(group, seed, config(seed)));
 }
 
 fn gather<B: Tested>(group: &Group<B>, seed: u64, config: Config) -> Result<(), Error> {
