@@ -402,12 +402,10 @@ impl Family {
         let is_shared = shape.is_shared() && shape.cluster_n == 1;
         let swaps_ab = shape.swaps_ab();
         let is_low = shape.tile_m * shape.cluster_m <= BAND_ROWS;
-        // If sums are promoted, wide tiles leave no registers for the rows' places.
-        let has_registers = !promotes(shape.tile_k) || shape.tile_n <= 192;
         let made = move |variant: &Variant| match variant {
             Variant::Forms | Variant::Plain | Variant::Alone => true,
             Variant::LowLatency => is_low && is_shared,
-            Variant::Sums => !swaps_ab && is_shared && has_registers,
+            Variant::Sums => !swaps_ab && is_shared,
         };
         VARIANTS.into_iter().filter(made)
     }

@@ -11,6 +11,10 @@ __device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) {
     return static_cast<int32_t>(seen - epoch) >= 0;
 }
 
+// Between two looks. This is short compared with the microseconds between two chunks, and long enough to keep other CTAs'
+// polls off the L2 cache.
+constexpr uint32_t kPollNanoseconds = 64;
+
 // Records the wait that was in vain, and tells all kernels on this GPU to stop waiting.
 __device__ inline void give_up(const GemmeshParams& params, uint32_t flag, uint32_t peer, uint32_t epoch,
                                uint32_t seen, uint64_t waited) {
@@ -41,9 +45,6 @@ __device__ inline void give_up(const GemmeshParams& params, uint32_t flag, uint3
 template <class Look>
 __device__ __forceinline__ bool await_look(const GemmeshParams& params, uint32_t epoch, uint32_t flag, uint32_t peer,
                                            const Look& look) {
-    // This is short compared with the microseconds between two chunks, and long enough to keep other CTAs' polls off
-    // the L2 cache.
-    constexpr uint32_t kPollNanoseconds = 64;
     uint32_t seen;
     if (look(seen)) return true;
 
@@ -69,6 +70,26 @@ __device__ inline bool await(const GemmeshParams& params, const volatile uint32_
         seen = ptx::ld_acquire_sys(word);
         return reached(seen, epoch);
     });
+}
+
+// The whole warp: the same for a word of each lane that `waits`. All lanes leave together, so the compiler knows that the
+// warp has not diverged.
+__device__ inline bool await_all(const GemmeshParams& params, bool waits, const volatile uint32_t* word, uint32_t epoch,
+                                 uint32_t flag, uint32_t peer) {
+    bool is_there = !waits;
+    const uint64_t begin = ptx::globaltimer();
+    while (true) {
+        const uint32_t aborted = ptx::ld_relaxed_sys(params.abort);
+        uint32_t seen = epoch;
+        if (!is_there) seen = ptx::ld_acquire_sys(word);
+        is_there = reached(seen, epoch);
+        if (__all_sync(~0u, is_there)) return true;
+        const uint64_t waited = ptx::globaltimer() - begin;
+        const bool is_late = waited > params.deadline_ns;
+        if (is_late && !is_there) give_up(params, flag, peer, epoch, seen, waited);
+        if (__any_sync(~0u, is_late || aborted != 0)) return is_there;
+        ptx::nanosleep(kPollNanoseconds);
+    }
 }
 
 // The chunk flags as the producer of `a` sees them.

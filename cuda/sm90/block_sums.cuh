@@ -209,12 +209,12 @@ public:
         const GemmeshPeers& peers = params_.peers;
         // A rank that is ready stays ready until the kernel ends.
         const uint32_t bit = 1u << place_.map % GEMMESH_MAX_TARGETS;
-        if (is_used_ && place_.to != peers.rank && (ready_ & bit) == 0) {
-            const uint32_t* word = &peers.mailboxes[peers.rank]->ready[place_.to];
-            is_used_ = await(params_, word, entrance_.get().epoch, GEMMESH_READY, place_.to);
-            ready_ |= is_used_ ? bit : kGivenUp;
-        }
-        __syncwarp();
+        const bool waits = is_used_ && place_.to != peers.rank && (ready_ & bit) == 0;
+        if (!__any_sync(~0u, waits)) return;
+        const uint32_t* word = &peers.mailboxes[peers.rank]->ready[place_.to];
+        const bool is_ready = await_all(params_, waits, word, entrance_.get().epoch, GEMMESH_READY, place_.to);
+        if (waits) ready_ |= is_ready ? bit : kGivenUp;
+        is_used_ = is_used_ && is_ready;
     }
 
     // As OwnStores.
@@ -257,13 +257,14 @@ public:
         if (__any_sync(~0u, is_last)) {
             // A vote orders no memory.
             __syncwarp();
+            const uint32_t epoch = entrance_.get().epoch;
             if (lane == 0) sums.reports[index_] = 0;
             // If the wait for addends was given up, no peer is signalled. This rank's own copy is, because the stream
             // that waits for it must run to its end.
             if (told_.flag == GEMMESH_COPIED) {
                 ptx::st_release_sys(&sums.stored[index_], 1);
             } else if (told_.flag != GEMMESH_UNTOLD && ptx::ld_relaxed_sys(params_.abort) == 0) {
-                ptx::st_release_sys(&params_.peers.mailboxes[told_.to]->chunk[told_.flag], entrance_.get().epoch);
+                ptx::st_release_sys(&params_.peers.mailboxes[told_.to]->chunk[told_.flag], epoch);
             }
         }
         __syncwarp();
