@@ -265,6 +265,17 @@ typedef struct GemmeshLowLatency {
     uint32_t reserved;
 } GemmeshLowLatency;
 
+/* How rows are quantised to e4m3. GEMMESH_SCALE_BLOCK columns of a row have one scale, of f32: their largest absolute value,
+ * 1e-4 at least, divided by 448. A value x becomes x * (1 / scale), and what is above 448 becomes 448. */
+#define GEMMESH_SCALE_BLOCK 128
+typedef struct GemmeshOutputScales {
+    float *scales;         /* null: rows are not quantised */
+    uint32_t row;          /* floats from the scale of a row to that of the next; */
+    uint32_t block;        /* and from that of a block; both zero: there is one scale, which is given */
+    uint32_t power_of_two; /* nonzero: scales are rounded up to powers of two */
+    uint32_t reserved;
+} GemmeshOutputScales;
+
 /* Where the product with one weight goes. Rows are counted like those of `a`, also if a kernel has only some of them.
  *
  * Base addresses and pitches are multiples of 16 bytes, so rows of `residual` and `out` are padded to 16 bytes. */
@@ -280,6 +291,8 @@ typedef struct GemmeshOutput {
     uint32_t scale_row;      /* floats from a row's scale, or that of a block of rows, to the next; 0: all have one */
     uint32_t scale_first;    /* the place of the first row in its block of GEMMESH_SCALE_BLOCK rows; a multiple of 16 */
     uint32_t reserved;
+    GemmeshOutputScales quantized; /* of results that are stored as e4m3. Scales are made only if Shape::quantizes
+                                    * (kernels.rs) */
 } GemmeshOutput;
 
 /* How operands of 8 bits are scaled. Scales are f32.
@@ -288,7 +301,6 @@ typedef struct GemmeshOutput {
  * bits. If `a_block` is zero, a sum is multiplied by its weight's scale and then by that of its row of `a`. Otherwise each
  * promoted part is multiplied by the product of its blocks' scales: of 1 x GEMMESH_SCALE_BLOCK elements of `a`, and of
  * GEMMESH_SCALE_BLOCK x GEMMESH_SCALE_BLOCK of `b`, whose scales are side by side along K. */
-#define GEMMESH_SCALE_BLOCK 128
 typedef struct GemmeshScales {
     const float *a;      /* null: 1, as GemmeshOutput.scales */
     uint32_t a_row;      /* floats from the scale of a row of `a` to that of the next; 0: all have one */
@@ -404,9 +416,8 @@ typedef struct GemmeshReduction {
     uint32_t reserved;   /* zero */
 } GemmeshReduction;
 
-/* The argument of gemmesh_quantize_<dtype>, which makes e4m3 and scales of rows. A block of GEMMESH_SCALE_BLOCK columns
- * of a row has one scale: the largest absolute value, 1e-4 at least, divided by 448. A value x becomes x * (1 / scale).
- * The grid may have any number of CTAs of GEMMESH_REDUCE_THREADS threads.
+/* The argument of gemmesh_quantize_<dtype>, which quantises rows. The grid may have any number of CTAs of
+ * GEMMESH_REDUCE_THREADS threads.
  *
  * Base addresses and pitches of both matrices are multiples of 16 bytes. */
 typedef struct GemmeshQuantization {
@@ -414,13 +425,9 @@ typedef struct GemmeshQuantization {
     uint64_t from_pitch; /* bytes from row to row, as the next */
     void *to;
     uint64_t to_pitch;
-    float *scales;
-    uint32_t scale_row;     /* floats from the scale of a row to that of the next; */
-    uint32_t scale_block;   /* and from that of a block; both zero: there is one, which is given */
-    uint32_t power_of_two;  /* nonzero: scales are rounded up to powers of two */
+    GemmeshOutputScales scales;
     uint32_t rows;
     uint32_t columns;
-    uint32_t reserved;      /* zero */
 } GemmeshQuantization;
 
 /* The argument of gemmesh_align, which aligns ranks for benchmarks. It is one CTA of GEMMESH_MAX_WORLD threads.
@@ -454,14 +461,15 @@ static_assert(sizeof(GemmeshSends) == 48, "");
 static_assert(sizeof(GemmeshPeers) == 48 + 16 * GEMMESH_MAX_WORLD, "");
 static_assert(offsetof(GemmeshPeers, task_count) == 32, "");
 static_assert(sizeof(GemmeshLowLatency) == 8 + 16 * GEMMESH_MAX_TARGETS, "");
-static_assert(sizeof(GemmeshOutput) == 64, "");
+static_assert(sizeof(GemmeshOutputScales) == 24, "");
+static_assert(sizeof(GemmeshOutput) == 88, "");
 static_assert(offsetof(GemmeshOutput, n) == 48, "");
 static_assert(sizeof(GemmeshScales) == 16, "");
-static_assert(sizeof(GemmeshParams) == 160 + 64 * GEMMESH_MAX_WEIGHTS + sizeof(GemmeshPeers) + sizeof(GemmeshLowLatency), "");
+static_assert(sizeof(GemmeshParams) == 160 + 88 * GEMMESH_MAX_WEIGHTS + sizeof(GemmeshPeers) + sizeof(GemmeshLowLatency), "");
 static_assert(offsetof(GemmeshParams, trace) == 40, "");
 static_assert(offsetof(GemmeshParams, tile_count) == 80, "");
 static_assert(offsetof(GemmeshParams, outputs) == 144, "");
-static_assert(offsetof(GemmeshParams, peers) == 160 + 64 * GEMMESH_MAX_WEIGHTS, "");
+static_assert(offsetof(GemmeshParams, peers) == 160 + 88 * GEMMESH_MAX_WEIGHTS, "");
 static_assert(sizeof(GemmeshBlock) == 32, "a block is two 16-byte loads");
 static_assert(sizeof(GemmeshStore) == 16, "a store is one 16-byte load");
 static_assert(sizeof(GemmeshSums) == 40, "");

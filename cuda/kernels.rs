@@ -271,6 +271,8 @@ const CONSUMERS: u32 = 2;
 const BAND_ROWS: u32 = 64;
 /// Bytes of a row of a stage.
 const STAGE_ROW: u32 = 128;
+/// Columns of a row that have one scale, if outputs are quantised.
+const QUANTIZED_COLUMNS: u32 = 128;
 /// Rows of `b` that have one scale in a stage.
 const SCALE_ROWS: u32 = 16;
 /// The alignment of what shared memory holds.
@@ -338,6 +340,13 @@ impl Shape {
             true => self.split <= CONSUMER_WARPS / 2,
             false => has_scales && (self.tile_m == BAND_ROWS || self.tile_n >= 2 * BOX_COLUMNS),
         }
+    }
+
+    /// Whether each warp of a product has whole blocks of its output's columns, so that it can make their scales.
+    pub fn quantizes(&self, gated: bool) -> bool {
+        let halves = u32::from(self.is_side_by_side()) + u32::from(gated);
+        let columns = self.tile_n >> halves;
+        promotes(self.tile_k) && !self.swaps_ab() && columns.is_multiple_of(QUANTIZED_COLUMNS)
     }
 
     /// Rows of gate, and then of up, that a gated tile has of `b` by turns.

@@ -5,11 +5,9 @@
 
 #include "../abi.h"
 #include "../common/ptx.cuh"
+#include "../common/quantize.cuh"
 
 namespace {
-
-constexpr float kLargest = 448.0f;  // of e4m3
-constexpr float kLeastAmax = 1e-4f;
 
 // A lane's columns of a block.
 constexpr uint32_t kColumns = GEMMESH_SCALE_BLOCK / 32;
@@ -19,19 +17,13 @@ struct alignas(kColumns * sizeof(Element)) Columns {
     Element elements[kColumns];
 };
 
-// The least power of two that is not below a normal number above 0. Infinity stays.
-__device__ float rounded_up(float scale) {
-    constexpr uint32_t kFraction = (1u << 23) - 1;
-    return __uint_as_float((__float_as_uint(scale) + kFraction) & ~kFraction);
-}
-
-// The whole warp: the scale of a block. A lane that is behind the last column has zeros. NaN counts nothing.
-__device__ float scale_of(const float (&values)[kColumns], bool power_of_two) {
-    float amax = kLeastAmax;
+// The whole warp: the largest absolute value of a block. A lane that is behind the last column has zeros. NaN counts
+// nothing.
+__device__ float amax_of(const float (&values)[kColumns]) {
+    float amax = gemmesh::kLeastAmax;
     for (uint32_t i = 0; i < kColumns; ++i) amax = fmaxf(amax, fabsf(values[i]));
     for (uint32_t distance = 16; distance > 0; distance /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, distance));
-    const float scale = __fdiv_rn(amax, kLargest);
-    return power_of_two ? rounded_up(scale) : scale;
+    return amax;
 }
 
 // Each warp takes block after block.
@@ -42,7 +34,7 @@ __device__ void quantize(const GemmeshQuantization& of) {
     const uint32_t blocks = (of.columns + GEMMESH_SCALE_BLOCK - 1) / GEMMESH_SCALE_BLOCK;  // of a row
     const uint64_t all = uint64_t{blocks} * of.rows;
     const uint64_t stride = uint64_t{gridDim.x} * (GEMMESH_REDUCE_THREADS / 32);
-    const bool is_given = of.scale_row == 0 && of.scale_block == 0;
+    const bool is_given = gemmesh::is_given(of.scales);
     for (uint64_t index = (uint64_t{blockIdx.x} * GEMMESH_REDUCE_THREADS + threadIdx.x) / 32; index < all; index += stride) {
         const uint64_t row = index / blocks;
         const uint32_t block = index % blocks;
@@ -59,8 +51,8 @@ __device__ void quantize(const GemmeshQuantization& of) {
         }
         float values[kColumns];
         for (uint32_t i = 0; i < kColumns; ++i) values[i] = static_cast<float>(loaded.elements[i]);
-        float* at = of.scales + row * of.scale_row + uint64_t{block} * of.scale_block;
-        const float scale = is_given ? *at : scale_of(values, of.power_of_two != 0);
+        float* at = of.scales.scales + row * of.scales.row + uint64_t{block} * of.scales.block;
+        const float scale = is_given ? *at : gemmesh::scale_of(of.scales, amax_of(values));
         if (!is_given && lane == 0) *at = scale;
         const float factor = __frcp_rn(scale);
         const uint32_t low = cvt_rn_satfinite_e4m3x2(values[0] * factor, values[1] * factor);

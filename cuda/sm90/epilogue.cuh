@@ -4,6 +4,7 @@
 
 #include "../abi.h"
 #include "../common/activation.cuh"
+#include "../common/quantize.cuh"
 #include "ptx.cuh"
 #include "wgmma.cuh"
 
@@ -208,6 +209,11 @@ private:
     uint32_t lane_;
 };
 
+// True if GELU is computed as for an output of f32.
+__device__ __forceinline__ bool is_exact(const GemmeshParams& params, const GemmeshOutput& output) {
+    return params.is_f32 != 0 || output.quantized.scales != nullptr;
+}
+
 // Bias, activation, gating and residual, in place, before rounding. The accumulators have N columns. If the product is
 // gated, the first half has gate's columns and the second half up's, and afterwards the first half has the results.
 // `Gates` is false if a product is never gated here.
@@ -222,12 +228,12 @@ __device__ __forceinline__ void finish(float* accumulators, const GemmeshParams&
     Residual<Element, N, Boxes> residual(output, boxes, place, lane);
     bias.add(accumulators, output, lane);
     residual.begin();
-    activate<kOfHalf>(accumulators, params.activation, params.is_f32 != 0);
+    activate<kOfHalf>(accumulators, params.activation, is_exact(params, output));
     if (is_gated) {
 #pragma unroll
         for (int i = 0; i < kOfHalf; ++i) accumulators[i] *= second[i];
     } else {
-        activate<kOfHalf>(second, params.activation, params.is_f32 != 0);
+        activate<kOfHalf>(second, params.activation, is_exact(params, output));
     }
     residual.add(accumulators, is_gated ? kHalf : N);
 }
@@ -304,6 +310,60 @@ __device__ __forceinline__ void store_f32_rows(const float* accumulators, Stores
         ptx::fence_proxy_async_shared_cta();
         __syncwarp();
         stores.commit(step);
+    }
+}
+
+// Multiplies all values by one over the scale that is given, if they are quantised so.
+template <int N>
+__device__ __forceinline__ void quantize_by_given(float* values, const GemmeshOutputScales& of) {
+    if (of.scales == nullptr || !is_given(of)) return;
+    const float factor = __frcp_rn(__ldg(of.scales));
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] *= factor;
+}
+
+// One warp: makes the scales of its 16 rows of N columns, which are whole blocks, if they are quantised so. Multiplies the
+// values by one over them. Four lanes have a row. Columns past the last one count nothing: their numbers have no meaning.
+template <int N>
+__device__ __forceinline__ void quantize_blocks(float* accumulators, const GemmeshOutput& output, const WarpPlace& place,
+                                                uint32_t lane) {
+    const GemmeshOutputScales& of = output.quantized;
+    if (of.scales == nullptr || is_given(of)) return;
+    constexpr uint32_t kGroup = 8;
+    static_assert(N % GEMMESH_SCALE_BLOCK == 0);
+#pragma unroll
+    for (int first = 0; first < N; first += GEMMESH_SCALE_BLOCK) {
+        const uint32_t column = place.column + first;
+        const uint32_t columns = column < output.n ? output.n - column : 0;
+        float* block = &accumulators[first / 2];
+#pragma unroll
+        for (uint32_t half = 0; half < 2; ++half) {
+            float amax = kLeastAmax;
+#pragma unroll
+            for (uint32_t i = 0; i < GEMMESH_SCALE_BLOCK; i += kGroup) {
+                const float* d = &block[i / 2 + half * 2];
+                // `fmaxf` ignores NaN
+                if (i < columns) amax = fmaxf(amax, fmaxf(fabsf(d[0]), fabsf(d[1])));
+            }
+            ptx::pin(amax);
+            amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+            amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+            const float scale = scale_of(of, amax);
+            const Place own(place, lane);
+            if (lane % 4 == 0 && own.has_row(half) && columns > 0) {
+                of.scales[uint64_t{own.row_of(half)} * of.row + uint64_t{column / GEMMESH_SCALE_BLOCK} * of.block] = scale;
+            }
+            const float factor = __frcp_rn(scale);
+#pragma unroll
+            for (int i = 0; i < GEMMESH_SCALE_BLOCK; i += kGroup) {
+                float* d = &block[i / 2 + half * 2];
+                d[0] *= factor;
+                d[1] *= factor;
+                // one half after the other: there are no registers for both
+                ptx::pin(d[0]);
+                ptx::pin(d[1]);
+            }
+        }
     }
 }
 

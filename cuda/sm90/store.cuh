@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_16_bit_rows(const float* accumulators, con
 
 // One warp: stores N columns of accumulators, finished, to the output of a weight.
 template <class C, int N>
-__device__ __forceinline__ void store_own(const float* accumulators, const CUtensorMap* map, const GemmeshParams& params,
+__device__ __forceinline__ void store_own(float* accumulators, const CUtensorMap* map, const GemmeshParams& params,
                                           StoreBox<typename C::Output> (&boxes)[C::kBoxes], const GemmeshOutput& output,
                                           const WarpPlace& place, uint32_t lane) {
     if (is_f32<C>(params)) {
@@ -56,6 +56,8 @@ __device__ __forceinline__ void store_own(const float* accumulators, const CUten
     }
     if constexpr (C::kPromotes && !C::kPlain && N % 16 == 0) {
         if (params.stored_type == GEMMESH_STORED_E4M3) {
+            quantize_by_given<N / 2>(accumulators, output.quantized);
+            if constexpr (N % GEMMESH_SCALE_BLOCK == 0) quantize_blocks<N>(accumulators, output, place, lane);
             store_e4m3_rows<N>(accumulators, boxes_of<uint8_t>(boxes)[0], output, place, lane);
             return;
         }
@@ -184,7 +186,7 @@ __device__ __forceinline__ void store_swap_ab(Accumulators<C::kColumns>& accumul
             tile.give(ups, gates, barrier);
             return;
         }
-        activate<C::kColumns / 2>(accumulators.d, params.activation, is_f32<C>(params));
+        activate<C::kColumns / 2>(accumulators.d, params.activation, is_exact(params, output));
         if (part.gated) tile.multiply(ups, gates, barrier);
         tile.add_residual(own, addends);
     }
@@ -193,6 +195,7 @@ __device__ __forceinline__ void store_swap_ab(Accumulators<C::kColumns>& accumul
     } else if (stored_type<C>(params) == GEMMESH_STORED_F16) {
         tile.template store<f16>(own);
     } else if (stored_type<C>(params) == GEMMESH_STORED_E4M3) {
+        tile.quantize_by_given();
         tile.store_e4m3(own);
     } else {
         tile.template store<typename C::Output>(own);

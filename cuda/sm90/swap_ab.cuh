@@ -152,6 +152,9 @@ public:
         });
     }
 
+    // Multiplies by one over the scale that is given, if there is one.
+    __device__ void quantize_by_given() { gemmesh::quantize_by_given<N / 2>(d_, output_.quantized); }
+
     // `store` for e4m3. The warp's columns of a row are a piece. There are a multiple of 16 columns.
     __device__ void store_e4m3(Box& box) const {
         constexpr uint32_t kAtATime = sizeof(Box::elements) / kColumns;  // rows

@@ -217,7 +217,7 @@ impl Parts {
         let dtype = Some(self.matrices[product.a].dtype).filter(|dtype| dtype.is_half());
         let n = product.weights[*weight].n;
         if let Some(scales) = &sum.scales {
-            scales.check_tiles(n, product.tile_columns())?;
+            scales.check_width(n)?;
         }
         self.check_sum(sum, rows.len(), n, dtype)
     }

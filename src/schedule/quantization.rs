@@ -139,17 +139,25 @@ impl OutputScales {
         Ok(MatrixSpec::new(DType::F32, rows, columns))
     }
 
+    /// Checks that a product of N columns can be quantised.
+    ///
+    /// # Errors
+    /// `Refusal::Unsupported` if N is not a multiple of 16.
+    pub(super) fn check_width(&self, n: usize) -> Result<()> {
+        if n.is_multiple_of(PRODUCT_MULTIPLE) {
+            return Ok(());
+        }
+        let what = format!(
+            "N of an output that is quantised must be a multiple of {PRODUCT_MULTIPLE}, not {n}"
+        );
+        Err(Refusal::Unsupported { what })
+    }
+
     /// Checks that a product of N columns can be quantised tile by tile. A tile has so many columns.
     ///
     /// # Errors
-    /// `Refusal::Unsupported` if a block lies in several tiles, or if N is not a multiple of 16.
-    pub(super) fn check_tiles(&self, n: usize, columns: usize) -> Result<()> {
-        if !n.is_multiple_of(PRODUCT_MULTIPLE) {
-            let what = format!(
-                "N of an output that is quantised must be a multiple of {PRODUCT_MULTIPLE}, not {n}"
-            );
-            return Err(Refusal::Unsupported { what });
-        }
+    /// `Refusal::Unsupported` if a block lies in several tiles.
+    pub fn check_tiles(&self, n: usize, columns: usize) -> Result<()> {
         let is_whole = columns.is_multiple_of(SCALED_BLOCK) || columns >= n;
         let what = "tiles of an output that is quantised in blocks must have a multiple of 128 columns, or all";
         require(what, is_whole || !self.quantization.scaling.has_blocks())

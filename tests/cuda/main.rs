@@ -19,6 +19,7 @@ mod graphs;
 mod groups;
 mod max_ctas;
 mod pipelines;
+mod quantized;
 mod recorded;
 mod reduce_scatter;
 mod refusals;

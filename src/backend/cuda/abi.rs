@@ -329,6 +329,30 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct GemmeshOutputScales {
+    pub scales: *mut f32,
+    pub row: u32,
+    pub block: u32,
+    pub power_of_two: u32,
+    pub reserved: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshOutputScales"][::core::mem::size_of::<GemmeshOutputScales>() - 24usize];
+    ["Alignment of GemmeshOutputScales"][::core::mem::align_of::<GemmeshOutputScales>() - 8usize];
+    ["Offset of field: GemmeshOutputScales::scales"]
+        [::core::mem::offset_of!(GemmeshOutputScales, scales) - 0usize];
+    ["Offset of field: GemmeshOutputScales::row"]
+        [::core::mem::offset_of!(GemmeshOutputScales, row) - 8usize];
+    ["Offset of field: GemmeshOutputScales::block"]
+        [::core::mem::offset_of!(GemmeshOutputScales, block) - 12usize];
+    ["Offset of field: GemmeshOutputScales::power_of_two"]
+        [::core::mem::offset_of!(GemmeshOutputScales, power_of_two) - 16usize];
+    ["Offset of field: GemmeshOutputScales::reserved"]
+        [::core::mem::offset_of!(GemmeshOutputScales, reserved) - 20usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct GemmeshOutput {
     pub bias: *const ::core::ffi::c_void,
     pub out: *mut ::core::ffi::c_void,
@@ -340,10 +364,11 @@ pub struct GemmeshOutput {
     pub scale_row: u32,
     pub scale_first: u32,
     pub reserved: u32,
+    pub quantized: GemmeshOutputScales,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshOutput"][::core::mem::size_of::<GemmeshOutput>() - 64usize];
+    ["Size of GemmeshOutput"][::core::mem::size_of::<GemmeshOutput>() - 88usize];
     ["Alignment of GemmeshOutput"][::core::mem::align_of::<GemmeshOutput>() - 8usize];
     ["Offset of field: GemmeshOutput::bias"][::core::mem::offset_of!(GemmeshOutput, bias) - 0usize];
     ["Offset of field: GemmeshOutput::out"][::core::mem::offset_of!(GemmeshOutput, out) - 8usize];
@@ -362,6 +387,8 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshOutput, scale_first) - 56usize];
     ["Offset of field: GemmeshOutput::reserved"]
         [::core::mem::offset_of!(GemmeshOutput, reserved) - 60usize];
+    ["Offset of field: GemmeshOutput::quantized"]
+        [::core::mem::offset_of!(GemmeshOutput, quantized) - 64usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -416,7 +443,7 @@ pub struct GemmeshParams {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1624usize];
+    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1720usize];
     ["Alignment of GemmeshParams"][::core::mem::align_of::<GemmeshParams>() - 8usize];
     ["Offset of field: GemmeshParams::tiles"]
         [::core::mem::offset_of!(GemmeshParams, tiles) - 0usize];
@@ -471,11 +498,11 @@ const _: () = {
     ["Offset of field: GemmeshParams::outputs"]
         [::core::mem::offset_of!(GemmeshParams, outputs) - 144usize];
     ["Offset of field: GemmeshParams::scales"]
-        [::core::mem::offset_of!(GemmeshParams, scales) - 400usize];
+        [::core::mem::offset_of!(GemmeshParams, scales) - 496usize];
     ["Offset of field: GemmeshParams::peers"]
-        [::core::mem::offset_of!(GemmeshParams, peers) - 416usize];
+        [::core::mem::offset_of!(GemmeshParams, peers) - 512usize];
     ["Offset of field: GemmeshParams::low_latency"]
-        [::core::mem::offset_of!(GemmeshParams, low_latency) - 1488usize];
+        [::core::mem::offset_of!(GemmeshParams, low_latency) - 1584usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -610,13 +637,9 @@ pub struct GemmeshQuantization {
     pub from_pitch: u64,
     pub to: *mut ::core::ffi::c_void,
     pub to_pitch: u64,
-    pub scales: *mut f32,
-    pub scale_row: u32,
-    pub scale_block: u32,
-    pub power_of_two: u32,
+    pub scales: GemmeshOutputScales,
     pub rows: u32,
     pub columns: u32,
-    pub reserved: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -632,18 +655,10 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshQuantization, to_pitch) - 24usize];
     ["Offset of field: GemmeshQuantization::scales"]
         [::core::mem::offset_of!(GemmeshQuantization, scales) - 32usize];
-    ["Offset of field: GemmeshQuantization::scale_row"]
-        [::core::mem::offset_of!(GemmeshQuantization, scale_row) - 40usize];
-    ["Offset of field: GemmeshQuantization::scale_block"]
-        [::core::mem::offset_of!(GemmeshQuantization, scale_block) - 44usize];
-    ["Offset of field: GemmeshQuantization::power_of_two"]
-        [::core::mem::offset_of!(GemmeshQuantization, power_of_two) - 48usize];
     ["Offset of field: GemmeshQuantization::rows"]
-        [::core::mem::offset_of!(GemmeshQuantization, rows) - 52usize];
+        [::core::mem::offset_of!(GemmeshQuantization, rows) - 56usize];
     ["Offset of field: GemmeshQuantization::columns"]
-        [::core::mem::offset_of!(GemmeshQuantization, columns) - 56usize];
-    ["Offset of field: GemmeshQuantization::reserved"]
-        [::core::mem::offset_of!(GemmeshQuantization, reserved) - 60usize];
+        [::core::mem::offset_of!(GemmeshQuantization, columns) - 60usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

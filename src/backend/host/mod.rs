@@ -197,7 +197,16 @@ impl sealed::Implementation for Host {
     fn check(&self, schedule: &Schedule) -> refusal::Result<()> {
         let matrices = schedule.matrices().len();
         let what = "matrices of a schedule on the host";
-        limit(what, matrices, 0, matrices::MAX_MATRICES)
+        limit(what, matrices, 0, matrices::MAX_MATRICES)?;
+        // A worker quantises its tile's rows when it has made them.
+        let Some(product) = schedule.product() else {
+            return Ok(());
+        };
+        product.blocks.iter().try_for_each(|block| {
+            let n = product.weights[block.weight].n;
+            let mut scales = block.sum.scales.iter();
+            scales.try_for_each(|scales| scales.check_tiles(n, product.tile_columns()))
+        })
     }
 
     fn prepare(&self, members: &Members, schedule: Schedule) -> refusal::Result<HostProgram> {

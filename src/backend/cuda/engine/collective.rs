@@ -5,12 +5,14 @@
 use std::ops::Range;
 
 use super::context::{EnqueueContext, ProgramCall};
-use crate::backend::cuda::abi::{GEMMESH_COLLECTIVE_THREADS, GEMMESH_REDUCE_THREADS};
+use crate::backend::cuda::abi::{
+    GEMMESH_COLLECTIVE_THREADS, GEMMESH_REDUCE_THREADS, GemmeshQuantization,
+};
 use crate::backend::cuda::driver::{LaunchShape, Stream};
 use crate::backend::cuda::program::operands::Operands;
+use crate::backend::cuda::program::reduction::ReductionKernel;
 use crate::backend::cuda::program::{Program, params, reduction};
 use crate::error::Result;
-use crate::schedule::OutputScales;
 
 /// Launches the kernel that stores rows and adds arrivals on the main stream, if the program has one.
 pub fn launch(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Result<()> {
@@ -46,7 +48,8 @@ pub fn reduce(
         return Ok(());
     };
     if let Some(scales) = reduction.sum.scales {
-        return quantize(stream, program, scales, operands);
+        let told = reduction::quantization(&program.schedule, reduction, scales, operands)?;
+        return quantize(stream, *kernel, told);
     }
     let rows = rows.unwrap_or(0..reduction.rows);
     let mut sums = reduction::sums(&program.schedule, reduction, rows, operands)?;
@@ -60,19 +63,15 @@ pub fn reduce(
     }
 }
 
-/// Launches the kernel that quantises the rows of the program's reduction.
-fn quantize(
+/// Launches the kernel that quantises rows, behind the work that makes them.
+pub fn quantize(
     stream: &Stream,
-    program: &Program,
-    scales: OutputScales,
-    operands: &Operands,
+    kernel: ReductionKernel,
+    mut told: GemmeshQuantization,
 ) -> Result<()> {
-    let Some((reduction, kernel)) = program.reduction() else {
-        return Ok(());
-    };
-    let mut told = reduction::quantization(&program.schedule, reduction, scales, operands)?;
     let shape = LaunchShape::new(kernel.grid_of_blocks(&told), GEMMESH_REDUCE_THREADS);
     let mut arguments = [(&raw mut told).cast()];
-    // SAFETY: as above.
+    // SAFETY: the argument is what abi.h says. The matrices are alive until the stream has passed, as in
+    // `product::launch`.
     unsafe { kernel.function.launch(stream, shape, &mut arguments) }
 }

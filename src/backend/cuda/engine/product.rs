@@ -1,10 +1,11 @@
-//! The launch of a product's kernel.
+//! The launch of a product's kernel, and of the kernel that quantises its results.
 
+use super::collective;
 use crate::backend::cuda::driver::{LaunchShape, Stream};
 use crate::backend::cuda::program::launch::ProductLaunch;
 use crate::error::Result;
 
-/// Launches a product's kernel on `stream`.
+/// Launches a product's kernel on `stream`, and behind it the one that quantises its results, if there is one.
 pub fn launch(stream: &Stream, launch: &ProductLaunch) -> Result<()> {
     let instance = &launch.kernel.instance;
     let kernel = launch.kernel;
@@ -18,6 +19,9 @@ pub fn launch(stream: &Stream, launch: &ProductLaunch) -> Result<()> {
     // passed: a caller's memory by the contract of its view, all other memory because it is freed only after that.
     unsafe {
         let function = launch.function();
-        function.launch(stream, shape, &mut arguments)
+        function.launch(stream, shape, &mut arguments)?;
     }
+    launch
+        .quantized()
+        .try_for_each(|(kernel, told)| collective::quantize(stream, kernel, told))
 }

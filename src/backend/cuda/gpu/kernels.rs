@@ -7,7 +7,7 @@ use crate::backend::cuda::driver::{Device, Function, Module};
 use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::refusal::{self, Refusal};
-use crate::schedule::{Config, Form, Product, TileShape, WeightLayout};
+use crate::schedule::{Config, Form, Product, Scaling, TileShape, WeightLayout};
 
 // build.rs uses the rest of it.
 #[allow(dead_code)]
@@ -324,6 +324,28 @@ pub fn is_pingpong(config: &Config, variant: Variant) -> bool {
         other => other,
     };
     list::is_pingpong(shape, tile.split_k as u32, variant)
+}
+
+/// Whether the configuration's kernel quantises its results. If not, they are quantised behind it.
+pub fn quantizes(config: &Config, gated: bool, scaling: Scaling) -> bool {
+    let tile = &config.tile;
+    let [tile_m, tile_n, tile_k, stages] =
+        [tile.m, tile.n, tile.k, tile.stages].map(|extent| extent as u32);
+    let [cluster_m, cluster_n, split] =
+        [tile.cluster_m, tile.cluster_n, tile.split_k].map(|ctas| ctas as u32);
+    let shape = Shape {
+        tile_m,
+        tile_n,
+        tile_k,
+        stages,
+        cluster_m,
+        cluster_n,
+        split,
+    };
+    match scaling.has_blocks() {
+        true => shape.quantizes(gated),
+        false => list::promotes(tile_k),
+    }
 }
 
 /// Every shape for these types of `a` and `b`, with its family.

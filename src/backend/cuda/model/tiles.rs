@@ -3,6 +3,7 @@
 use super::variant_of;
 use crate::backend::cuda::gpu::kernels::{self, Variant};
 use crate::backend::cuda::gpu::rates::Rates;
+use crate::backend::cuda::program::quantized::{fit, result_bytes};
 use crate::schedule::{Config, Operation, Problem, TileShape};
 
 /// The most waves for which slices are considered. With more waves, the last one matters little.
@@ -131,6 +132,25 @@ pub fn begins_early(problem: &Problem) -> bool {
     problem.operation == Operation::Matmul && problem.form.constant_weights
 }
 
+/// The time of the kernel that quantises a product's results, if its own kernel does not. Without end if it cannot.
+fn quantized_behind(rates: &Rates, problem: &Problem, config: &Config) -> f64 {
+    /// A launch on a stream that is busy.
+    const LAUNCH: f64 = 2.5;
+    let Problem {
+        form, n, layout, ..
+    } = problem;
+    let widths = match form.widths.is_empty() {
+        true => std::slice::from_ref(n),
+        false => &form.widths,
+    };
+    let (gated, of) = (form.gated, form.quantization);
+    match result_bytes(config, gated, of, layout.m(), widths.iter().copied()) {
+        None => 0.0,
+        Some(bytes) if !fit(config, bytes) => f64::INFINITY,
+        Some(bytes) => LAUNCH + bytes as f64 / rates.read,
+    }
+}
+
 /// How many clusters of `ctas` CTAs run at the same time on this many multiprocessors.
 ///
 /// Some multiprocessors have too few neighbours for a large cluster.
@@ -197,6 +217,7 @@ impl<'a> Tiles<'a> {
         // Rows arrive at some CTAs' tiles before others', so these CTAs do not load at the same time.
         let apart = gathered && problem.layout.m() > tiles.rows;
         Tiles {
+            start: tiles.start + quantized_behind(rates, problem, config),
             uneven: match begins_early(problem) || (gathered && config.tile.ctas() == 1) {
                 true => UNEVEN,
                 false => 0.0,

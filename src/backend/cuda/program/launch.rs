@@ -8,16 +8,18 @@ use smallvec::SmallVec;
 use super::operands::{self, Operands};
 use super::params::{self, CallNumbers};
 use super::product::ProductKernel;
+use super::reduction::ReductionKernel;
 use super::sm90::Maps;
 use crate::backend::cuda::abi::{
-    GEMMESH_IDENTITY, GEMMESH_STORED_OUTPUT, GemmeshOutput, GemmeshParams, GemmeshTraceEvent,
+    GEMMESH_IDENTITY, GEMMESH_STORED_OUTPUT, GemmeshOutput, GemmeshParams, GemmeshQuantization,
+    GemmeshTraceEvent,
 };
 use crate::backend::cuda::driver::{DeviceMemory, Function};
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::gpu::reclaim::Deferred;
 use crate::error::Result;
 use crate::profile::span::{Lane, Span, Work};
-use crate::schedule::{Product, Schedule};
+use crate::schedule::{MAX_WEIGHTS, Product, Schedule};
 
 /// One launch of a product's kernel, with its arguments.
 pub struct ProductLaunch<'p> {
@@ -26,6 +28,8 @@ pub struct ProductLaunch<'p> {
     maps: Arc<Maps>,
     params: GemmeshParams,
     trace: Option<Deferred<DeviceMemory>>,
+    /// What is quantised behind the kernel.
+    quantized: SmallVec<[GemmeshQuantization; MAX_WEIGHTS]>,
 }
 
 impl<'p> ProductLaunch<'p> {
@@ -39,6 +43,12 @@ impl<'p> ProductLaunch<'p> {
         operands: &Operands,
         traced: bool,
     ) -> Result<ProductLaunch<'p>> {
+        let results = kernel.quantized.map(|of| of.of_product(product, operands));
+        let quantized = match kernel.quantized.zip(results.as_ref()) {
+            Some((of, results)) => of.told(product, results, operands)?,
+            None => SmallVec::new(),
+        };
+        let operands = results.as_ref().unwrap_or(operands);
         let matrices = operands::matrices(
             schedule,
             product,
@@ -64,6 +74,7 @@ impl<'p> ProductLaunch<'p> {
             schedule,
             params,
             trace,
+            quantized,
         })
     }
 
@@ -105,6 +116,14 @@ impl<'p> ProductLaunch<'p> {
     pub fn arguments(&self) -> SmallVec<[*mut c_void; 6]> {
         let sums = self.kernel.sums.as_ref();
         self.maps.arguments(&self.params, sums)
+    }
+
+    /// The kernel that quantises the results, with its parameters for each output. It is launched behind this one.
+    pub fn quantized(&self) -> impl Iterator<Item = (ReductionKernel, GemmeshQuantization)> {
+        let kernel = self.kernel.quantized.map(|of| of.kernel);
+        kernel
+            .into_iter()
+            .flat_map(|kernel| self.quantized.iter().map(move |told| (kernel, *told)))
     }
 
     /// Adds the spans that the kernel noted. The kernel must have ended.

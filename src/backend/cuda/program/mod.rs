@@ -8,6 +8,7 @@ pub mod low_latency;
 pub mod operands;
 pub mod params;
 pub mod product;
+pub mod quantized;
 pub mod reduction;
 pub mod sends;
 mod sm90;

@@ -5,15 +5,15 @@ use std::ffi::c_void;
 use smallvec::SmallVec;
 
 use super::block_table::{Places, TARGETS};
-use crate::backend::cuda::abi::{GemmeshOutput, GemmeshParams, GemmeshScales};
+use crate::backend::cuda::abi::{GemmeshOutput, GemmeshOutputScales, GemmeshParams, GemmeshScales};
 use crate::backend::cuda::driver::{DeviceMatrix, DevicePtr};
 use crate::backend::cuda::shared::symmetric::Symmetric;
 use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::schedule::plan::matrices::MATRICES;
 use crate::schedule::{
-    Bias, MAX_WEIGHTS, MatrixSpec, OutputBlock, Product, Route, ScaleMatrix, Schedule, Sum,
-    WeightLayout,
+    Bias, MAX_WEIGHTS, MatrixSpec, OutputBlock, OutputScales, Product, Route, ScaleMatrix,
+    Schedule, Sum, WeightLayout,
 };
 
 /// A matrix of a call.
@@ -233,6 +233,11 @@ pub fn finish(
         if let Some((ptr, pitch)) = residual.and_then(|r| at(r.matrix, r.first)) {
             (output.residual, output.residual_pitch) = (ptr as *const c_void, pitch);
         }
+        if let Some(scales) = sum.scales
+            && let Some(place) = operands.get(scales.matrix)
+        {
+            output.quantized = output_scales(scales, row, sum.first, place);
+        }
         if let Some(Bias { matrix, first }) = sum.bias
             && let Some(Operand { ptr, .. }) = operands.get(matrix)
         {
@@ -243,6 +248,30 @@ pub fn finish(
                 outputs[1].bias = column(first + product.weights[0].n);
             }
         }
+    }
+}
+
+/// How a kernel quantises rows. It counts `row` for row `first` of the output. `place`: the matrix of their scales.
+pub fn output_scales(
+    OutputScales { quantization, .. }: OutputScales,
+    row: usize,
+    first: usize,
+    place: Operand,
+) -> GemmeshOutputScales {
+    let Operand { ptr, pitch, .. } = place;
+    let pitch = (pitch / size_of::<f32>()) as u32;
+    let scaling = quantization.scaling;
+    let distance = scaling.row_distance(pitch);
+    // As in `finish`, the address may lie before the matrix.
+    let before = (row as u64)
+        .wrapping_sub(first as u64)
+        .wrapping_mul(u64::from(distance) * size_of::<f32>() as u64);
+    GemmeshOutputScales {
+        scales: ptr.wrapping_sub(before) as *mut f32,
+        row: distance,
+        block: scaling.block_distance(pitch),
+        power_of_two: quantization.power_of_two.into(),
+        reserved: 0,
     }
 }
 

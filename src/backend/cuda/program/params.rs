@@ -9,7 +9,7 @@ use super::tables::ProgramTables;
 use crate::backend::cuda::abi::{
     GEMMESH_GELU, GEMMESH_GELU_TANH, GEMMESH_IDENTITY, GEMMESH_RELU, GEMMESH_SILU,
     GEMMESH_STORED_OUTPUT, GemmeshCopyTask, GemmeshFault, GemmeshMailbox, GemmeshOutput,
-    GemmeshParams, GemmeshPeers, GemmeshPushEpoch, GemmeshScales,
+    GemmeshOutputScales, GemmeshParams, GemmeshPeers, GemmeshPushEpoch, GemmeshScales,
 };
 use crate::backend::cuda::shared::Shared;
 use crate::protocol::epoch::Epoch;
@@ -177,4 +177,11 @@ const NO_OUTPUT: GemmeshOutput = GemmeshOutput {
     scale_row: 0,
     scale_first: 0,
     reserved: 0,
+    quantized: GemmeshOutputScales {
+        scales: std::ptr::null_mut(),
+        row: 0,
+        block: 0,
+        power_of_two: 0,
+        reserved: 0,
+    },
 };

@@ -7,6 +7,7 @@ use super::k_slices::{self, SliceEntry};
 use super::low_latency::LowLatencyRows;
 use super::operands::Finished;
 use super::params::{Fixed, function};
+use super::quantized::QuantizedBehind;
 use super::sm90::KnownMaps;
 use super::support::Destination;
 use super::tables::ProgramTables;
@@ -43,7 +44,9 @@ pub struct ProductKernel {
     pub places: Option<Places>,
     /// The rows of each rank, if partials are sent by low latency.
     pub low_latency: Option<LowLatencyRows>,
-    /// The type that results are stored in.
+    /// What quantises the results behind the kernel, if it does not do so itself.
+    pub quantized: Option<QuantizedBehind>,
+    /// The type that the kernel stores its results in.
     pub stored: DType,
     pub params: Fixed<GemmeshParams>,
     /// The parameters about blocks, if they go to several places.
@@ -57,6 +60,7 @@ pub struct Chosen<'a> {
     instance: Instance,
     /// The entries of its table if K is cut. Otherwise empty.
     pub entries: Vec<SliceEntry>,
+    quantized: Option<QuantizedBehind>,
 }
 
 /// Finds the kernel that a product of `schedule` needs.
@@ -93,6 +97,7 @@ pub fn choose<'a>(
         product,
         instance: instance.clone(),
         entries,
+        quantized: QuantizedBehind::new(gpu, schedule, product)?,
     })
 }
 
@@ -134,6 +139,7 @@ impl ProductKernel {
             product,
             instance,
             entries,
+            quantized,
         } = chosen;
         let (places, low_latency) = match destination {
             Destination::One => (None, None),
@@ -149,6 +155,7 @@ impl ProductKernel {
             entries,
             places,
             low_latency,
+            quantized,
             stored: DType::Bf16,
             params: Fixed(fixed),
             maps: KnownMaps::default(),
@@ -165,7 +172,10 @@ impl ProductKernel {
         // Without a sum that is finished, the kernel stores partials.
         let output = product.blocks.first().map(|block| block.sum.out);
         let stored = first.map(|of| of.sum.out).or(output);
-        let stored = stored.map_or(DType::Bf16, |number| schedule.matrices()[number].dtype);
+        let stored = match kernel.quantized {
+            Some(_) => DType::F32,
+            None => stored.map_or(DType::Bf16, |number| schedule.matrices()[number].dtype),
+        };
         drop(finished);
         kernel.stored = stored;
         let params = &mut kernel.params.0;

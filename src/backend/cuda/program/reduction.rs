@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::ops::Range;
 
-use super::operands::{Operand, Operands};
+use super::operands::{Operand, Operands, output_scales};
 use super::params::function;
 use crate::backend::cuda::abi::{
     GEMMESH_IDENTITY, GEMMESH_REDUCE_THREADS, GEMMESH_SCALE_BLOCK, GemmeshQuantization,
@@ -14,7 +14,7 @@ use crate::backend::cuda::gpu::Gpu;
 use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::schedule::layout::MAX_WORLD;
-use crate::schedule::{Addend, OutputScales, Reduction, Schedule};
+use crate::schedule::{Addend, OutputScales, Reduction, Schedule, Sum};
 
 /// The kernel that adds up the rows of a schedule's reduction, or quantises them.
 #[derive(Clone, Copy, Debug)]
@@ -36,6 +36,16 @@ impl ReductionKernel {
             Some(_) => gpu.kernels.quantize(dtype),
             None => gpu.kernels.reduce(dtype),
         };
+        ReductionKernel::of(gpu, schedule, function, dtype)
+    }
+
+    /// A kernel for rows of `dtype`, behind a product of `schedule` if it has one.
+    pub fn of(
+        gpu: &Gpu,
+        schedule: &Schedule,
+        function: Option<Function>,
+        dtype: DType,
+    ) -> Result<ReductionKernel> {
         let function = function.ok_or_else(|| Error::Internal {
             rank: schedule.rank(),
             what: format!("a schedule adds {dtype}, which no kernel does"),
@@ -110,44 +120,39 @@ pub fn sums(
 pub fn quantization(
     schedule: &Schedule,
     reduction: &Reduction,
-    OutputScales {
-        matrix,
-        quantization,
-    }: OutputScales,
+    scales: OutputScales,
     operands: &Operands,
 ) -> Result<GemmeshQuantization> {
-    let sum = &reduction.sum;
-    let [
-        Addend::Rows {
-            matrix: from,
-            first,
-        },
-    ] = sum.addends[..]
-    else {
+    let Reduction { rows, n, sum } = reduction;
+    let [Addend::Rows { matrix, first }] = sum.addends[..] else {
         return Err(Error::Internal {
             rank: schedule.rank(),
             what: "a sum of several addends is quantised".into(),
         });
     };
+    let from = (operands, (matrix, first));
+    quantized_rows(from, [*rows, *n], sum, scales, operands)
+}
+
+/// The parameters of the kernel that quantises rows [rows, n] to where `sum` is stored. `from`: the operands that have the
+/// rows, their matrix among them, and the first of them.
+pub fn quantized_rows(
+    (from, (matrix, first)): (&Operands, (usize, usize)),
+    [rows, n]: [usize; 2],
+    sum: &Sum,
+    scales: OutputScales,
+    operands: &Operands,
+) -> Result<GemmeshQuantization> {
     let at = |Operand { ptr, pitch, .. }: Operand, row: usize| ptr + (row * pitch) as u64;
-    let (from, to) = (operands.require(from)?, operands.require(sum.out)?);
-    let scales = operands.require(matrix)?;
-    let scaling = quantization.scaling;
-    let pitch = (scales.pitch / size_of::<f32>()) as u32;
-    let scale_row = scaling.row_distance(pitch);
-    let before = (sum.first * scale_row as usize * size_of::<f32>()) as u64;
+    let (from, to) = (from.require(matrix)?, operands.require(sum.out)?);
     Ok(GemmeshQuantization {
         from: at(from, first) as *const c_void,
         from_pitch: from.pitch as u64,
         to: at(to, sum.first) as *mut c_void,
         to_pitch: to.pitch as u64,
-        scales: (scales.ptr + before) as *mut f32,
-        scale_row,
-        scale_block: scaling.block_distance(pitch),
-        power_of_two: quantization.power_of_two.into(),
-        rows: reduction.rows as u32,
-        columns: reduction.n as u32,
-        reserved: 0,
+        scales: output_scales(scales, 0, sum.first, operands.require(scales.matrix)?),
+        rows: rows as u32,
+        columns: n as u32,
     })
 }
 

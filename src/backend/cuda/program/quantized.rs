@@ -1,0 +1,126 @@
+//! Products whose results are quantised behind their kernel, because it cannot do so itself.
+//!
+//! The kernel stores its results as f32 in memory that all operations of a stream share. A second kernel quantises them.
+
+use smallvec::SmallVec;
+
+use super::operands::{Operand, Operands};
+use super::reduction::{ReductionKernel, quantized_rows};
+use crate::backend::cuda::abi::GemmeshQuantization;
+use crate::backend::cuda::driver::DevicePtr;
+use crate::backend::cuda::gpu::Gpu;
+use crate::backend::cuda::gpu::kernels;
+use crate::backend::cuda::gpu::workspace::BYTES;
+use crate::element::DType;
+use crate::error;
+use crate::refusal::Result;
+use crate::schedule::limits::limit;
+use crate::schedule::{Config, MAX_WEIGHTS, Product, Quantization, Schedule};
+
+/// The rows of results begin on a multiple of so many bytes.
+const ALIGNMENT: usize = 16;
+
+/// The kernel that quantises the results of a product, and their memory.
+#[derive(Clone, Copy, Debug)]
+pub struct QuantizedBehind {
+    pub kernel: ReductionKernel,
+    results: DevicePtr,
+}
+
+/// Bytes of the f32 results of outputs of `m` rows and these widths. None if the kernel of `config` quantises them itself.
+pub fn result_bytes(
+    config: &Config,
+    gated: bool,
+    quantization: Option<Quantization>,
+    m: usize,
+    widths: impl IntoIterator<Item = usize>,
+) -> Option<usize> {
+    if kernels::quantizes(config, gated, quantization?.scaling) {
+        return None;
+    }
+    let bytes = widths.into_iter().map(|n| m.saturating_mul(pitch(n)));
+    Some(bytes.fold(0, usize::saturating_add))
+}
+
+/// Whether so many bytes of results, which `config` makes, can be quantised behind the product.
+pub fn fit(config: &Config, bytes: usize) -> bool {
+    bytes <= BYTES && config.tile.k_slices == 1
+}
+
+/// Bytes from row to row of results.
+fn pitch(n: usize) -> usize {
+    n.saturating_mul(size_of::<f32>())
+        .next_multiple_of(ALIGNMENT)
+}
+
+impl QuantizedBehind {
+    /// None if the results are not quantised, or if the product's kernel does so.
+    ///
+    /// # Errors
+    /// `Refusal::Limit` if there is no memory for the results, or if slices of K use it.
+    pub fn new(
+        gpu: &Gpu,
+        schedule: &Schedule,
+        product: &Product,
+    ) -> Result<Option<QuantizedBehind>> {
+        let scales = product.blocks.first().and_then(|block| block.sum.scales);
+        let quantization = scales.map(|scales| scales.quantization);
+        let (config, gated) = (&product.config, product.gated);
+        let widths = product.blocks.iter().map(|b| product.weights[b.weight].n);
+        let Some(bytes) = result_bytes(config, gated, quantization, product.m, widths) else {
+            return Ok(None);
+        };
+        let what = "bytes of f32 results of a product that are quantised behind it";
+        limit(what, bytes, 0, BYTES)?;
+        let what = "Config::tile.k_slices of a product that is quantised behind it,";
+        limit(what, config.tile.k_slices, 1, 1)?;
+        let function = gpu.kernels.quantize(DType::F32);
+        Ok(Some(QuantizedBehind {
+            kernel: ReductionKernel::of(gpu, schedule, function, DType::F32)?,
+            results: gpu.workspace.partials(),
+        }))
+    }
+
+    /// The operands of the product's kernel: results take the place of outputs, and there are no scales.
+    pub fn of_product<'a>(&self, product: &Product, operands: &Operands<'a>) -> Operands<'a> {
+        let mut all = operands.all.clone();
+        let mut ptr = self.results;
+        for block in &product.blocks {
+            let pitch = pitch(product.weights[block.weight].n);
+            all[block.sum.out] = Some(Operand {
+                ptr,
+                pitch,
+                symmetric: None,
+            });
+            if let Some(scales) = block.sum.scales {
+                all[scales.matrix] = None;
+            }
+            ptr += (product.m * pitch) as u64;
+        }
+        let rank = operands.rank;
+        Operands { rank, all }
+    }
+
+    /// What the second kernel is told of each output. `results`: the operands of the product's kernel.
+    pub fn told(
+        &self,
+        product: &Product,
+        results: &Operands,
+        operands: &Operands,
+    ) -> error::Result<SmallVec<[GemmeshQuantization; MAX_WEIGHTS]>> {
+        let told = product.blocks.iter().filter_map(|block| {
+            let (sum, scales) = (&block.sum, block.sum.scales?);
+            let n = product.weights[block.weight].n;
+            let shape = [product.m, n];
+            let from = (sum.out, 0);
+            Some(quantized_rows(
+                (results, from),
+                shape,
+                sum,
+                scales,
+                operands,
+            ))
+        });
+        told.collect()
+    }
+}

@@ -1,0 +1,147 @@
+//! Products that quantise their results, by their kernel or behind it.
+
+use gemmesh::{
+    Chunking, Config, Cuda, DType, Error, F8E4M3, F8E5M2, Group, Matmul, Numerics, Route, bf16, f16,
+};
+use rand::RngExt;
+
+use crate::support::gpu::*;
+use crate::support::numbers::rng;
+use crate::support::processes::Rank;
+use crate::support::shared::quantized::Rule;
+use crate::support::shared::quantized_products::{self, Case};
+use crate::test_name;
+
+/// A group whose sums depend on nothing but K.
+fn invariant(rank: &Rank) -> Result<Group<Cuda>, Error> {
+    let builder = Group::<Cuda>::builder()
+        .timeout(TIMEOUT)
+        .numerics(Numerics::Invariant);
+    let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+    std::mem::forget(Cuda::keep(rank));
+    Ok(group)
+}
+
+/// A product of any form.
+fn case(turn: usize, config: Option<Config>) -> Case {
+    let mut random = rng(turn as u64);
+    let n = 16 * extent(&mut random, &[1, 8, 16, 17], 40);
+    let gated = turn % 3 == 1;
+    Case {
+        m: extent(&mut random, &[1, 16, 64, 65, 128], 300),
+        widths: match turn % 3 {
+            1 => vec![n; 2],
+            2 => vec![n, 16 * random.random_range(1..20)],
+            _ => vec![n],
+        },
+        k: 16 * extent(&mut random, &[1, 8, 9, 40], 60),
+        gated,
+        residual: turn % 3 != 2 && turn.is_multiple_of(2),
+        scaled: turn % 4 < 2,
+        config,
+    }
+}
+
+#[test]
+fn every_kernel_quantises_its_results_or_they_are_quantised_behind_it() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 1, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let shapes = shapes_of([DType::F8E4M3; 2]);
+        let count = shapes.len();
+        let (mut made, mut refused) = (0, 0);
+        for (turn, config) in shapes.iter().cycle().take(6 * count).enumerate() {
+            let turn = turn + turn / count;
+            let case = case(turn, Some(*config));
+            let rule = Rule::ALL[turn % Rule::ALL.len()];
+            match case.verify::<Cuda, F8E4M3, F8E4M3, bf16>(&group, rule, turn as u64) {
+                Ok(()) => made += 1,
+                // Narrow tiles are not gated, and slices of K use the memory of results.
+                Err(Error::NoKernel { .. }) if case.gated => refused += 1,
+                Err(Error::Limit { .. }) if config.tile.k_slices > 1 => refused += 1,
+                Err(error) => return Err(error),
+            }
+        }
+        assert!(made > refused, "{made} {refused}");
+        Ok(String::new())
+    }));
+}
+
+#[test]
+fn operands_of_every_type_have_quantised_products() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 1, |rank| {
+        let group = invariant(rank)?;
+        for turn in 0..40 {
+            let rule = Rule::ALL[turn % Rule::ALL.len()];
+            let seed = 1000 + turn as u64;
+            let case = case(turn, None);
+            let plain = Case {
+                scaled: false,
+                ..case.clone()
+            };
+            case.verify::<Cuda, F8E4M3, F8E4M3, bf16>(&group, rule, seed)?;
+            match turn % 4 {
+                0 => case.verify::<Cuda, F8E4M3, F8E5M2, bf16>(&group, rule, seed)?,
+                1 => case.verify::<Cuda, F8E5M2, F8E4M3, bf16>(&group, rule, seed)?,
+                2 => plain.verify::<Cuda, bf16, bf16, bf16>(&group, rule, seed)?,
+                _ => plain.verify::<Cuda, f16, f16, f16>(&group, rule, seed)?,
+            }
+        }
+        Ok(String::new())
+    }));
+}
+
+#[test]
+fn gathers_quantise_their_products() {
+    let Some(_leave) = gpu() else { return };
+    const K: usize = 512;
+    quantized_products::gathers_quantise_their_products::<Cuda>(test_name!(), K, |group, seed| {
+        let quantization = Rule::ALL[0].quantization();
+        let can = |config: &Config| {
+            let operation = Matmul::<_, F8E4M3>::new().quantization(quantization);
+            let operation = operation.gated().config(*config);
+            operation.supported(group, [70, K], 272).is_ok()
+        };
+        let shapes: Vec<Config> = shapes_of([DType::F8E4M3; 2])
+            .into_iter()
+            .filter(|config| config.tile.split_k == 1 && can(config))
+            .collect();
+        let tile = shapes[seed as usize % shapes.len()].tile;
+        // Kernels that store rows store no scales.
+        let route = [Route::Pull, Route::Push][seed as usize / 2 % 2];
+        let chunking = Chunking::new(1 + seed as usize % 3);
+        Ok(Config::new(tile, chunking, route))
+    });
+}
+
+#[test]
+fn results_of_bf16_that_there_is_no_memory_for_are_refused() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 1, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let operation = Matmul::<Cuda, bf16>::new().quantization(Rule::ALL[0].quantization());
+        operation.supported(&group, [2048, 64], 8192)?;
+        match operation.supported(&group, [2049, 64], 8192) {
+            Err(Error::Limit { what, max, .. }) => {
+                assert!(what.contains("quantised behind"), "{what}");
+                assert_eq!(max, 2048 * 8192 * 4);
+            }
+            other => panic!("{other:?}"),
+        }
+        // Kernels of fp8 need none.
+        let operation = Matmul::<Cuda, F8E4M3>::new().quantization(Rule::ALL[0].quantization());
+        operation.supported(&group, [16384, 64], 8192)?;
+        Ok(String::new())
+    }));
+}
+
+crate::support::shared::on_backend! {
+    Cuda, gpu();
+    quantized_products {
+        nan_and_large_results_are_quantised
+        products_are_quantised_into_the_next_gathers_input
+        prepared_products_quantise_as_they_were_prepared
+        what_products_cannot_quantise_is_refused
+    };
+}
