@@ -105,7 +105,8 @@ struct Args {
     /// of f16].
     #[arg(long, value_enum)]
     out: Option<OutName>,
-    /// Also times cuBLASLt's products of e4m3 with fast accumulation, whose sums have fewer bits.
+    /// Also times cuBLASLt's products of e4m3 with fast accumulation, whose sums have fewer bits. Matmul and operations with
+    /// a form sum up so, too (Accumulation::Fast), beside plain products with promoted sums.
     #[arg(long)]
     fast_accumulation: bool,
     /// Rows of a tile.

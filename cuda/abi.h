@@ -95,6 +95,9 @@
 /* The most weights that one operation multiplies the rows of `a` with. */
 #define GEMMESH_MAX_WEIGHTS 4
 
+/* The widest tiles of kernels that know GemmeshParams.is_fast. */
+#define GEMMESH_FAST_COLUMNS 176
+
 /* GemmeshParams.activation. GELU is x * Phi(x), GELU_TANH its approximation by tanh, and SILU x * sigmoid(x). */
 #define GEMMESH_IDENTITY 0
 #define GEMMESH_RELU 1
@@ -102,10 +105,11 @@
 #define GEMMESH_GELU_TANH 3
 #define GEMMESH_SILU 4
 
-/* GemmeshParams.stored_type. The output type of operands of 8 bits is bf16. */
+/* GemmeshParams.stored_type and GemmeshReduction.stored_type. The output type of operands of 8 bits is bf16. */
 #define GEMMESH_STORED_OUTPUT 0
 #define GEMMESH_STORED_F16 1
 #define GEMMESH_STORED_E4M3 2
+#define GEMMESH_STORED_F32 3 /* of reductions */
 
 /* The most ranks of a group. */
 #define GEMMESH_MAX_WORLD 64
@@ -189,7 +193,8 @@ typedef struct GemmeshCopyTask {
     uint32_t bytes;  /* a multiple of 16 */
     uint32_t peer;   /* the rank that gets it */
     uint32_t flag;   /* the peer's chunk flag */
-    uint32_t reserved[3];
+    uint32_t beside_bytes;  /* the same of a second matrix, whose rows come with those of `a`; 0 if there is none */
+    uint64_t beside_offset;
 } GemmeshCopyTask;
 
 /* A task of one CTA of gemmesh_collective_<dtype>. It stores rows of one matrix, or parts of them, to rows of a rank's
@@ -234,6 +239,7 @@ typedef struct GemmeshPeers {
     uint32_t world;
     GemmeshMailbox *mailboxes[GEMMESH_MAX_WORLD]; /* by rank, as this GPU maps them */
     void *rows[GEMMESH_MAX_WORLD];                /* every rank's `a`, likewise */
+    void *beside[GEMMESH_MAX_WORLD];              /* and its second matrix, if tasks push that */
 } GemmeshPeers;
 
 /* The times at which one CTA worked on one table entry, in nanoseconds of %globaltimer. It is the event
@@ -298,7 +304,7 @@ typedef struct GemmeshOutput {
 /* How operands of 8 bits are scaled. Scales are f32.
  *
  * Sums are promoted to f32 every GEMMESH_SCALE_BLOCK columns of K, because the tensor cores' accumulators keep fewer
- * bits. If `a_block` is zero, a sum is multiplied by its weight's scale and then by that of its row of `a`. Otherwise each
+ * bits; except if GemmeshParams.is_fast is not zero. If `a_block` is zero, a sum is multiplied by its weight's scale and then by that of its row of `a`. Otherwise each
  * promoted part is multiplied by the product of its blocks' scales: of 1 x GEMMESH_SCALE_BLOCK elements of `a`, and of
  * GEMMESH_SCALE_BLOCK x GEMMESH_SCALE_BLOCK of `b`, whose scales are side by side along K. */
 typedef struct GemmeshScales {
@@ -333,8 +339,8 @@ typedef struct GemmeshParams {
     uint32_t is_gated;              /* nonzero: outputs[0] is gate's and the only one that is stored, and outputs[1] has
                                      * up's bias. Zero for kernels that add partials, and with low-latency areas */
     uint32_t is_f32;                /* nonzero: `out` is f32, and partials still have the element type */
-    uint32_t stored_type;           /* GEMMESH_STORED_OUTPUT, or another type if operands have 8 bits, is_f32 is zero,
-                                     * and no partials are moved */
+    uint32_t stored_type;           /* GEMMESH_STORED_OUTPUT, or another type if operands have 8 bits and is_f32 is zero.
+                                     * Partials have the output type */
     uint32_t b_is_kn;               /* nonzero: `b` is [K, N] in memory; a CTA loads a multiple of 64 columns of it */
     uint32_t recording;             /* nonzero: the operation is in a graph, `epoch` has no meaning, and this is the
                                      * host's number of the recording */
@@ -342,7 +348,7 @@ typedef struct GemmeshParams {
                                      * each weight after those of the weight before, and each tile waits for
                                      * `row_flags`. K is not cut */
     uint32_t row_flags;             /* flag_begin and, in the upper half, flag_end */
-    uint32_t reserved;
+    uint32_t is_fast;               /* nonzero: sums of operands of 8 bits are not promoted. `a_block` is zero */
     uint32_t constant_weights;      /* nonzero: no kernel that may still be running writes `b`, so it is read before
                                      * the kernels before this one have ended */
     GemmeshOutput outputs[GEMMESH_MAX_WEIGHTS]; /* by weight */
@@ -367,8 +373,8 @@ typedef struct GemmeshStore {
 /* Rows of the product that go to the same places. Tiles are counted from the first row, and end with the last.
  *
  * The rows are stored as rounded partials, or as a sum. A sum adds rounded addends in the order of the ranks: peers'
- * partials, the product, and further peers' partials. Then bias, activation and residual follow. Sums of f32 are not
- * stored in these places but in outputs[0], and nobody waits for them. */
+ * partials, the product, and further peers' partials. Then bias, activation and residual follow. Sums of another type than
+ * partials are not stored in these places but in outputs[0], and nobody waits for them. */
 typedef struct GemmeshBlock {
     uint32_t row;         /* the first: row of `a` */
     uint32_t rows;        /* how many */
@@ -395,7 +401,7 @@ typedef struct GemmeshSums {
 
 /* The argument of gemmesh_reduce_<dtype>, which adds up rows in f32, one addend after the other.
  *
- * Bias, activation and residual follow. The result is rounded once, or stored as f32. The grid may have any number of
+ * Bias, activation and residual follow. The result is rounded once. The grid may have any number of
  * CTAs of GEMMESH_REDUCE_THREADS threads.
  *
  * Base addresses and pitches are multiples of 16 bytes. */
@@ -412,7 +418,7 @@ typedef struct GemmeshReduction {
     uint32_t rows;
     uint32_t n;
     uint32_t activation; /* GEMMESH_IDENTITY, ... */
-    uint32_t is_f32;     /* nonzero: `out` is of f32 */
+    uint32_t stored_type; /* GEMMESH_STORED_OUTPUT: the element type */
     uint32_t reserved;   /* zero */
 } GemmeshReduction;
 
@@ -458,7 +464,7 @@ static_assert(offsetof(GemmeshPushEpoch, entered) == 4, "it is written with the 
 static_assert(sizeof(GemmeshCopyTask) == 32, "a task is two 16-byte loads");
 static_assert(sizeof(GemmeshSend) == 32, "a task is two 16-byte loads");
 static_assert(sizeof(GemmeshSends) == 48, "");
-static_assert(sizeof(GemmeshPeers) == 48 + 16 * GEMMESH_MAX_WORLD, "");
+static_assert(sizeof(GemmeshPeers) == 48 + 24 * GEMMESH_MAX_WORLD, "");
 static_assert(offsetof(GemmeshPeers, task_count) == 32, "");
 static_assert(sizeof(GemmeshLowLatency) == 8 + 16 * GEMMESH_MAX_TARGETS, "");
 static_assert(sizeof(GemmeshOutputScales) == 24, "");

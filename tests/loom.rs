@@ -21,7 +21,9 @@ use gemmesh::protocol::primitive::AtomicUsize;
 use gemmesh::schedule::drive::{self, CopyThread, Produced};
 use gemmesh::schedule::plan::matrices::MATRICES;
 use gemmesh::schedule::plan::plan;
-use gemmesh::schedule::{Addend, Layout, Operation, OutputBlock, Problem, Schedule, Transfer};
+use gemmesh::schedule::{
+    Addend, DTypes, Form, Layout, Operation, OutputBlock, Problem, Scaling, Schedule, Transfer,
+};
 use gemmesh::{Chunking, Config, DType, Route, TileShape};
 use loom::cell::UnsafeCell;
 use loom::model::Builder;
@@ -473,16 +475,30 @@ fn rows_that_a_rank_owns_in_two_blocks_are_seen_and_not_overwritten() {
     }
 }
 
+/// The library's gather of rows of fp8, whose blocks have scales.
+fn scaled_gather(world: usize, rank: usize, route: Route) -> Schedule {
+    const BLOCK: usize = 128;
+    let layout = Layout::balanced(2 * world, BLOCK, world).unwrap();
+    let operands = [DType::F8E4M3; 2];
+    let problem = Problem {
+        dtypes: DTypes::of_product(operands, DType::Bf16, None).unwrap(),
+        beside: Some((DType::F32, 1)),
+        form: Form {
+            a_scaling: Scaling::ShardedBlocks,
+            b_scaling: [Scaling::Blocks].into_iter().collect(),
+            ..Form::default()
+        },
+        ..Problem::new(Operation::AllGatherMatmul, DType::F8E4M3, layout, 16)
+    };
+    let tile = TileShape::new(2, 16, BLOCK);
+    let config = Config::new(tile, Chunking::new(1), route);
+    plan(&problem, rank, config).unwrap()
+}
+
 #[test]
 fn a_matrix_and_its_scales_are_seen_under_one_flag() {
-    const ASKED: Asked = Asked {
-        world: 2,
-        block: 2,
-        k: 1,
-        n: 1,
-    };
     for way in [Way::Pull, Way::Push] {
-        let plan = |rank, route| planners::with_scales(ASKED, false, rank, by(route));
+        let plan = |rank, route| scaled_gather(2, rank, route);
         let plans = Plans {
             schedules: both_ways(2, plan),
             owned: vec![vec![0, 1], vec![2, 3]],

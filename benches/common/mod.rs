@@ -282,6 +282,11 @@ pub fn sums_off<B: Backend, T: Number>(k: usize) -> f64 {
     }
 }
 
+/// The same for fast sums of fp8, with [`gemmesh::Accumulation::Fast`].
+pub fn fast_sums_off(k: usize) -> f64 {
+    (k / 32 + 1) as f64 * 2f64.powi(-13)
+}
+
 /// The number of `T`'s range that is nearest to `x`. Only fp8 has a largest one that matters.
 pub fn nearest<T: Number>(x: f64) -> f64 {
     match T::DTYPE {

@@ -6,18 +6,19 @@ use std::ops::Range;
 use clap::ValueEnum;
 use gemmesh::schedule::{Layout, Refusal};
 use gemmesh::{
-    Activation, AllGatherMatmul, Backend, Config, DType, Group, Host, Matmul, MatmulAllReduce,
-    MatmulReduceScatter, Matrix, Number as _, OutputOf, Prepared, PreparedAllReduce,
-    PreparedMatmul, PreparedReduceScatter, Result, Scaling, ShardedMatrix, WeightLayout,
+    Accumulation, Activation, AllGatherMatmul, Backend, Config, DType, F8E4M3, Group, Host, Matmul,
+    MatmulAllReduce, MatmulReduceScatter, Matrix, Number as _, OutputOf, Prepared,
+    PreparedAllReduce, PreparedMatmul, PreparedReduceScatter, Quantization, Result, Scaling,
+    ShardedMatrix, WeightLayout,
 };
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
-use crate::common::scales::{GatheredScales, Placed, ScaleValues};
+use crate::common::scales::{BLOCK, GatheredScales, Placed, ScaleValues};
 use crate::common::time::Time;
 use crate::common::{
-    self, Check, Exact, Factors, Failure, Multiplied, nearest, random, rows_within, sample_rows,
-    sums_off,
+    self, Check, Exact, Factors, Failure, Multiplied, fast_sums_off, nearest, random, rows_within,
+    sample_rows, sums_off,
 };
 use crate::{Args, Op, PRODUCTS, Sweep, append, commit, sweep, types, unix_time};
 
@@ -34,6 +35,8 @@ pub enum Epilogue {
     Residual,
     /// The output is of f32.
     F32,
+    /// The output is fp8, with a scale for each 128 columns of a row.
+    Quantized,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -49,6 +52,7 @@ struct Form {
     widths: Vec<usize>,
     epilogue: Vec<Epilogue>,
     layout: WeightLayout,
+    accumulation: Accumulation,
 }
 
 impl Form {
@@ -68,6 +72,10 @@ impl Form {
                 Layouts::Nk => WeightLayout::Nk,
                 Layouts::Kn => WeightLayout::Kn,
             },
+            accumulation: match args.fast_accumulation {
+                true => Accumulation::Fast,
+                false => Accumulation::Promoted,
+            },
         }
     }
 
@@ -77,6 +85,7 @@ impl Form {
             widths: vec![n],
             epilogue: Vec::new(),
             layout: WeightLayout::Nk,
+            accumulation: Accumulation::Promoted,
         }
     }
 
@@ -134,6 +143,7 @@ struct Operands<B: Backend, T: Multiplied> {
 enum Out<B: Backend, T: Multiplied, O: OutputOf<T>> {
     Own(Vec<Matrix<B, O>>),
     Wide(Vec<Matrix<B, f32>>),
+    Quantized(Vec<(Matrix<B, F8E4M3>, Matrix<B, f32>)>),
     Shared(ShardedMatrix<B, T::Addend>),
 }
 
@@ -237,6 +247,16 @@ impl<B: Backend, T: Multiplied> Operands<B, T> {
         let widths = self.form.outputs().iter();
         Ok(match self.op {
             Op::MatmulAllReduce => Out::Shared(self.group.sharded(self.m, self.form.widths[0])?),
+            _ if self.form.has(Epilogue::Quantized) => {
+                let nan = F8E4M3::from_f32(f32::NAN);
+                let make = |&n: &usize| -> Result<_> {
+                    let values = self.group.upload(&vec![nan; rows * n], rows, n)?;
+                    let blocks = n.div_ceil(BLOCK);
+                    let scales = vec![f32::NAN; rows * blocks];
+                    Ok((values, self.group.upload(&scales, rows, blocks)?))
+                };
+                Out::Quantized(widths.map(make).collect::<Result<_>>()?)
+            }
             _ if self.form.has(Epilogue::F32) => {
                 let make = |&n: &usize| self.group.upload(&vec![f32::NAN; rows * n], rows, n);
                 Out::Wide(widths.map(make).collect::<Result<_>>()?)
@@ -265,6 +285,7 @@ impl<B: Backend, T: Multiplied> Operands<B, T> {
                 let mut operation = $operation
                     .activation(form.activation())
                     .weight_layout(form.layout)
+                    .accumulation(form.accumulation)
                     .scaling(of_a, self.scaling);
                 if let Some(bias) = &self.bias {
                     operation = operation.bias(bias);
@@ -291,10 +312,16 @@ impl<B: Backend, T: Multiplied> Operands<B, T> {
             true => DType::F32,
             false => O::DTYPE,
         };
-        (product, gathers) = (
-            product.output_dtype(out_dtype),
-            gathers.output_dtype(out_dtype),
-        );
+        (product, gathers) = match form.has(Epilogue::Quantized) {
+            true => (
+                product.quantization(Quantization::blocks()),
+                gathers.quantization(Quantization::blocks()),
+            ),
+            false => (
+                product.output_dtype(out_dtype),
+                gathers.output_dtype(out_dtype),
+            ),
+        };
         scatters = scatters.output_dtype(out_dtype);
         Ok(match (&self.a, out) {
             (Rows::Gathered(a, _), _) => Call::Gathers(gathers.prepare(a, &form.widths[..])?),
@@ -318,7 +345,21 @@ impl<B: Backend, T: Multiplied> Operands<B, T> {
             };
         }
         let all = || weights().collect::<gemmesh::Weights<_, _>>();
+        macro_rules! quantized {
+            ($outputs:expr) => {
+                $outputs
+                    .iter_mut()
+                    .map(|(values, scales)| values.quantized(scales))
+                    .collect::<gemmesh::Outputs<_, _>>()
+            };
+        }
         match (call, &self.a, out) {
+            (Call::Alone(call), Rows::Own(a, scales), Out::Quantized(out)) => {
+                call.run(scales.of(a), all(), quantized!(out))
+            }
+            (Call::Gathers(call), Rows::Gathered(a, scales), Out::Quantized(out)) => {
+                call.run(scales.of(a), all(), quantized!(out))
+            }
             (Call::Alone(call), Rows::Own(a, scales), Out::Own(out)) => {
                 call.run(scales.of(a), all(), to!(out))
             }
@@ -366,6 +407,11 @@ impl<B: Backend, T: Multiplied> Operands<B, T> {
             match out {
                 Out::Own(out) => compare(&mut check, exact, &out[output].to_vec()?, &rows, n),
                 Out::Wide(out) => compare(&mut check, exact, &out[output].to_vec()?, &rows, n),
+                Out::Quantized(out) => {
+                    let (values, scales) = &out[output];
+                    let found = (values.to_vec()?, scales.to_vec()?);
+                    compare_quantized(&mut check, exact, found, &rows, n);
+                }
                 Out::Shared(out) => {
                     let all = out.to_vec()?;
                     compare(&mut check, exact, &all[own.start * n..], &rows, n);
@@ -402,7 +448,10 @@ impl<B: Backend, T: Multiplied> Operands<B, T> {
                 factors.scaled([of_a.as_ref(), of_b.as_ref()])
             });
             let factors: Vec<Factors<T>> = factors.collect();
-            let off = sums_off::<B, T>(self.k * factors.len());
+            let off = match self.form.accumulation {
+                Accumulation::Fast => fast_sums_off(self.k * factors.len()),
+                _ => sums_off::<B, T>(self.k * factors.len()),
+            };
             let mut numbers = in_blocks(&factors, rows, n, |exact| {
                 let sums = off * exact.magnitude;
                 let off = if of_k {
@@ -453,7 +502,8 @@ impl<B: Backend, T: Multiplied> Operands<B, T> {
 
     /// Applies the function to products. With a gate, the second factors are taken out of them.
     fn follow(&self, exact: &mut Vec<Vec<Number>>) {
-        let (activation, to_f32) = (self.form.activation(), self.form.has(Epilogue::F32));
+        let to_f32 = self.form.has(Epilogue::F32) || self.form.has(Epilogue::Quantized);
+        let activation = self.form.activation();
         let is_gated = self.form.has(Epilogue::Gated);
         let up = if is_gated { exact.pop() } else { None };
         for number in exact.iter_mut().flatten() {
@@ -606,6 +656,32 @@ pub fn compare<T: gemmesh::Number>(
     check.max_rel_err = check.max_rel_err.max(check.max_abs_err / largest);
 }
 
+/// [`compare`] of numbers with a scale for each block of a row. The scale's own rounding moves them, too.
+fn compare_quantized(
+    check: &mut Check,
+    exact: &[Number],
+    (values, scales): (Vec<F8E4M3>, Vec<f32>),
+    rows: &[usize],
+    n: usize,
+) {
+    const DIGITS: i32 = <F8E4M3 as gemmesh::Number>::DIGITS;
+    const LEAST: i32 = <F8E4M3 as gemmesh::Number>::MIN_EXPONENT - DIGITS;
+    let blocks = n.div_ceil(BLOCK);
+    let mut largest = 0f64;
+    for (exact, &row) in exact.chunks_exact(n).zip(rows) {
+        for (column, exact) in exact.iter().enumerate() {
+            let scale = f64::from(scales[row * blocks + column / BLOCK]);
+            let found = f64::from(values[row * n + column].to_f32()) * scale;
+            let error = (found - exact.exact).abs();
+            let rounding = (exact.exact.abs() + exact.off) * 2f64.powi(-DIGITS);
+            let least = scale * 2f64.powi(LEAST);
+            check.add(error, error / (1.001 * (exact.off + rounding) + least));
+            largest = largest.max(exact.exact.abs());
+        }
+    }
+    check.max_rel_err = check.max_rel_err.max(check.max_abs_err / largest);
+}
+
 /// Transposes a matrix of `columns` columns.
 fn turned<T: Multiplied>(values: &[T], columns: usize) -> Vec<T> {
     let rows = values.len() / columns;
@@ -709,9 +785,10 @@ where
         if group.rank() > 0 {
             continue;
         }
-        let out = match form.has(Epilogue::F32) {
-            true => DType::F32,
-            false => O::DTYPE,
+        let out = match (form.has(Epilogue::F32), form.has(Epilogue::Quantized)) {
+            (true, _) => DType::F32,
+            (_, true) => DType::F8E4M3,
+            _ => O::DTYPE,
         };
         if index == 0 {
             println!(
@@ -814,6 +891,11 @@ fn check(args: &Args) -> Result<(), Failure> {
     if has(Epilogue::F32) && matches!(args.op, Op::MatmulAllReduce) {
         return Err(Failure::Usage("--epilogue f32: not of matmul-all-reduce"));
     }
+    if has(Epilogue::Quantized) && (is_sum || has(Epilogue::F32) || args.out.is_some()) {
+        return Err(Failure::Usage(
+            "--epilogue quantized: only of matmul and all-gather-matmul, and without --out and f32",
+        ));
+    }
     Ok(())
 }
 
@@ -829,6 +911,9 @@ fn described(args: &Args) -> String {
     }
     if !args.weights.is_empty() {
         words.push(format!("weights {:?}", args.weights));
+    }
+    if args.fast_accumulation {
+        words.push("fast accumulation".into());
     }
     words.join(", ")
 }

@@ -30,6 +30,9 @@ __device__ float amax_of(const float (&values)[kColumns]) {
 template <class Element>
 __device__ void quantize(const GemmeshQuantization& of) {
     using gemmesh::ptx::cvt_rn_satfinite_e4m3x2;
+    gemmesh::ptx::griddepcontrol_launch_dependents();
+    // It may have been launched before the kernel that makes the rows has ended.
+    gemmesh::ptx::griddepcontrol_wait();
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t blocks = (of.columns + GEMMESH_SCALE_BLOCK - 1) / GEMMESH_SCALE_BLOCK;  // of a row
     const uint64_t all = uint64_t{blocks} * of.rows;

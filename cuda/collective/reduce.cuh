@@ -44,6 +44,16 @@ __device__ __forceinline__ void store(const float* values, Stored* out, uint32_t
     }
 }
 
+// The same as e4m3.
+template <uint32_t N>
+__device__ __forceinline__ void store_e4m3(const float* values, uint8_t* out, uint32_t length) {
+    for (uint32_t i = 0; i < N; i += 2) {
+        const uint16_t pair = ptx::cvt_rn_satfinite_e4m3x2(values[i], values[i + 1]);
+        if (i < length) out[i] = pair & 0xff;
+        if (i + 1 < length) out[i + 1] = pair >> 8;
+    }
+}
+
 // A thread makes piece after piece of a row. Its registers hold the same columns of all addends, so the bits depend
 // only on the order of the addends. `load` returns a piece of an addend; it gets the addend's number, the row and the
 // first column.
@@ -70,17 +80,19 @@ __device__ void reduce(const GemmeshReduction& reduction, const Load& load) {
                 if (i < length) sum[i] += static_cast<float>(bias[column + i]);
             }
         }
-        activate<Piece::kLength>(sum, reduction.activation, reduction.is_f32 != 0);
+        const uint32_t stored = reduction.stored_type;
+        activate<Piece::kLength>(sum, reduction.activation, stored == GEMMESH_STORED_F32);
         if (reduction.residual != nullptr) {
             const char* residual = static_cast<const char*>(reduction.residual) + row * reduction.residual_pitch;
             const Piece last = *reinterpret_cast<const Piece*>(residual + column * sizeof(Element));
             for (uint32_t i = 0; i < Piece::kLength; ++i) sum[i] += static_cast<float>(last.elements[i]);
         }
         char* out = static_cast<char*>(reduction.out) + row * reduction.out_pitch;
-        if (reduction.is_f32 != 0) {
-            store<Piece::kLength>(sum, reinterpret_cast<float*>(out) + column, length);
-        } else {
-            store<Piece::kLength>(sum, reinterpret_cast<Element*>(out) + column, length);
+        switch (stored) {
+            case GEMMESH_STORED_F32: store<Piece::kLength>(sum, reinterpret_cast<float*>(out) + column, length); break;
+            case GEMMESH_STORED_F16: store<Piece::kLength>(sum, reinterpret_cast<__half*>(out) + column, length); break;
+            case GEMMESH_STORED_E4M3: store_e4m3<Piece::kLength>(sum, reinterpret_cast<uint8_t*>(out) + column, length); break;
+            default: store<Piece::kLength>(sum, reinterpret_cast<Element*>(out) + column, length);
         }
     }
 }

@@ -16,7 +16,11 @@ __device__ __forceinline__ bool is_given(const GemmeshOutputScales& of) { return
 __device__ __forceinline__ float scale_of(const GemmeshOutputScales& of, float amax) {
     constexpr float kLargest = 448.0f;  // of e4m3
     constexpr uint32_t kFraction = (1u << 23) - 1;
-    const float scale = __fdiv_rn(amax, kLargest);
+    // The quotient, rounded correctly without a division (Markstein, "Computation of elementary functions on the IBM RISC
+    // System/6000 processor"). It was compared with the division for each number from kLeastAmax on. Infinity stays.
+    const float near = amax * (1.0f / kLargest);
+    const float rounded = fmaf(fmaf(-near, kLargest, amax), 1.0f / kLargest, near);
+    const float scale = isinf(amax) ? amax : rounded;
     // the least power of two that is not below a normal number above 0; infinity stays
     return of.power_of_two == 0 ? scale : __uint_as_float((__float_as_uint(scale) + kFraction) & ~kFraction);
 }

@@ -168,9 +168,22 @@ __device__ __forceinline__ void push(const GemmeshParams& params, Pushers& share
         const uint32_t* ready = &peers.mailboxes[peers.rank]->ready[task.peer];
         const bool is_ready = await(params, ready, epoch(), GEMMESH_READY, task.peer);
         if (is_ready) words.store(to, 0, task.bytes, thread);
-        for (uint32_t at = Words::kBytes; is_ready && at < task.bytes; at += Words::kBytes) {
-            words.load(from, at, task.bytes, thread);
-            words.store(to, at, task.bytes, thread);
+        // the rest of the rows, and then those beside them
+        uint32_t at = Words::kBytes;
+        uint32_t bytes = task.bytes;
+#pragma unroll 1
+        for (uint32_t matrix = 0; is_ready && matrix < 2; ++matrix) {
+#pragma unroll 1
+            for (; at < bytes; at += Words::kBytes) {
+                words.load(from, at, bytes, thread);
+                words.store(to, at, bytes, thread);
+            }
+            // loaded again, because there are no registers to keep it
+            const GemmeshCopyTask same = load_task(peers.tasks + shared.index);
+            from = static_cast<const uint8_t*>(peers.beside[peers.rank]) + same.beside_offset;
+            to = static_cast<uint8_t*>(peers.beside[same.peer]) + same.beside_offset;
+            bytes = same.beside_bytes;
+            at = 0;
         }
 
         // The release is cumulative. It covers the other threads' stores, which the barrier has shown to this thread.

@@ -73,6 +73,7 @@ struct Config {
     using Swapped = SwappedOf<Element>;
     using Output = OutputOf<Element>;
     static constexpr bool kPromotes = sizeof(Element) == 1;  // sums, and scales them
+    static constexpr bool kCanBeFast = TileN <= GEMMESH_FAST_COLUMNS;  // wider tiles have no registers for both loops
     static constexpr uint32_t kTileK = GEMMESH_STAGE_ROW / sizeof(Element);  // columns of a step through K
     static constexpr int kTileM = TileM;
     static constexpr int kTileN = TileN;
@@ -115,7 +116,7 @@ struct Config {
     static constexpr int kPartN = TileN / ClusterM;  // and of its b
     static_assert(TileN % 16 == 0 && TileN <= 256);
     static_assert(kPartM % 8 == 0 && kPartN % 8 == 0, "a part begins on a whole swizzle pattern");
-    static constexpr bool kTakesKn = kPartN % 64 == 0 && !kPlain;  // `b` may be given as [K, N]: see WeightLoads
+    static constexpr bool kTakesKn = kPartN % 64 == 0 && !kPlain && !kPromotes;  // `b` may be [K, N]: see WeightLoads
 
     // In a gated tile, kGateRows rows of gate and as many of up alternate in `b`. So the first half of a consumer's
     // columns belongs to gate, and the second half to up. With swap_ab, two of its warps have gate's columns of a

@@ -238,20 +238,26 @@ __device__ __forceinline__ void finish(float* accumulators, const GemmeshParams&
     residual.add(accumulators, is_gated ? kHalf : N);
 }
 
-// Stores N columns of this lane's accumulators without a box, rounded or as f32. Four lanes store a sector of each row
-// as f32, and half a sector rounded.
+// Stores N columns of this lane's accumulators without a box, rounded or as f32, or as e4m3 if `Stored` is uint8_t. Four
+// lanes store a sector of each row as f32, half a sector as 16 bits and a quarter as 8.
 template <class Stored, int N>
 __device__ __forceinline__ void store_directly(const float* accumulators, const GemmeshOutput& output, const Place& place) {
+    uint32_t first = place.column;
+    // The columns of each type are computed anew, because there are no registers to keep them.
+    ptx::pin(first);
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
         if (!place.has_row(half)) continue;
         uint8_t* row = static_cast<uint8_t*>(output.out) + place.row_of(half) * output.out_pitch;
 #pragma unroll
         for (uint32_t i = 0; i < N / 8; ++i) {
-            const uint32_t column = place.column + i * 8;
+            const uint32_t column = first + i * 8;
             const float* d = &accumulators[4 * i + 2 * half];
             uint8_t* at = row + column * sizeof(Stored);
-            if constexpr (!std::is_same_v<Stored, float>) {
+            if constexpr (std::is_same_v<Stored, uint8_t>) {
+                // there are an even number of columns
+                if (column < output.n) *reinterpret_cast<uint16_t*>(at) = ptx::cvt_rn_satfinite_e4m3x2(d[0], d[1]);
+            } else if constexpr (!std::is_same_v<Stored, float>) {
                 // after a last odd column there is padding
                 if (column < output.n) *reinterpret_cast<uint32_t*>(at) = ptx::cvt_rn_x2<Stored>(d[0], d[1]);
             } else if (column + 1 < output.n) {
@@ -313,81 +319,73 @@ __device__ __forceinline__ void store_f32_rows(const float* accumulators, Stores
     }
 }
 
-// Multiplies all values by one over the scale that is given, if they are quantised so.
-template <int N>
-__device__ __forceinline__ void quantize_by_given(float* values, const GemmeshOutputScales& of) {
-    if (of.scales == nullptr || !is_given(of)) return;
-    const float factor = __frcp_rn(__ldg(of.scales));
-#pragma unroll
-    for (int i = 0; i < N; ++i) values[i] *= factor;
+// What values are multiplied by when they become e4m3, if their scales are not made: 1, or one over the scale that is given.
+__device__ __forceinline__ float quantizing_factor(const GemmeshOutputScales& of) {
+    return of.scales == nullptr ? 1.0f : __frcp_rn(__ldg(of.scales));
 }
 
-// One warp: makes the scales of its 16 rows of N columns, which are whole blocks, if they are quantised so. Multiplies the
-// values by one over them. Four lanes have a row. Columns past the last one count nothing: their numbers have no meaning.
-template <int N>
-__device__ __forceinline__ void quantize_blocks(float* accumulators, const GemmeshOutput& output, const WarpPlace& place,
-                                                uint32_t lane) {
-    const GemmeshOutputScales& of = output.quantized;
-    if (of.scales == nullptr || is_given(of)) return;
+// One warp: stores the scales of a block of its 16 rows. `accumulators` are the block's, and `column` its first. Returns what
+// the values of this lane's two rows are multiplied by. Four lanes have a row. Columns past the last one count nothing,
+// because their numbers have no meaning.
+__device__ __forceinline__ float2 make_scales(const float* accumulators, const GemmeshOutput& output, const Place& place,
+                                              uint32_t column, uint32_t lane) {
     constexpr uint32_t kGroup = 8;
-    static_assert(N % GEMMESH_SCALE_BLOCK == 0);
+    const GemmeshOutputScales& of = output.quantized;
+    const uint32_t columns = column < output.n ? output.n - column : 0;
+    float amax[2] = {kLeastAmax, kLeastAmax};
 #pragma unroll
-    for (int first = 0; first < N; first += GEMMESH_SCALE_BLOCK) {
-        const uint32_t column = place.column + first;
-        const uint32_t columns = column < output.n ? output.n - column : 0;
-        float* block = &accumulators[first / 2];
-#pragma unroll
-        for (uint32_t half = 0; half < 2; ++half) {
-            float amax = kLeastAmax;
-#pragma unroll
-            for (uint32_t i = 0; i < GEMMESH_SCALE_BLOCK; i += kGroup) {
-                const float* d = &block[i / 2 + half * 2];
-                // `fmaxf` ignores NaN
-                if (i < columns) amax = fmaxf(amax, fmaxf(fabsf(d[0]), fabsf(d[1])));
-            }
-            ptx::pin(amax);
-            amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
-            amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
-            const float scale = scale_of(of, amax);
-            const Place own(place, lane);
-            if (lane % 4 == 0 && own.has_row(half) && columns > 0) {
-                of.scales[uint64_t{own.row_of(half)} * of.row + uint64_t{column / GEMMESH_SCALE_BLOCK} * of.block] = scale;
-            }
-            const float factor = __frcp_rn(scale);
-#pragma unroll
-            for (int i = 0; i < GEMMESH_SCALE_BLOCK; i += kGroup) {
-                float* d = &block[i / 2 + half * 2];
-                d[0] *= factor;
-                d[1] *= factor;
-                // one half after the other: there are no registers for both
-                ptx::pin(d[0]);
-                ptx::pin(d[1]);
-            }
+    for (uint32_t group = 0; group < GEMMESH_SCALE_BLOCK / kGroup; ++group) {
+        const float* d = &accumulators[group * 4];
+        // `fmaxf` ignores NaN
+        if (group * kGroup < columns) {
+            amax[0] = fmaxf(fmaxf(amax[0], fabsf(d[0])), fabsf(d[1]));
+            amax[1] = fmaxf(fmaxf(amax[1], fabsf(d[2])), fabsf(d[3]));
         }
     }
+    float* scales = of.scales + uint64_t{column / GEMMESH_SCALE_BLOCK} * of.block;
+    float factors[2];
+#pragma unroll
+    for (uint32_t half = 0; half < 2; ++half) {
+        amax[half] = fmaxf(amax[half], __shfl_xor_sync(~0u, amax[half], 1));
+        amax[half] = fmaxf(amax[half], __shfl_xor_sync(~0u, amax[half], 2));
+        const float scale = scale_of(of, amax[half]);
+        if (lane % 4 == 0 && place.has_row(half) && columns > 0) scales[uint64_t{place.row_of(half)} * of.row] = scale;
+        factors[half] = __frcp_rn(scale);
+    }
+    return {factors[0], factors[1]};
 }
 
 // Stores the warp's 16 rows of N columns as e4m3, 128 columns at a time through a box, without TMA. There are a multiple
-// of 16 columns.
+// of 16 columns. The scales of whole blocks may be made.
 template <int N>
 __device__ __forceinline__ void store_e4m3_rows(const float* accumulators, StoreBox<uint8_t>& box, const GemmeshOutput& output,
                                                 const WarpPlace& place, uint32_t lane) {
     using Box = StoreBox<uint8_t>;
-    static_assert(N % Box::kPiece == 0);
+    static_assert(N % Box::kPiece == 0 && Box::kColumns == GEMMESH_SCALE_BLOCK);
+    const GemmeshOutputScales& of = output.quantized;
+    const bool makes_scales = N % GEMMESH_SCALE_BLOCK == 0 && of.scales != nullptr && !is_given(of);
+    float2 factors{};
+    if (!makes_scales) factors.x = factors.y = quantizing_factor(of);
 #pragma unroll
     for (int first = 0; first < N; first += Box::kColumns) {
         constexpr int kGroup = 8;
         const int columns = N - first < Box::kColumns ? N - first : Box::kColumns;
+        const float* block = &accumulators[first / 2];
+        if constexpr (N % GEMMESH_SCALE_BLOCK == 0) {
+            if (makes_scales) factors = make_scales(block, output, Place(place, lane), place.column + first, lane);
+        }
         // all lanes have read what was in the box
         __syncwarp();
 #pragma unroll
         for (int column = 0; column < columns; column += kGroup) {
-            const float* d = &accumulators[(first + column) / 2];
+            const float* d = &block[column / 2];
 #pragma unroll
             for (uint32_t half = 0; half < 2; ++half) {
+                const float factor = half == 0 ? factors.x : factors.y;
                 uint8_t* piece = box.piece(lane / 4 + half * Place::kRowsApart, column / Box::kPiece);
                 uint8_t* at = piece + column % Box::kPiece + lane % 4 * 2;
-                *reinterpret_cast<uint16_t*>(at) = ptx::cvt_rn_satfinite_e4m3x2(d[half * 2], d[half * 2 + 1]);
+                *reinterpret_cast<uint16_t*>(at) =
+                    ptx::cvt_rn_satfinite_e4m3x2(d[half * 2] * factor, d[half * 2 + 1] * factor);
             }
         }
         __syncwarp();

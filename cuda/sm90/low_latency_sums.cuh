@@ -296,17 +296,27 @@ private:
         if (output_.residual != nullptr) add_piece(sums, addends.residual[turn]);
 
         uint8_t* out = static_cast<uint8_t*>(output_.out) + row * output_.out_pitch;
-        if (params_.is_f32 == 0) {
-            ptx::st_global(out + column * sizeof(Element),
-                           uint4{ptx::cvt_rn_x2<Element>(sums[0], sums[1]), ptx::cvt_rn_x2<Element>(sums[2], sums[3]),
-                                 ptx::cvt_rn_x2<Element>(sums[4], sums[5]), ptx::cvt_rn_x2<Element>(sums[6], sums[7])});
-            return;
-        }
-        float* f32 = reinterpret_cast<float*>(out) + column;
+        if (params_.is_f32 != 0) {
+            float* f32 = reinterpret_cast<float*>(out) + column;
 #pragma unroll
-        for (uint32_t i = 0; i < kPiece; ++i) {
-            if (column + i < output_.n) f32[i] = sums[i];
+            for (uint32_t i = 0; i < kPiece; ++i) {
+                if (column + i < output_.n) f32[i] = sums[i];
+            }
+        } else if (params_.stored_type == GEMMESH_STORED_E4M3) {
+            const auto pair = [&](uint32_t i) { return ptx::cvt_rn_satfinite_e4m3x2(sums[2 * i], sums[2 * i + 1]); };
+            const uint32_t low = pair(0) | pair(1) << 16;
+            *reinterpret_cast<uint2*>(out + column) = uint2{low, static_cast<uint32_t>(pair(2) | pair(3) << 16)};
+        } else if (params_.stored_type == GEMMESH_STORED_F16) {
+            store_rounded<__half>(sums, out + column * sizeof(Element));
+        } else {
+            store_rounded<Element>(sums, out + column * sizeof(Element));
         }
+    }
+
+    template <class Stored>
+    __device__ static void store_rounded(const float (&sums)[kPiece], uint8_t* to) {
+        ptx::st_global(to, uint4{ptx::cvt_rn_x2<Stored>(sums[0], sums[1]), ptx::cvt_rn_x2<Stored>(sums[2], sums[3]),
+                                 ptx::cvt_rn_x2<Stored>(sums[4], sums[5]), ptx::cvt_rn_x2<Stored>(sums[6], sums[7])});
     }
 
     const GemmeshParams& params_;

@@ -35,7 +35,8 @@
 // In a gated product a tile has rows of two weights, gate and up. They are laid out so that each thread has both
 // factors of its results, or gets one of them from one other thread (Config::kGateRows).
 //
-// Sums of elements of 8 bits are promoted to f32 after each step through K, and scaled (promoted.cuh). The scales of
+// Sums of elements of 8 bits are promoted to f32 after each step through K, and scaled (promoted.cuh), unless the caller
+// wants them fast. The scales of
 // blocks come through the ring with their rows (scales.cuh). Scales of whole rows and columns are applied at the end.
 //
 // A plain kernel (kPlain) has no code for bias, activation, gate, residual, f32 and [K, N]. Most products need none of
@@ -101,7 +102,7 @@ __device__ __forceinline__ void multiply(Bands<C>& bands, Shared<C>& shared, Rin
 #pragma unroll
         for (uint32_t band = 0; band < C::kBands; ++band) {
             if constexpr (C::kSwapAb) {
-                bands[band].template multiply<typename C::Element, BIsKn, false>(stage_b + band * kNextBand, stage_a, step == 0);
+                bands[band].template multiply<typename C::Swapped, BIsKn, false>(stage_b + band * kNextBand, stage_a, step == 0);
             } else {
                 bands[band].template multiply<typename C::Element, false, BIsKn>(stage_a + band * kNextBand, stage_b, step == 0);
             }
@@ -122,19 +123,26 @@ __device__ __forceinline__ void multiply(Bands<C>& bands, Shared<C>& shared, Rin
     shared.pipeline.release(previous, lane, cta);
 }
 
-// One warpgroup: the same, with the loop for the layout that `b` has in this call.
+// One warpgroup: the same, with the loop for what this call asks for: the layout of `b`, or sums that are promoted. `left`
+// is as in multiply_promoted.
 template <class C>
 __device__ __forceinline__ void multiply_tile(Bands<C>& bands, const GemmeshParams& params, Shared<C>& shared,
                                               RingPosition<C::kStages>& at, const Turn<C>& turn, Placed<C>& placed,
-                                              uint32_t a, uint32_t b, uint32_t count, uint32_t lane, uint32_t cta) {
-    if constexpr (C::kTakesKn) {
-        if (params.b_is_kn != 0) {
-            multiply<C, true>(bands, shared, at, turn, placed, a, b, count, lane, cta);
-        } else {
-            multiply<C, false>(bands, shared, at, turn, placed, a, b, count, lane, cta);
-        }
+                                              const ConsumerWarp<C>& self, uint32_t a, uint32_t b, uint32_t count,
+                                              uint32_t weight, uint32_t left) {
+    const auto plain = [&] { multiply<C, false>(bands, shared, at, turn, placed, a, b, count, self.lane, self.cta); };
+    const auto promoted = [&] {
+        multiply_promoted<C>(bands, params, shared, at, turn, placed, self, a, b, count, weight, left);
+    };
+    if constexpr (C::kPromotes && !C::kCanBeFast) {
+        promoted();
+    } else if constexpr (C::kPromotes) {
+        params.is_fast != 0 ? plain() : promoted();
+    } else if constexpr (C::kTakesKn) {
+        if (params.b_is_kn == 0) return plain();
+        multiply<C, true>(bands, shared, at, turn, placed, a, b, count, self.lane, self.cta);
     } else {
-        multiply<C, false>(bands, shared, at, turn, placed, a, b, count, lane, cta);
+        plain();
     }
 }
 
@@ -299,11 +307,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
         if constexpr (C::kPromotes && !C::kFinishesLate) load_sum_scales<C>(scales, params, self, weight, row, column, left);
         turn.begin();
         note_begin<C>(params, walk, shared, at, cta, tracer);
-        if constexpr (C::kPromotes) {
-            multiply_promoted<C>(bands, params, shared, at, turn, placed, self, a, b, count, weight, left);
-        } else {
-            multiply_tile<C>(bands, params, shared, at, turn, placed, a, b, count, self.lane, cta);
-        }
+        multiply_tile<C>(bands, params, shared, at, turn, placed, self, a, b, count, weight, left);
         if (tracer) event_of<C>(params, walk.index(), cta).math_end = ptx::globaltimer();
 
         // store the tile; the producers are loading the next one

@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_16_bit_rows(const float* accumulators, con
 
 // One warp: stores N columns of accumulators, finished, to the output of a weight.
 template <class C, int N>
-__device__ __forceinline__ void store_own(float* accumulators, const CUtensorMap* map, const GemmeshParams& params,
+__device__ __forceinline__ void store_own(const float* accumulators, const CUtensorMap* map, const GemmeshParams& params,
                                           StoreBox<typename C::Output> (&boxes)[C::kBoxes], const GemmeshOutput& output,
                                           const WarpPlace& place, uint32_t lane) {
     if (is_f32<C>(params)) {
@@ -56,8 +56,6 @@ __device__ __forceinline__ void store_own(float* accumulators, const CUtensorMap
     }
     if constexpr (C::kPromotes && !C::kPlain && N % 16 == 0) {
         if (params.stored_type == GEMMESH_STORED_E4M3) {
-            quantize_by_given<N / 2>(accumulators, output.quantized);
-            if constexpr (N % GEMMESH_SCALE_BLOCK == 0) quantize_blocks<N>(accumulators, output, place, lane);
             store_e4m3_rows<N>(accumulators, boxes_of<uint8_t>(boxes)[0], output, place, lane);
             return;
         }
@@ -69,6 +67,21 @@ __device__ __forceinline__ void store_own(float* accumulators, const CUtensorMap
         }
     }
     store_16_bit_rows<typename C::Output, N>(accumulators, map, boxes, output, place, lane);
+}
+
+// One warp: stores N columns of sums, finished, without a box.
+template <class C, int N>
+__device__ __forceinline__ void store_sums_directly(const float* sums, const GemmeshParams& params, const Place& place) {
+    const GemmeshOutput& output = params.outputs[0];
+    if (is_f32<C>(params)) {
+        store_directly<float, N>(sums, output, place);
+    } else if (stored_type<C>(params) == GEMMESH_STORED_F16) {
+        store_directly<f16, N>(sums, output, place);
+    } else if (stored_type<C>(params) == GEMMESH_STORED_E4M3) {
+        store_directly<uint8_t, N>(sums, output, place);
+    } else {
+        store_directly<typename C::Output, N>(sums, output, place);
+    }
 }
 
 // What a warp loads while the tensor cores multiply, and adds to a band of its tile afterwards.
@@ -115,7 +128,7 @@ __device__ __forceinline__ void store_sums(Accumulators<C::kColumns>& accumulato
     // report the tile before, unless multiply had steps enough to do so
     placed.report(lane);
     const bool is_sum = block.sum != 0;
-    const bool stores_f32 = is_sum && is_f32<C>(params);
+    const bool is_other = is_sum && (is_f32<C>(params) || stored_type<C>(params) != GEMMESH_STORED_OUTPUT);
     const GemmeshOutput& output = params.outputs[0];
     const WarpPlace place{block.row + row, left, 0, block.row + block.rows};
     if (is_sum) add<C>(accumulators, block, shared, at, has_rows, self.consumer, self.row(0), lane);
@@ -124,8 +137,8 @@ __device__ __forceinline__ void store_sums(Accumulators<C::kColumns>& accumulato
         finish<Output, false, C::kConsumerN>(accumulators.d, params, output, bias, boxes, place, lane);
     }
     placed.await_ready(row, left);
-    if (has_rows && stores_f32) store_directly<float, C::kConsumerN>(accumulators.d, output, Place(place, lane));
-    if (has_rows && !stores_f32) store_rows<Output, C::kConsumerN>(accumulators.d, placed, lane);
+    if (has_rows && is_other) store_sums_directly<C, C::kConsumerN>(accumulators.d, params, Place(place, lane));
+    if (has_rows && !is_other) store_rows<Output, C::kConsumerN>(accumulators.d, placed, lane);
     if (has_all_of_k) placed.note(block, index);
 }
 
@@ -146,12 +159,7 @@ __device__ __forceinline__ void store_tile(Accumulators<C::kColumns>& accumulato
         low_latency.send_and_add(accumulators);
         const WarpPlace rows = low_latency.place();
         finish<Output, false, kN>(d, params, output, bias, boxes, rows, lane);
-        const Place place(rows, lane);
-        if (is_f32<C>(params)) {
-            store_directly<float, kN>(d, output, place);
-        } else {
-            store_directly<Output, kN>(d, output, place);
-        }
+        store_sums_directly<C, kN>(d, params, Place(rows, lane));
     } else {
         const WarpPlace place{row, column, 0, params.m};
         const CUtensorMap* map = maps.out_of(weight);
@@ -195,7 +203,6 @@ __device__ __forceinline__ void store_swap_ab(Accumulators<C::kColumns>& accumul
     } else if (stored_type<C>(params) == GEMMESH_STORED_F16) {
         tile.template store<f16>(own);
     } else if (stored_type<C>(params) == GEMMESH_STORED_E4M3) {
-        tile.quantize_by_given();
         tile.store_e4m3(own);
     } else {
         tile.template store<typename C::Output>(own);

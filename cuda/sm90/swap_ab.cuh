@@ -152,11 +152,10 @@ public:
         });
     }
 
-    // Multiplies by one over the scale that is given, if there is one.
-    __device__ void quantize_by_given() { gemmesh::quantize_by_given<N / 2>(d_, output_.quantized); }
-
-    // `store` for e4m3. The warp's columns of a row are a piece. There are a multiple of 16 columns.
+    // `store` for e4m3, perhaps quantised by a scale that is given. The warp's columns of a row are a piece. There are a
+    // multiple of 16 columns.
     __device__ void store_e4m3(Box& box) const {
+        const float factor = quantizing_factor(output_.quantized);
         constexpr uint32_t kAtATime = sizeof(Box::elements) / kColumns;  // rows
         uint8_t* bytes = reinterpret_cast<uint8_t*>(box.elements);
         uint8_t* out = static_cast<uint8_t*>(output_.out) + column_;
@@ -169,7 +168,7 @@ public:
                 uint8_t* at = bytes + (of + lane_ % 4 * 2) * kColumns + lane_ / 4;
 #pragma unroll
                 for (uint32_t half = 0; half < 2; ++half) {
-                    const uint16_t pair = ptx::cvt_rn_satfinite_e4m3x2(d[half * 2], d[half * 2 + 1]);
+                    const uint16_t pair = ptx::cvt_rn_satfinite_e4m3x2(d[half * 2] * factor, d[half * 2 + 1] * factor);
                     at[half * 8] = pair & 0xff;
                     at[half * 8 + kColumns] = pair >> 8;
                 }

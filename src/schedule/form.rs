@@ -71,8 +71,9 @@ pub enum Accumulation {
     /// Every 128 of K are summed separately. These sums are then added in f32.
     #[default]
     Promoted,
-    /// All of K may be summed by tensor cores, which keep about 13 bits of a sum of fp8: less time, and an error that grows
-    /// with K. No kernel does so yet, so sums are made as with `Promoted`.
+    /// On GPUs all of K is summed by tensor cores, which keep about 13 bits of a sum of fp8. It takes less time, and the
+    /// error grows with K: up to (K/32 + 1) · 2⁻¹³ of Σ|a·b|, where `Promoted` stays below 2⁻¹². Operands with scales of
+    /// blocks, and the host, sum up as with `Promoted`.
     Fast,
 }
 
@@ -169,6 +170,11 @@ impl Form {
     /// How many values of a weight share a scale.
     pub fn scaling_of_weight(&self, number: usize) -> Scaling {
         self.b_scaling.get(number).copied().unwrap_or_default()
+    }
+
+    /// True if sums of fp8 are not promoted. As [`Product::is_fast`](super::Product::is_fast).
+    pub fn is_fast(&self) -> bool {
+        self.accumulation == Accumulation::Fast && !self.a_scaling.has_blocks()
     }
 
     /// How this form differs from the default, in words that ranks compare. It has only what all ranks must have alike

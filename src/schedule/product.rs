@@ -62,6 +62,14 @@ impl Product {
         self.config.entry_columns() >> usize::from(self.gated)
     }
 
+    /// True if all of K is summed by tensor cores, without promotion. Blocks that have scales are always summed apart.
+    pub fn is_fast(&self) -> bool {
+        let has_blocks = self
+            .a_scales
+            .is_some_and(|scales| scales.scaling.has_blocks());
+        self.accumulation == Accumulation::Fast && !has_blocks
+    }
+
     /// The number of outputs: one for each weight, or one for both weights of a gated product.
     pub fn outputs(&self) -> usize {
         if self.gated { 1 } else { self.weights.len() }

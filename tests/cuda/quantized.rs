@@ -1,7 +1,7 @@
 //! Products that quantise their results, by their kernel or behind it.
 
 use gemmesh::{
-    Chunking, Config, Cuda, DType, Error, F8E4M3, F8E5M2, Group, Matmul, Numerics, Route, bf16, f16,
+    Chunking, Config, Cuda, DType, Error, F8E4M3, F8E5M2, Group, Matmul, Numerics, bf16, f16,
 };
 use rand::RngExt;
 
@@ -108,8 +108,7 @@ fn gathers_quantise_their_products() {
             .filter(|config| config.tile.split_k == 1 && can(config))
             .collect();
         let tile = shapes[seed as usize % shapes.len()].tile;
-        // Kernels that store rows store no scales.
-        let route = [Route::Pull, Route::Push][seed as usize / 2 % 2];
+        let route = ROUTES[seed as usize / 2 % ROUTES.len()];
         let chunking = Chunking::new(1 + seed as usize % 3);
         Ok(Config::new(tile, chunking, route))
     });

@@ -5,6 +5,7 @@ pub const GEMMESH_THREADS: u32 = 384;
 pub const GEMMESH_STORE_ROWS: u32 = 16;
 pub const GEMMESH_STORE_COLUMNS: u32 = 64;
 pub const GEMMESH_MAX_WEIGHTS: u32 = 4;
+pub const GEMMESH_FAST_COLUMNS: u32 = 176;
 pub const GEMMESH_IDENTITY: u32 = 0;
 pub const GEMMESH_RELU: u32 = 1;
 pub const GEMMESH_GELU: u32 = 2;
@@ -13,6 +14,7 @@ pub const GEMMESH_SILU: u32 = 4;
 pub const GEMMESH_STORED_OUTPUT: u32 = 0;
 pub const GEMMESH_STORED_F16: u32 = 1;
 pub const GEMMESH_STORED_E4M3: u32 = 2;
+pub const GEMMESH_STORED_F32: u32 = 3;
 pub const GEMMESH_MAX_WORLD: u32 = 64;
 pub const GEMMESH_MAX_FLAGS: u32 = 4096;
 pub const GEMMESH_REFRESH: u32 = 268435456;
@@ -159,7 +161,8 @@ pub struct GemmeshCopyTask {
     pub bytes: u32,
     pub peer: u32,
     pub flag: u32,
-    pub reserved: [u32; 3usize],
+    pub beside_bytes: u32,
+    pub beside_offset: u64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -173,8 +176,10 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshCopyTask, peer) - 12usize];
     ["Offset of field: GemmeshCopyTask::flag"]
         [::core::mem::offset_of!(GemmeshCopyTask, flag) - 16usize];
-    ["Offset of field: GemmeshCopyTask::reserved"]
-        [::core::mem::offset_of!(GemmeshCopyTask, reserved) - 20usize];
+    ["Offset of field: GemmeshCopyTask::beside_bytes"]
+        [::core::mem::offset_of!(GemmeshCopyTask, beside_bytes) - 20usize];
+    ["Offset of field: GemmeshCopyTask::beside_offset"]
+        [::core::mem::offset_of!(GemmeshCopyTask, beside_offset) - 24usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -247,10 +252,11 @@ pub struct GemmeshPeers {
     pub world: u32,
     pub mailboxes: [*mut GemmeshMailbox; 64usize],
     pub rows: [*mut ::core::ffi::c_void; 64usize],
+    pub beside: [*mut ::core::ffi::c_void; 64usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshPeers"][::core::mem::size_of::<GemmeshPeers>() - 1072usize];
+    ["Size of GemmeshPeers"][::core::mem::size_of::<GemmeshPeers>() - 1584usize];
     ["Alignment of GemmeshPeers"][::core::mem::align_of::<GemmeshPeers>() - 8usize];
     ["Offset of field: GemmeshPeers::push_epoch"]
         [::core::mem::offset_of!(GemmeshPeers, push_epoch) - 0usize];
@@ -269,6 +275,8 @@ const _: () = {
     ["Offset of field: GemmeshPeers::mailboxes"]
         [::core::mem::offset_of!(GemmeshPeers, mailboxes) - 48usize];
     ["Offset of field: GemmeshPeers::rows"][::core::mem::offset_of!(GemmeshPeers, rows) - 560usize];
+    ["Offset of field: GemmeshPeers::beside"]
+        [::core::mem::offset_of!(GemmeshPeers, beside) - 1072usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -434,7 +442,7 @@ pub struct GemmeshParams {
     pub recording: u32,
     pub tile_rows: u32,
     pub row_flags: u32,
-    pub reserved: u32,
+    pub is_fast: u32,
     pub constant_weights: u32,
     pub outputs: [GemmeshOutput; 4usize],
     pub scales: GemmeshScales,
@@ -443,7 +451,7 @@ pub struct GemmeshParams {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1720usize];
+    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 2232usize];
     ["Alignment of GemmeshParams"][::core::mem::align_of::<GemmeshParams>() - 8usize];
     ["Offset of field: GemmeshParams::tiles"]
         [::core::mem::offset_of!(GemmeshParams, tiles) - 0usize];
@@ -491,8 +499,8 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshParams, tile_rows) - 128usize];
     ["Offset of field: GemmeshParams::row_flags"]
         [::core::mem::offset_of!(GemmeshParams, row_flags) - 132usize];
-    ["Offset of field: GemmeshParams::reserved"]
-        [::core::mem::offset_of!(GemmeshParams, reserved) - 136usize];
+    ["Offset of field: GemmeshParams::is_fast"]
+        [::core::mem::offset_of!(GemmeshParams, is_fast) - 136usize];
     ["Offset of field: GemmeshParams::constant_weights"]
         [::core::mem::offset_of!(GemmeshParams, constant_weights) - 140usize];
     ["Offset of field: GemmeshParams::outputs"]
@@ -502,7 +510,7 @@ const _: () = {
     ["Offset of field: GemmeshParams::peers"]
         [::core::mem::offset_of!(GemmeshParams, peers) - 512usize];
     ["Offset of field: GemmeshParams::low_latency"]
-        [::core::mem::offset_of!(GemmeshParams, low_latency) - 1584usize];
+        [::core::mem::offset_of!(GemmeshParams, low_latency) - 2096usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -596,7 +604,7 @@ pub struct GemmeshReduction {
     pub rows: u32,
     pub n: u32,
     pub activation: u32,
-    pub is_f32: u32,
+    pub stored_type: u32,
     pub reserved: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
@@ -625,8 +633,8 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshReduction, n) - 1072usize];
     ["Offset of field: GemmeshReduction::activation"]
         [::core::mem::offset_of!(GemmeshReduction, activation) - 1076usize];
-    ["Offset of field: GemmeshReduction::is_f32"]
-        [::core::mem::offset_of!(GemmeshReduction, is_f32) - 1080usize];
+    ["Offset of field: GemmeshReduction::stored_type"]
+        [::core::mem::offset_of!(GemmeshReduction, stored_type) - 1080usize];
     ["Offset of field: GemmeshReduction::reserved"]
         [::core::mem::offset_of!(GemmeshReduction, reserved) - 1084usize];
 };

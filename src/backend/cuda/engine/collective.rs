@@ -49,7 +49,7 @@ pub fn reduce(
     };
     if let Some(scales) = reduction.sum.scales {
         let told = reduction::quantization(&program.schedule, reduction, scales, operands)?;
-        return quantize(stream, *kernel, told);
+        return quantize(stream, *kernel, false, told);
     }
     let rows = rows.unwrap_or(0..reduction.rows);
     let mut sums = reduction::sums(&program.schedule, reduction, rows, operands)?;
@@ -63,13 +63,18 @@ pub fn reduce(
     }
 }
 
-/// Launches the kernel that quantises rows, behind the work that makes them.
+/// Launches the kernel that quantises rows, behind the work that makes them. `begins_early`: before a kernel that does so
+/// has ended.
 pub fn quantize(
     stream: &Stream,
     kernel: ReductionKernel,
+    begins_early: bool,
     mut told: GemmeshQuantization,
 ) -> Result<()> {
-    let shape = LaunchShape::new(kernel.grid_of_blocks(&told), GEMMESH_REDUCE_THREADS);
+    let shape = LaunchShape {
+        begins_early,
+        ..LaunchShape::new(kernel.grid_of_blocks(&told), GEMMESH_REDUCE_THREADS)
+    };
     let mut arguments = [(&raw mut told).cast()];
     // SAFETY: the argument is what abi.h says. The matrices are alive until the stream has passed, as in
     // `product::launch`.

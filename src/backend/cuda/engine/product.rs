@@ -23,5 +23,5 @@ pub fn launch(stream: &Stream, launch: &ProductLaunch) -> Result<()> {
     }
     launch
         .quantized()
-        .try_for_each(|(kernel, told)| collective::quantize(stream, kernel, told))
+        .try_for_each(|(of, told)| collective::quantize(stream, of.kernel, of.begins_early, told))
 }

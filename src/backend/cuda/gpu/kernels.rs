@@ -259,8 +259,9 @@ impl Kernels {
     /// [`Error::NoKernel`] names the kernels that can.
     pub fn check_product(&self, rank: usize, product: &Product, variant: Variant) -> Result<()> {
         let (config, gated, layout) = (&product.config, product.gated, product.weight_layout);
+        let is_fast = product.is_fast();
         let with_shape = |i: &Instance| configured(i.shape, config);
-        let can = |i: &Instance| multiplies(i.shape, gated, layout);
+        let can = |i: &Instance| multiplies(i.shape, gated, layout, is_fast);
         let mut of = self.instances.iter().filter(|i| i.is_asked(config));
         // With swap_ab, the two halves of a gated tile would be added separately.
         let sliced = config.tile.k_slices > 1;
@@ -271,7 +272,8 @@ impl Kernels {
         let form = match (gated, layout) {
             (true, WeightLayout::Nk) => "with a gate",
             (true, WeightLayout::Kn) => "with a gate, of weights [K, N]",
-            (false, _) => "of weights [K, N]",
+            (false, WeightLayout::Kn) => "of weights [K, N]",
+            (false, WeightLayout::Nk) => "with fast accumulation",
         };
         let slices = if apart { ", in slices of K" } else { "" };
         let known = self
@@ -365,21 +367,22 @@ pub fn configs(
     dtypes: [DType; 2],
     form: &Form,
 ) -> impl Iterator<Item = Config> + use<> {
-    let (gated, layout) = (form.gated, form.weights);
+    let (gated, layout, is_fast) = (form.gated, form.weights, form.is_fast());
     let has = move |(family, shape): &(&Family, &Shape)| {
         let mut variants = family.variants(shape);
-        variants.any(|of| of == variant) && multiplies(shape, gated, layout)
+        variants.any(|of| of == variant) && multiplies(shape, gated, layout, is_fast)
     };
     let configured = move |(_, shape)| configured(shape, &base);
     shapes(dtypes).filter(has).map(configured)
 }
 
 /// Whether kernels of a shape can compute products of this form.
-fn multiplies(shape: &Shape, gated: bool, layout: WeightLayout) -> bool {
+fn multiplies(shape: &Shape, gated: bool, layout: WeightLayout, is_fast: bool) -> bool {
+    let sums = !is_fast || shape.can_be_fast() || !list::promotes(shape.tile_k);
     let lies = layout == WeightLayout::Nk || shape.takes_kn();
     // Each block of 64 columns must belong to one weight.
     let apart = !(gated && layout == WeightLayout::Kn) || shape.gate_rows().is_multiple_of(64);
-    lies && apart && (!gated || shape.is_gated())
+    sums && lies && apart && (!gated || shape.is_gated())
 }
 
 /// `base` with a shape.
@@ -420,7 +423,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::backend::cuda::abi::{GEMMESH_STAGE_ROW, GEMMESH_THREADS};
+    use crate::backend::cuda::abi::{GEMMESH_FAST_COLUMNS, GEMMESH_STAGE_ROW, GEMMESH_THREADS};
 
     #[test]
     fn a_program_that_was_built_without_kernels_says_so() {
@@ -458,6 +461,7 @@ mod tests {
                 family, elements, ..
             } = cubin;
             assert_eq!(family.threads, GEMMESH_THREADS);
+            assert_eq!(list::FAST_COLUMNS, GEMMESH_FAST_COLUMNS);
             let all = |shape| {
                 let variants = family.variants(shape);
                 variants.map(move |variant| family.kernel(elements, shape, variant))

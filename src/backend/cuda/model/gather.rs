@@ -215,8 +215,7 @@ fn moved(rates: &Rates, problem: &Problem, pushes: bool) -> (Route, Chunking) {
     let copies_begin = start + world as f64 * chunk;
     match pushes {
         false => (Route::Pull, Chunking::new(1)),
-        // Kernels store no scales.
-        true if problem.beside.is_none() && (bytes - shard) / STORED_INSTEAD <= copies_begin => {
+        true if (bytes - shard) / STORED_INSTEAD <= copies_begin => {
             (Route::Store, Chunking::new(1))
         }
         true => {

@@ -165,8 +165,12 @@ fn cuts(problem: &Problem) -> &'static [(Route, usize, usize)] {
 
 /// What the ranks agree on, independent of K: the route, the pieces and, for one-shot partials, the tiles.
 fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
-    // The choice does not depend on the layout of a rank's weight either.
-    let kernels: Vec<[KernelModel; 2]> = configs(rates, WHOLE, &problem.dtypes, &Form::default())
+    // The choice does not depend on the layout of a rank's weight either, nor on its scales.
+    let form = Form {
+        accumulation: problem.form.accumulation,
+        ..Form::default()
+    };
+    let kernels: Vec<[KernelModel; 2]> = configs(rates, WHOLE, &problem.dtypes, &form)
         .filter(|config| config.check_numerics(numerics).is_ok())
         .map(|config| DEPTHS.map(|depth| KernelModel::new(rates, problem, depth, config)))
         .collect();

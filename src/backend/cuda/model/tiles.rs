@@ -32,6 +32,8 @@ pub enum Arithmetic {
     Promoted,
     /// fp8, whose blocks have scales.
     Scaled,
+    /// fp8, whose sums are not promoted.
+    Fast,
 }
 
 impl Arithmetic {
@@ -39,6 +41,7 @@ impl Arithmetic {
         match problem.dtypes.operands.is_fp8() {
             false => Arithmetic::Half,
             true if problem.form.a_scaling.has_blocks() => Arithmetic::Scaled,
+            true if problem.form.is_fast() => Arithmetic::Fast,
             true => Arithmetic::Promoted,
         }
     }
@@ -47,7 +50,7 @@ impl Arithmetic {
     fn bytes(self) -> usize {
         match self {
             Arithmetic::Half => 2,
-            Arithmetic::Promoted | Arithmetic::Scaled => 1,
+            Arithmetic::Promoted | Arithmetic::Scaled | Arithmetic::Fast => 1,
         }
     }
 
@@ -57,6 +60,8 @@ impl Arithmetic {
             Arithmetic::Half => (rates.operations, rates.step),
             Arithmetic::Promoted => (rates.promoted, rates.promoted_step),
             Arithmetic::Scaled => (rates.scaled, rates.promoted_step),
+            // A step has twice as much of K.
+            Arithmetic::Fast => (2.0 * rates.operations, rates.step),
         }
     }
 }

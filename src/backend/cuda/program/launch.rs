@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use super::operands::{self, Operands};
 use super::params::{self, CallNumbers};
 use super::product::ProductKernel;
-use super::reduction::ReductionKernel;
+use super::quantized::QuantizedBehind;
 use super::sm90::Maps;
 use crate::backend::cuda::abi::{
     GEMMESH_IDENTITY, GEMMESH_STORED_OUTPUT, GemmeshOutput, GemmeshParams, GemmeshQuantization,
@@ -118,12 +118,10 @@ impl<'p> ProductLaunch<'p> {
         self.maps.arguments(&self.params, sums)
     }
 
-    /// The kernel that quantises the results, with its parameters for each output. It is launched behind this one.
-    pub fn quantized(&self) -> impl Iterator<Item = (ReductionKernel, GemmeshQuantization)> {
-        let kernel = self.kernel.quantized.map(|of| of.kernel);
-        kernel
-            .into_iter()
-            .flat_map(|kernel| self.quantized.iter().map(move |told| (kernel, *told)))
+    /// What the results are quantised by, with its parameters for each output. It is launched behind this kernel.
+    pub fn quantized(&self) -> impl Iterator<Item = (QuantizedBehind, GemmeshQuantization)> {
+        let behind = self.kernel.quantized.into_iter();
+        behind.flat_map(|of| self.quantized.iter().map(move |told| (of, *told)))
     }
 
     /// Adds the spans that the kernel noted. The kernel must have ended.

@@ -190,9 +190,14 @@ fn targets(
         let MatrixSpec { rows, columns, .. } = schedule.matrices()[number];
         add(0, number, 0, rows, columns);
     }
-    // f32 sums are stored without a tensor map.
-    let is_f32 = |number: usize| schedule.matrices()[number].dtype == DType::F32;
-    let out = places.out.as_ref().filter(|(number, _)| !is_f32(*number));
+    // Sums of another type than partials are stored without a tensor map.
+    let is_alike = |number: usize| {
+        let dtype = |number: usize| schedule.matrices()[number].dtype;
+        places
+            .partials
+            .is_none_or(|partials| dtype(number) == dtype(partials))
+    };
+    let out = places.out.as_ref().filter(|(number, _)| is_alike(*number));
     if let Some((number, rows)) = out {
         add(TARGETS, *number, rows.start, rows.len(), product.n());
     }

@@ -15,6 +15,7 @@ use crate::backend::cuda::shared::Shared;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
 use crate::schedule::layout::MAX_WORLD;
+use crate::schedule::plan::matrices::BESIDE;
 use crate::schedule::{Activation, MAX_WEIGHTS, Route, Schedule};
 
 /// Kernel parameters that are the same at each call.
@@ -75,7 +76,7 @@ pub fn fixed(
         recording: 0,
         tile_rows: 0,
         row_flags: 0,
-        reserved: 0,
+        is_fast: 0,
         constant_weights: 0,
         outputs: [NO_OUTPUT; MAX_WEIGHTS],
         scales: GemmeshScales {
@@ -120,6 +121,7 @@ fn peers(
         world: members.world as u32,
         mailboxes,
         rows: [std::ptr::null_mut(); MAX_WORLD],
+        beside: [std::ptr::null_mut(); MAX_WORLD],
     }
 }
 
@@ -143,8 +145,11 @@ pub fn of_call(
         // A kernel cannot see whether all ranks have begun the call. The monitor can, and writes the abort word.
         None => params.deadline_ns = u64::MAX,
     }
-    for (peer, rows) in params.peers.rows.iter_mut().enumerate().take(world) {
-        *rows = operands.of_rank(stored, peer).unwrap_or(0) as *mut c_void;
+    let peers = &mut params.peers;
+    for (to, number) in [(&mut peers.rows, stored), (&mut peers.beside, BESIDE)] {
+        for (peer, rows) in to.iter_mut().enumerate().take(world) {
+            *rows = operands.of_rank(number, peer).unwrap_or(0) as *mut c_void;
+        }
     }
     params
 }

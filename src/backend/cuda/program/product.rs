@@ -113,15 +113,20 @@ fn clusters(instance: &Instance, shared: &Shared, most: usize) -> usize {
 
 /// Whether a kernel that adds no partials begins before the kernel in front of it has ended.
 ///
-/// It gains by that only if it can read its weights meanwhile. Its CTAs hold multiprocessors while they wait, so it must
-/// not begin early if ranks share the GPU, or if its CTAs are limited. Nor does it if its copies are put on streams.
+/// It gains by that only if it can read its weights meanwhile. Nor does it if its copies are put on streams.
 fn begins_early(gpu: &Gpu, shared: &Shared, schedule: &Schedule, product: &Product) -> bool {
-    let is_limited = gpu.most_ctas(Some(product)) != usize::MAX;
     let follows_kernels = match schedule.handshake() {
         true => schedule.is_pushed() && !schedule.uses(Route::Push),
         false => true,
     };
-    product.constant_weights && shared.peers.distinct && !is_limited && follows_kernels
+    product.constant_weights && may_begin_early(gpu, shared, product) && follows_kernels
+}
+
+/// Whether kernels may begin before those in front of them have ended. Their CTAs hold multiprocessors while they wait, so
+/// they must not if ranks share the GPU, or if CTAs are limited.
+fn may_begin_early(gpu: &Gpu, shared: &Shared, product: &Product) -> bool {
+    let is_limited = gpu.most_ctas(Some(product)) != usize::MAX;
+    shared.peers.distinct && !is_limited
 }
 
 impl ProductKernel {
@@ -155,7 +160,10 @@ impl ProductKernel {
             entries,
             places,
             low_latency,
-            quantized,
+            quantized: quantized.map(|mut of| {
+                of.begins_early = may_begin_early(gpu, shared, product);
+                of
+            }),
             stored: DType::Bf16,
             params: Fixed(fixed),
             maps: KnownMaps::default(),
@@ -246,6 +254,7 @@ fn describe(params: &mut GemmeshParams, product: &Product, activation: u32, stor
     params.is_gated = product.gated.into();
     params.is_f32 = (stored == DType::F32).into();
     params.stored_type = stored_type(product, stored);
+    params.is_fast = product.is_fast().into();
     params.b_is_kn = (product.weight_layout == WeightLayout::Kn).into();
     params.constant_weights = product.constant_weights.into();
     for (weight, output) in product.weights.iter().zip(&mut params.outputs) {

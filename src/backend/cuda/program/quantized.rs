@@ -24,6 +24,8 @@ const ALIGNMENT: usize = 16;
 #[derive(Clone, Copy, Debug)]
 pub struct QuantizedBehind {
     pub kernel: ReductionKernel,
+    /// Whether it is launched before the product's kernel has ended, for which it then waits.
+    pub begins_early: bool,
     results: DevicePtr,
 }
 
@@ -77,6 +79,7 @@ impl QuantizedBehind {
         let function = gpu.kernels.quantize(DType::F32);
         Ok(Some(QuantizedBehind {
             kernel: ReductionKernel::of(gpu, schedule, function, DType::F32)?,
+            begins_early: false,
             results: gpu.workspace.partials(),
         }))
     }

@@ -6,7 +6,8 @@ use std::ops::Range;
 use super::operands::{Operand, Operands, output_scales};
 use super::params::function;
 use crate::backend::cuda::abi::{
-    GEMMESH_IDENTITY, GEMMESH_REDUCE_THREADS, GEMMESH_SCALE_BLOCK, GemmeshQuantization,
+    GEMMESH_IDENTITY, GEMMESH_REDUCE_THREADS, GEMMESH_SCALE_BLOCK, GEMMESH_STORED_E4M3,
+    GEMMESH_STORED_F16, GEMMESH_STORED_F32, GEMMESH_STORED_OUTPUT, GemmeshQuantization,
     GemmeshReduction,
 };
 use crate::backend::cuda::driver::Function;
@@ -112,7 +113,19 @@ pub fn sums(
     told.rows = rows.len() as u32;
     told.n = *n as u32;
     told.activation = function(sum.activation);
-    told.is_f32 = (schedule.matrices()[sum.out].dtype == DType::F32).into();
+    let dtype = reduction.dtype(schedule.matrices());
+    told.stored_type = match schedule.matrices()[sum.out].dtype {
+        stored if stored == dtype => GEMMESH_STORED_OUTPUT,
+        DType::F32 => GEMMESH_STORED_F32,
+        DType::F16 => GEMMESH_STORED_F16,
+        DType::F8E4M3 => GEMMESH_STORED_E4M3,
+        other => {
+            return Err(Error::Internal {
+                rank: schedule.rank(),
+                what: format!("a sum of {dtype} is stored as {other}, which no kernel does"),
+            });
+        }
+    };
     Ok(told)
 }
 
@@ -169,6 +182,6 @@ pub const NOTHING_ADDED: GemmeshReduction = GemmeshReduction {
     rows: 0,
     n: 0,
     activation: GEMMESH_IDENTITY,
-    is_f32: 0,
+    stored_type: GEMMESH_STORED_OUTPUT,
     reserved: 0,
 };

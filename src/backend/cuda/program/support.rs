@@ -3,10 +3,10 @@
 use super::block_table::Places;
 use super::low_latency::LowLatencyRows;
 use super::sends;
-use crate::element::DType;
 use crate::refusal::{Refusal, Result};
 use crate::schedule::limits::{limit, require};
-use crate::schedule::{Move, OutputBlock, Route, Schedule, Transfer};
+use crate::schedule::plan::matrices::BESIDE;
+use crate::schedule::{Move, OutputBlock, Product, Route, Schedule, Transfer};
 
 /// Where the rows of a product go.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,25 +63,27 @@ pub fn check(schedule: &Schedule) -> Result<Destination> {
         let waits_for_none = moved.after.is_empty();
         require("transfers must wait for no flags on GPUs", waits_for_none)?;
         if moved.route == Route::Store {
-            limit("regions that a kernel stores", moved.regions.len(), 1, 1)?;
-            let Move { from: region, to } = &moved.regions[0];
-            let what = "a kernel must store rows to the same place of the other rank's memory";
-            require(what, region == to)?;
-            let what = "a kernel must store the matrix that it multiplies";
-            require(what, region.matrix == product.a)?;
-            limit("rows that a kernel stores", region.rows.len(), 1, product.m)?;
-            let spec = &schedule.matrices()[region.matrix];
-            let bytes = spec.extent_of(region, spec.row_bytes()).contiguous();
-            let most = 1 << 31;
-            limit(
-                "bytes of a piece that a kernel stores",
-                bytes.unwrap_or(usize::MAX),
-                1,
-                most,
-            )?;
+            check_stored(schedule, product, moved)?;
         }
     }
     Ok(Destination::One)
+}
+
+/// Checks rows that a product's kernel stores: those of the matrix that it multiplies, and of a second one beside it.
+fn check_stored(schedule: &Schedule, product: &Product, moved: &Transfer) -> Result<()> {
+    limit("regions that a kernel stores", moved.regions.len(), 1, 2)?;
+    for (Move { from: region, to }, matrix) in moved.regions.iter().zip([product.a, BESIDE]) {
+        let what = "a kernel must store rows to the same place of the other rank's memory";
+        require(what, region == to)?;
+        let what = "a kernel must store the matrix that it multiplies, and one beside it";
+        require(what, region.matrix == matrix)?;
+        limit("rows that a kernel stores", region.rows.len(), 1, product.m)?;
+        let spec = &schedule.matrices()[region.matrix];
+        let bytes = spec.extent_of(region, spec.row_bytes()).contiguous();
+        let bytes = bytes.unwrap_or(usize::MAX);
+        limit("bytes of a piece that a kernel stores", bytes, 1, 1 << 31)?;
+    }
+    Ok(())
 }
 
 /// Checks that no rows are added and then quantised.
@@ -90,7 +92,7 @@ fn check_quantised(schedule: &Schedule) -> Result<()> {
     limit("what is added and quantised on GPUs", added, 0, 1)
 }
 
-/// Checks the types in which sums over ranks are stored.
+/// Checks the types in which sums over ranks are stored. Those that are sent on have the type of their addends.
 fn check_sums(schedule: &Schedule) -> Result<()> {
     let blocks = schedule.product().map(|product| &product.blocks[..]);
     let of_blocks = blocks.unwrap_or_default().iter().map(|block| &block.sum);
@@ -100,9 +102,11 @@ fn check_sums(schedule: &Schedule) -> Result<()> {
         .filter(|sum| !sum.addends.is_empty())
     {
         let stored = schedule.matrices()[sum.out].dtype;
-        let is_rounded = stored == sum.dtype(schedule.matrices());
-        if !is_rounded && stored != DType::F32 {
-            let what = format!("sums over ranks of {stored} on GPUs: use bf16 or f32");
+        let dtype = sum.dtype(schedule.matrices());
+        let mut regions = schedule.moves().flat_map(|moved| &moved.regions);
+        let is_sent = regions.any(|region| region.from.matrix == sum.out);
+        if is_sent && stored != dtype {
+            let what = format!("sums over all ranks of {stored} on GPUs: use {dtype}");
             return Err(Refusal::Unsupported { what });
         }
     }
@@ -128,6 +132,7 @@ pub fn commands(schedule: &Schedule) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::element::DType;
     use crate::error::Error;
     use crate::schedule::Operation::{
         self, AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, MultiplyPartials,
@@ -240,21 +245,28 @@ mod tests {
     }
 
     #[test]
-    fn sums_of_fp8_are_stored_in_the_type_of_their_addends_or_in_f32() {
+    fn sums_of_fp8_that_are_sent_on_have_the_type_of_their_addends() {
         let stored = |operation, output| {
+            // Fewer bytes would be added everywhere, and not sent on.
             let mut problem = Problem {
-                n: 16,
-                ..problem(operation, &[8; 2])
+                n: 8192,
+                ..problem(operation, &[300; 2])
             };
-            problem.layout = Layout::new(&[8; 2], 16).unwrap();
+            problem.layout = Layout::new(&[300; 2], 16).unwrap();
             problem.dtypes = DTypes::of_product([DType::F8E4M3; 2], output, None).unwrap();
-            let schedule = |route| plan(&problem, 0, CONFIG.with_route(route)).unwrap();
+            let mut config = CONFIG;
+            config.tile = TileShape::new(128, 256, 8);
+            let schedule = |route| plan(&problem, 0, config.with_route(route)).unwrap();
             [Route::Pull, Route::Push, Route::Store].map(|route| check(&schedule(route)).is_ok())
         };
         for operation in [MatmulReduceScatter, MatmulAllReduce] {
             assert_eq!(stored(operation, DType::Bf16), [true; 3], "{operation}");
-            assert_eq!(stored(operation, DType::F8E4M3), [false; 3], "{operation}");
         }
-        assert_eq!(stored(MatmulReduceScatter, DType::F32), [true; 3]);
+        for dtype in [DType::F32, DType::F16, DType::F8E4M3] {
+            assert_eq!(stored(MatmulReduceScatter, dtype), [true; 3], "{dtype}");
+        }
+        // Pulled partials are added everywhere.
+        let pulled_only = [true, false, false];
+        assert_eq!(stored(MatmulAllReduce, DType::F8E4M3), pulled_only);
     }
 }

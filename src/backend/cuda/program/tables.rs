@@ -98,18 +98,25 @@ fn tasks(schedule: &Schedule) -> Vec<GemmeshCopyTask> {
     let stored = schedule
         .moves()
         .filter(|transfer| transfer.route == Route::Store && transfer.produced.is_none());
-    let tasks = stored.flat_map(|transfer| {
-        transfer.regions.iter().map(move |moved| {
+    let tasks = stored.map(|transfer| {
+        let piece = |number: usize| {
+            let Some(moved) = transfer.regions.get(number) else {
+                return (0, 0);
+            };
             let spec = &schedule.matrices()[moved.from.matrix];
             let extent = spec.extent_of(&moved.from, spec.row_bytes());
-            GemmeshCopyTask {
-                offset: extent.offset as u64,
-                bytes: extent.contiguous().unwrap_or(0) as u32,
-                peer: transfer.to as u32,
-                flag: transfer.flag as u32,
-                reserved: [0; 3],
-            }
-        })
+            let bytes = extent.contiguous().unwrap_or(0);
+            (extent.offset as u64, bytes as u32)
+        };
+        let ((offset, bytes), (beside_offset, beside_bytes)) = (piece(0), piece(1));
+        GemmeshCopyTask {
+            offset,
+            bytes,
+            peer: transfer.to as u32,
+            flag: transfer.flag as u32,
+            beside_bytes,
+            beside_offset,
+        }
     });
     let mut all = Vec::with_capacity(schedule.moves().count());
     all.extend(tasks);
