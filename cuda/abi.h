@@ -304,9 +304,10 @@ typedef struct GemmeshOutput {
 /* How operands of 8 bits are scaled. Scales are f32.
  *
  * Sums are promoted to f32 every GEMMESH_SCALE_BLOCK columns of K, because the tensor cores' accumulators keep fewer
- * bits; except if GemmeshParams.is_fast is not zero. If `a_block` is zero, a sum is multiplied by its weight's scale and then by that of its row of `a`. Otherwise each
- * promoted part is multiplied by the product of its blocks' scales: of 1 x GEMMESH_SCALE_BLOCK elements of `a`, and of
- * GEMMESH_SCALE_BLOCK x GEMMESH_SCALE_BLOCK of `b`, whose scales are side by side along K. */
+ * bits; except if GemmeshParams.is_fast is not zero. If `a_block` is zero, a sum is multiplied by its weight's scale and
+ * then by that of its row of `a`. Otherwise each promoted part is multiplied by the product of its blocks' scales: of
+ * 1 x GEMMESH_SCALE_BLOCK elements of `a`, and of GEMMESH_SCALE_BLOCK x GEMMESH_SCALE_BLOCK of `b`, whose scales are side
+ * by side along K. */
 typedef struct GemmeshScales {
     const float *a;      /* null: 1, as GemmeshOutput.scales */
     uint32_t a_row;      /* floats from the scale of a row of `a` to that of the next; 0: all have one */

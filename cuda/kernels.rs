@@ -271,7 +271,7 @@ const CONSUMERS: u32 = 2;
 const BAND_ROWS: u32 = 64;
 /// Bytes of a row of a stage.
 const STAGE_ROW: u32 = 128;
-/// Wider tiles have no registers for both ways to sum up fp8.
+/// Wider tiles have no registers for both ways to sum up fp8, so they always promote sums.
 pub const FAST_COLUMNS: u32 = 176;
 /// Columns of a row that have one scale, if outputs are quantised.
 const QUANTIZED_COLUMNS: u32 = 128;
@@ -342,11 +342,6 @@ impl Shape {
             true => self.split <= CONSUMER_WARPS / 2,
             false => has_scales && (self.tile_m == BAND_ROWS || self.tile_n >= 2 * BOX_COLUMNS),
         }
-    }
-
-    /// Whether sums need not be promoted, although they can be.
-    pub fn can_be_fast(&self) -> bool {
-        self.tile_n <= FAST_COLUMNS
     }
 
     /// Whether each warp of a product has whole blocks of its output's columns, so that it can make their scales.

@@ -36,8 +36,8 @@
 // factors of its results, or gets one of them from one other thread (Config::kGateRows).
 //
 // Sums of elements of 8 bits are promoted to f32 after each step through K, and scaled (promoted.cuh), unless the caller
-// wants them fast. The scales of
-// blocks come through the ring with their rows (scales.cuh). Scales of whole rows and columns are applied at the end.
+// wants them fast. The scales of blocks come through the ring with their rows (scales.cuh). Scales of whole rows and columns
+// are applied at the end.
 //
 // A plain kernel (kPlain) has no code for bias, activation, gate, residual, f32 and [K, N]. Most products need none of
 // them, and pay for code that they do not use (Config::kPlain). A kernel for a product alone (kAlone) is plain, and has

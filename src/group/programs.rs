@@ -1,5 +1,6 @@
 //! Programs that a group keeps for later calls, and the memory of partial sums, which its operations share.
 
+use std::borrow::Cow;
 use std::panic::Location;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
@@ -11,7 +12,7 @@ use crate::refusal;
 use crate::resources::require_available;
 use crate::schedule::plan::matrices::PARTIALS;
 use crate::schedule::plan::{plan, tile_order};
-use crate::schedule::{Agreed, Config, Problem, Schedule};
+use crate::schedule::{Accumulation, Agreed, Config, Numerics, Problem, Schedule};
 
 /// A list of tiles of more bytes than this is asked for before it is made.
 const LONG_LIST: usize = 1 << 20;
@@ -91,6 +92,12 @@ impl<B: Backend> Group<B> {
             numerics,
             ..
         } = self.inner();
+        let mut problem = Cow::Borrowed(problem);
+        // Not all kernels have fast sums, and which one runs depends on M.
+        if *numerics == Numerics::Invariant && problem.form.accumulation == Accumulation::Fast {
+            problem.to_mut().form.accumulation = Accumulation::Promoted;
+        }
+        let problem = &*problem;
         let config = config.unwrap_or_else(|| {
             let rows = problem.layout.with_a_row();
             let with_a_row = rows.map(|layout| Problem {

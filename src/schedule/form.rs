@@ -71,9 +71,10 @@ pub enum Accumulation {
     /// Every 128 of K are summed separately. These sums are then added in f32.
     #[default]
     Promoted,
-    /// On GPUs all of K is summed by tensor cores, which keep about 13 bits of a sum of fp8. It takes less time, and the
-    /// error grows with K: up to (K/32 + 1) · 2⁻¹³ of Σ|a·b|, where `Promoted` stays below 2⁻¹². Operands with scales of
-    /// blocks, and the host, sum up as with `Promoted`.
+    /// On GPUs all of K may be summed by tensor cores, which keep about 13 bits of a sum of fp8. It takes less time, and the
+    /// error grows with K: up to (K/32 + 1) · 2⁻¹³ of Σ|a·b|, where `Promoted` stays below 2⁻¹². Kernels with tiles of up to
+    /// 176 columns do so. All others sum up as with `Promoted`, and so do the host, operands with scales of blocks, and
+    /// groups of [`Numerics::Invariant`](crate::Numerics::Invariant).
     Fast,
 }
 

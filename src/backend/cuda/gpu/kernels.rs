@@ -259,9 +259,8 @@ impl Kernels {
     /// [`Error::NoKernel`] names the kernels that can.
     pub fn check_product(&self, rank: usize, product: &Product, variant: Variant) -> Result<()> {
         let (config, gated, layout) = (&product.config, product.gated, product.weight_layout);
-        let is_fast = product.is_fast();
         let with_shape = |i: &Instance| configured(i.shape, config);
-        let can = |i: &Instance| multiplies(i.shape, gated, layout, is_fast);
+        let can = |i: &Instance| multiplies(i.shape, gated, layout);
         let mut of = self.instances.iter().filter(|i| i.is_asked(config));
         // With swap_ab, the two halves of a gated tile would be added separately.
         let sliced = config.tile.k_slices > 1;
@@ -272,8 +271,7 @@ impl Kernels {
         let form = match (gated, layout) {
             (true, WeightLayout::Nk) => "with a gate",
             (true, WeightLayout::Kn) => "with a gate, of weights [K, N]",
-            (false, WeightLayout::Kn) => "of weights [K, N]",
-            (false, WeightLayout::Nk) => "with fast accumulation",
+            (false, _) => "of weights [K, N]",
         };
         let slices = if apart { ", in slices of K" } else { "" };
         let known = self
@@ -328,6 +326,11 @@ pub fn is_pingpong(config: &Config, variant: Variant) -> bool {
     list::is_pingpong(shape, tile.split_k as u32, variant)
 }
 
+/// Whether the configuration's kernel can sum up fp8 without promotion.
+pub fn can_be_fast(config: &Config) -> bool {
+    config.tile.n <= list::FAST_COLUMNS as usize
+}
+
 /// Whether the configuration's kernel quantises its results. If not, they are quantised behind it.
 pub fn quantizes(config: &Config, gated: bool, scaling: Scaling) -> bool {
     let tile = &config.tile;
@@ -367,22 +370,21 @@ pub fn configs(
     dtypes: [DType; 2],
     form: &Form,
 ) -> impl Iterator<Item = Config> + use<> {
-    let (gated, layout, is_fast) = (form.gated, form.weights, form.is_fast());
+    let (gated, layout) = (form.gated, form.weights);
     let has = move |(family, shape): &(&Family, &Shape)| {
         let mut variants = family.variants(shape);
-        variants.any(|of| of == variant) && multiplies(shape, gated, layout, is_fast)
+        variants.any(|of| of == variant) && multiplies(shape, gated, layout)
     };
     let configured = move |(_, shape)| configured(shape, &base);
     shapes(dtypes).filter(has).map(configured)
 }
 
 /// Whether kernels of a shape can compute products of this form.
-fn multiplies(shape: &Shape, gated: bool, layout: WeightLayout, is_fast: bool) -> bool {
-    let sums = !is_fast || shape.can_be_fast() || !list::promotes(shape.tile_k);
+fn multiplies(shape: &Shape, gated: bool, layout: WeightLayout) -> bool {
     let lies = layout == WeightLayout::Nk || shape.takes_kn();
     // Each block of 64 columns must belong to one weight.
     let apart = !(gated && layout == WeightLayout::Kn) || shape.gate_rows().is_multiple_of(64);
-    sums && lies && apart && (!gated || shape.is_gated())
+    lies && apart && (!gated || shape.is_gated())
 }
 
 /// `base` with a shape.

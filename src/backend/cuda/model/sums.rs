@@ -165,12 +165,8 @@ fn cuts(problem: &Problem) -> &'static [(Route, usize, usize)] {
 
 /// What the ranks agree on, independent of K: the route, the pieces and, for one-shot partials, the tiles.
 fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
-    // The choice does not depend on the layout of a rank's weight either, nor on its scales.
-    let form = Form {
-        accumulation: problem.form.accumulation,
-        ..Form::default()
-    };
-    let kernels: Vec<[KernelModel; 2]> = configs(rates, WHOLE, &problem.dtypes, &form)
+    // The choice does not depend on the layout of a rank's weight either.
+    let kernels: Vec<[KernelModel; 2]> = configs(rates, WHOLE, &problem.dtypes, &Form::default())
         .filter(|config| config.check_numerics(numerics).is_ok())
         .map(|config| DEPTHS.map(|depth| KernelModel::new(rates, problem, depth, config)))
         .collect();
@@ -280,7 +276,7 @@ impl KernelModel {
     /// `depth`: the K that is summed over.
     fn new(rates: &Rates, problem: &Problem, depth: usize, config: Config) -> KernelModel {
         let shape = [problem.layout.m(), problem.n, depth];
-        let arithmetic = Arithmetic::of(problem);
+        let arithmetic = Arithmetic::of(problem, &config);
         let tiles = Tiles::new(rates, &config, Variant::Sums, shape, arithmetic);
         let of_tile = tiles.wave(tiles.slots.min(tiles.entries));
         KernelModel {

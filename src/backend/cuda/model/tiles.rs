@@ -37,11 +37,12 @@ pub enum Arithmetic {
 }
 
 impl Arithmetic {
-    pub fn of(problem: &Problem) -> Arithmetic {
+    /// How the kernel of a configuration multiplies.
+    pub fn of(problem: &Problem, config: &Config) -> Arithmetic {
         match problem.dtypes.operands.is_fp8() {
             false => Arithmetic::Half,
             true if problem.form.a_scaling.has_blocks() => Arithmetic::Scaled,
-            true if problem.form.is_fast() => Arithmetic::Fast,
+            true if problem.form.is_fast() && kernels::can_be_fast(config) => Arithmetic::Fast,
             true => Arithmetic::Promoted,
         }
     }
@@ -60,8 +61,8 @@ impl Arithmetic {
             Arithmetic::Half => (rates.operations, rates.step),
             Arithmetic::Promoted => (rates.promoted, rates.promoted_step),
             Arithmetic::Scaled => (rates.scaled, rates.promoted_step),
-            // A step has twice as much of K.
-            Arithmetic::Fast => (2.0 * rates.operations, rates.step),
+            // No wide tile is fast, so the tensor cores wait for loads.
+            Arithmetic::Fast => (0.95 * rates.promoted, rates.step),
         }
     }
 }
@@ -140,7 +141,9 @@ pub fn begins_early(problem: &Problem) -> bool {
 /// The time of the kernel that quantises a product's results, if its own kernel does not. Without end if it cannot.
 fn quantized_behind(rates: &Rates, problem: &Problem, config: &Config) -> f64 {
     /// A launch on a stream that is busy.
-    const LAUNCH: f64 = 2.5;
+    const LAUNCH: f64 = 2.0;
+    /// Results are written and read.
+    const TWICE: f64 = 2.0;
     let Problem {
         form, n, layout, ..
     } = problem;
@@ -152,7 +155,7 @@ fn quantized_behind(rates: &Rates, problem: &Problem, config: &Config) -> f64 {
     match result_bytes(config, gated, of, layout.m(), widths.iter().copied()) {
         None => 0.0,
         Some(bytes) if !fit(config, bytes) => f64::INFINITY,
-        Some(bytes) => LAUNCH + bytes as f64 / rates.read,
+        Some(bytes) => LAUNCH + TWICE * bytes as f64 / rates.read,
     }
 }
 
@@ -216,7 +219,7 @@ impl<'a> Tiles<'a> {
         };
         let shape = [problem.layout.m(), n, problem.layout.k()];
         let variant = variant_of(problem, config);
-        let arithmetic = Arithmetic::of(problem);
+        let arithmetic = Arithmetic::of(problem, config);
         let tiles = Tiles::new(rates, config, variant, shape, arithmetic);
         let gathered = !problem.operation.is_sum() && problem.layout.world() > 1;
         // Rows arrive at some CTAs' tiles before others', so these CTAs do not load at the same time.

@@ -17,7 +17,7 @@ use crate::backend::cuda::abi::{
     GemmeshStore, GemmeshSums, GemmeshTile,
 };
 use crate::backend::cuda::gpu::Gpu;
-use crate::backend::cuda::gpu::kernels::{Instance, Variant};
+use crate::backend::cuda::gpu::kernels::{Instance, Variant, can_be_fast};
 use crate::backend::cuda::shared::Shared;
 use crate::element::DType;
 use crate::refusal::Result;
@@ -254,7 +254,7 @@ fn describe(params: &mut GemmeshParams, product: &Product, activation: u32, stor
     params.is_gated = product.gated.into();
     params.is_f32 = (stored == DType::F32).into();
     params.stored_type = stored_type(product, stored);
-    params.is_fast = product.is_fast().into();
+    params.is_fast = (product.is_fast() && can_be_fast(&product.config)).into();
     params.b_is_kn = (product.weight_layout == WeightLayout::Kn).into();
     params.constant_weights = product.constant_weights.into();
     for (weight, output) in product.weights.iter().zip(&mut params.outputs) {
