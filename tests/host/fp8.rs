@@ -4,8 +4,8 @@ use crate::support::numbers::normal;
 use crate::support::shared::{fp8, quantized_products};
 use crate::test_name;
 use gemmesh::{
-    AllGatherAndConsume, Chunking, Config, Error, F8E4M3, Group, Host, Matmul, Route, TileShape,
-    all_gather_matmul, bf16,
+    Accumulation, AllGatherAndConsume, Chunking, Config, Error, F8E4M3, Group, Host, Matmul, Route,
+    TileShape, all_gather_matmul, bf16,
 };
 
 const ROUTES: [Route; 3] = [Route::Pull, Route::Push, Route::Store];
@@ -78,6 +78,27 @@ fn chunks_of_fp8_are_multiplied_as_they_come() {
         Ok::<_, Error>(())
     };
     Group::threads(3, rank).unwrap();
+}
+
+/// The host has no accumulators of fewer bits.
+#[test]
+fn fast_sums_have_the_bits_of_promoted_ones() {
+    const SHAPE: [usize; 3] = [5, 16, 400];
+    let rank = |group: Group<Host>| {
+        let [m, n, k] = SHAPE;
+        let a = group.upload(&normal::<F8E4M3>(1, m * k), m, k)?;
+        let b = group.upload(&normal::<F8E4M3>(2, n * k), n, k)?;
+        let [fast, promoted] = [Accumulation::Fast, Accumulation::Promoted].map(|accumulation| {
+            let mut out = group.zeros::<f32>(m, n)?;
+            Matmul::new()
+                .accumulation(accumulation)
+                .run(&a, &b, &mut out)?;
+            out.to_vec()
+        });
+        assert_eq!(fast?, promoted?);
+        Ok::<_, Error>(())
+    };
+    Group::threads(1, rank).unwrap();
 }
 
 crate::support::shared::on_backend! {

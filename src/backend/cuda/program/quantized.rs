@@ -127,3 +127,44 @@ impl QuantizedBehind {
         told.collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::cuda::gpu::kernels::{Variant, WIDEST, configs};
+    use crate::schedule::{Chunking, Form, Route};
+
+    fn tiles(dtype: DType) -> Vec<Config> {
+        let base = Config::new(WIDEST, Chunking::new(1), Route::Pull);
+        configs(base, Variant::Forms, [dtype; 2], &Form::default()).collect()
+    }
+
+    #[test]
+    fn kernels_whose_warps_have_whole_blocks_quantise_and_others_leave_results() {
+        let [blocks, given] = [Quantization::blocks(), Quantization::tensor()].map(Some);
+        for config in tiles(DType::F8E4M3) {
+            let bytes = |gated, of| result_bytes(&config, gated, of, 3, [16, 400]);
+            let left = Some(3 * 4 * 416);
+            let [m, n] = [config.tile.m, config.tile.n];
+            // In tiles of 64 rows each consumer has half of the columns.
+            let whole = (m == 128 && n % 128 == 0) || [m, n] == [64, 256];
+            assert_eq!(bytes(false, blocks), left.filter(|_| !whole), "{config:?}");
+            let gated = [m, n] == [128, 256];
+            assert_eq!(bytes(true, blocks), left.filter(|_| !gated), "{config:?}");
+            assert_eq!(bytes(false, given), None);
+            assert_eq!(bytes(false, None), None);
+        }
+        for config in tiles(DType::Bf16) {
+            let bytes = result_bytes(&config, false, given, 3, [16]);
+            assert_eq!(bytes, Some(3 * 64), "{config:?}");
+        }
+    }
+
+    #[test]
+    fn results_fit_that_take_all_of_the_workspace_and_no_slices() {
+        let config = tiles(DType::Bf16)[0];
+        assert!(fit(&config, BYTES) && !fit(&config, BYTES + 1));
+        let tile = config.tile.with_k_slices(2);
+        assert!(!fit(&Config::new(tile, config.chunking, config.route), 64));
+    }
+}
