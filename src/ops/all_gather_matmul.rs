@@ -370,15 +370,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
             let problem = self.options.problem(PRODUCT, layout, &widths, &call)?;
             self.options.check(group, &problem, problem.layout.m())?;
             group.checked_schedule(&problem, self.options.config)?;
-            group.require_whole_pieces("K", k, T::DTYPE)?;
-            let scales = problem.beside.map(|(dtype, columns)| {
-                group.require_whole_pieces(
-                    "⌈K/128⌉, the columns of sharded scales,",
-                    columns,
-                    dtype,
-                )
-            });
-            scales.unwrap_or(Ok(()))
+            group.require_whole_pieces("K", k, T::DTYPE)
         };
         group.answered(PRODUCT.name(), answer())
     }

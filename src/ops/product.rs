@@ -198,7 +198,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
         } = call.output;
         let gathers = operation == Operation::AllGatherMatmul;
         Ok(Problem {
-            beside: scales::beside(call.a_scaling, layout.k(), gathers)?,
+            beside: scales::beside::<B>(call.a_scaling, layout.k(), gathers)?,
             dtypes: DTypes::of_product([self.dtype, call.weights], dtype, quantization)?,
             form,
             ..Problem::new(operation, self.dtype, layout, n)

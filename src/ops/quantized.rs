@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::call::{RawOutput, RawView, require_same_group, require_shape};
+use super::scales::whole_columns;
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{DType, F8E4M3, Value};
@@ -35,6 +36,9 @@ impl<B: Backend> fmt::Debug for Quantized<'_, B> {
 
 impl<'a, B: Backend> Quantized<'a, B> {
     /// Makes a scale for each 128 columns of a row: [M, ⌈N/128⌉]. The last block of a row may have fewer columns.
+    ///
+    /// The matrix may have as many columns as [`ShardedScales::columns_of_blocks`](crate::ShardedScales::columns_of_blocks)
+    /// says, so that it may be the own rows of scales that are gathered. Those behind the scales are not written.
     pub fn blocks(scales: impl Into<MatrixViewMut<'a, B, f32>>) -> Self {
         Quantized::made(scales.into(), Quantization::blocks())
     }
@@ -84,7 +88,13 @@ impl<'a, B: Backend> Quantized<'a, B> {
             _ => "scales of out [1, 1]",
         };
         require_same_group("scales of out", self.group, group)?;
-        require_shape(name, self.quantization.shape(shape), self.shape)
+        let mut expected = self.quantization.shape(shape);
+        let whole = [expected[0], whole_columns::<B>(expected[1])];
+        // The own rows of scales that are gathered may have columns behind.
+        if self.quantization.scaling == Scaling::Blocks && self.shape == whole {
+            expected = whole;
+        }
+        require_shape(name, expected, self.shape)
     }
 
     /// The memory of the scales.

@@ -11,6 +11,7 @@ use crate::matrix::{Matrix, MatrixView, ShardedMatrix};
 use crate::refusal::{Refusal, Result};
 use crate::schedule::limits::require;
 use crate::schedule::plan::matrices::{A, A_SCALES, BESIDE, MATRICES};
+use crate::schedule::scaling::SCALED_BLOCK;
 use crate::schedule::{Layout, Scaling};
 
 /// The scales of an fp8 operand: f32 in this rank's own memory, and how many values share one.
@@ -217,16 +218,49 @@ impl<B: Backend> fmt::Debug for ShardedScales<'_, B> {
 }
 
 impl<'a, B: Backend> ShardedScales<'a, B> {
-    /// One for each row: [M, 1], whose rows are split as those of the operand. They are gathered with it.
+    /// One for each row, in the first column of [M, [`ShardedScales::columns_of_rows`]]. The rows are split as those of the
+    /// operand, and are gathered with it.
     pub fn rows(scales: &'a ShardedMatrix<B, f32>) -> Self {
         ShardedScales(Placed::Sharded(scales.into(), Scaling::ShardedRows))
     }
 
-    /// One for each 128 values of a row: [M, ⌈K/128⌉], whose rows are split as those of the operand. They are gathered
-    /// with it.
+    /// One for each 128 values of a row, in the first columns of [M, [`ShardedScales::columns_of_blocks`]]. The rows are
+    /// split as those of the operand, and are gathered with it.
     pub fn blocks(scales: &'a ShardedMatrix<B, f32>) -> Self {
         ShardedScales(Placed::Sharded(scales.into(), Scaling::ShardedBlocks))
     }
+
+    /// The columns of a matrix of scales of rows: 1. On GPUs they are 4, because rows of sharded matrices are whole pieces of
+    /// 16 bytes. What stands in the others has no meaning.
+    pub fn columns_of_rows() -> usize {
+        whole_columns::<B>(1)
+    }
+
+    /// The columns of a matrix of scales of blocks, for an operand [M, `k`]: ⌈`k`/128⌉. On GPUs they are rounded up to a
+    /// multiple of 4, as [`ShardedScales::columns_of_rows`].
+    ///
+    /// ```
+    /// use gemmesh::{Group, Host, Result, ShardedScales};
+    ///
+    /// fn rank(group: Group<Host>) -> Result<()> {
+    ///     let columns = ShardedScales::<Host>::columns_of_blocks(2304);
+    ///     assert_eq!(columns, 18); // 20 on GPUs
+    ///     let of_x = group.sharded::<f32>(8, columns)?;
+    ///     # let _ = of_x;
+    ///     Ok(())
+    /// }
+    ///
+    /// Group::threads(2, rank)?;
+    /// # Ok::<_, gemmesh::Error>(())
+    /// ```
+    pub fn columns_of_blocks(k: usize) -> usize {
+        whole_columns::<B>(k.div_ceil(SCALED_BLOCK))
+    }
+}
+
+/// So many columns of f32, rounded up to whole pieces of a sharded matrix's rows.
+pub(super) fn whole_columns<B: Backend>(columns: usize) -> usize {
+    columns.next_multiple_of((B::ROW_ALIGNMENT / size_of::<f32>()).max(1))
 }
 
 impl<'a, B: Backend> From<Scales<'a, B>> for ShardedScales<'a, B> {
@@ -445,6 +479,7 @@ impl<'a, B: Backend> RawShardedOperand<'a, B> {
         expected.require(*scaling)?;
         require_same_group("scales of a", shards.group, group)?;
         let ([_, columns], name) = expected.scales.unwrap_or_default();
+        let columns = whole_columns::<B>(columns);
         shards.require_split([name, "scales of a (rows of each rank)"], layout, columns)
     }
 
@@ -472,9 +507,13 @@ impl<'a, B: Backend> RawShardedOperand<'a, B> {
 ///
 /// # Errors
 /// `Refusal::Unsupported` if there is one, but no rows are gathered.
-pub fn beside(scaling: Scaling, k: usize, gathers: bool) -> Result<Option<(DType, usize)>> {
+pub fn beside<B: Backend>(
+    scaling: Scaling,
+    k: usize,
+    gathers: bool,
+) -> Result<Option<(DType, usize)>> {
     let fits = gathers || !scaling.is_sharded();
     require("only scales of rows that are gathered can be sharded", fits)?;
     let shape = scaling.of_rows([1, k]).filter(|_| scaling.is_sharded());
-    Ok(shape.map(|([_, columns], _)| (DType::F32, columns)))
+    Ok(shape.map(|([_, columns], _)| (DType::F32, whole_columns::<B>(columns))))
 }

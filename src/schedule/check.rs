@@ -192,18 +192,27 @@ impl Parts {
             let scales = weight.scales?;
             Some((scales, scales.scaling.of_weight([weight.n, k])))
         });
-        for (ScaleMatrix { matrix, .. }, shape) in of_rows.into_iter().chain(of_weights) {
-            self.check_scale_matrix(matrix, shape.map_or([0, 0], |(shape, _)| shape))?;
+        for (ScaleMatrix { matrix, scaling }, shape) in of_rows.into_iter().chain(of_weights) {
+            let shape = shape.map_or([0, 0], |(shape, _)| shape);
+            self.check_scale_matrix(matrix, shape, scaling.is_sharded())?;
         }
         Ok(())
     }
 
-    fn check_scale_matrix(&self, matrix: usize, [rows, columns]: [usize; 2]) -> Result<()> {
+    fn check_scale_matrix(
+        &self,
+        matrix: usize,
+        [rows, columns]: [usize; 2],
+        is_sharded: bool,
+    ) -> Result<()> {
+        /// Columns behind sharded scales, whose rows are whole pieces of up to 16 bytes.
+        const BEHIND: usize = 3;
         below("a matrix", matrix, self.matrices.len())?;
         let spec = self.matrices[matrix];
         require("scales must be f32", spec.dtype == DType::F32)?;
         limit("rows of scales", spec.rows, rows, rows)?;
-        limit("columns of scales", spec.columns, columns, columns)
+        let most = columns + if is_sharded { BEHIND } else { 0 };
+        limit("columns of scales", spec.columns, columns, most)
     }
 
     fn check_block(&self, product: &Product, block: &OutputBlock) -> Result<()> {
@@ -313,7 +322,7 @@ impl Parts {
         }
         if let Some(scales) = sum.scales {
             let spec = scales.spec(self.matrices[sum.out], n)?;
-            self.check_scale_matrix(scales.matrix, [spec.rows, spec.columns])?;
+            self.check_scale_matrix(scales.matrix, [spec.rows, spec.columns], false)?;
         }
         // Sums are stored in the addends' type, in f32 or in F8E4M3. Those of fp8 add bf16, and may be f16 too.
         match (output, dtype) {

@@ -316,9 +316,38 @@ void reduce(const GemmeshReduction& reduction, Kind kind) {
             }
             sum = function(sum + addend(reduction.bias, 0, column, kind), reduction.activation);
             sum += addend(reduction.residual, row * reduction.residual_pitch, column, kind);
-            const Kind stored = reduction.is_f32 != 0 ? Kind::f32 : kind;
-            store(static_cast<char*>(reduction.out) + row * reduction.out_pitch, column, sum, stored);
+            const Kind stored[] = {kind, Kind::f16, Kind::e4m3, Kind::f32};
+            store(static_cast<char*>(reduction.out) + row * reduction.out_pitch, column, sum, stored[reduction.stored_type]);
         }
+    }
+}
+
+// Quantises values of a row, which begin with a block's first column.
+void quantize(const GemmeshOutputScales& of, std::vector<float>& values, uint64_t row, uint32_t first) {
+    for (uint32_t begin = 0; begin < values.size(); begin += GEMMESH_SCALE_BLOCK) {
+        const uint32_t end = std::min<uint32_t>(begin + GEMMESH_SCALE_BLOCK, values.size());
+        float* scale = of.scales + row * of.row + uint64_t{(first + begin) / GEMMESH_SCALE_BLOCK} * of.block;
+        if (of.row != 0 || of.block != 0) {
+            float amax = 1e-4f;
+            for (uint32_t i = begin; i < end; ++i) amax = std::fmax(amax, std::fabs(values[i]));
+            *scale = amax / 448;
+            int exponent;
+            if (of.power_of_two != 0 && std::isfinite(*scale) && std::frexp(*scale, &exponent) != 0.5f) {
+                *scale = std::ldexp(1.0f, exponent);
+            }
+        }
+        for (uint32_t i = begin; i < end; ++i) values[i] *= 1 / *scale;
+    }
+}
+
+void quantize(const GemmeshQuantization& of, Kind kind) {
+    for (uint32_t row = 0; row < of.rows; ++row) {
+        std::vector<float> values(of.columns);
+        const char* from = static_cast<const char*>(of.from) + row * of.from_pitch;
+        for (uint32_t column = 0; column < of.columns; ++column) values[column] = load(from, column, kind);
+        quantize(of.scales, values, row, 0);
+        char* to = static_cast<char*>(of.to) + row * of.to_pitch;
+        for (uint32_t column = 0; column < of.columns; ++column) store(to, column, values[column], Kind::e4m3);
     }
 }
 
@@ -474,6 +503,10 @@ void multiply(const Operands& operands, const GemmeshParams& params, const Shape
         const GemmeshCopyTask& task = params.peers.tasks[i];
         const char* from = static_cast<const char*>(params.peers.rows[params.peers.rank]) + task.offset;
         memcpy(static_cast<char*>(params.peers.rows[task.peer]) + task.offset, from, task.bytes);
+        if (task.beside_bytes > 0) {
+            const char* beside = static_cast<const char*>(params.peers.beside[params.peers.rank]) + task.beside_offset;
+            memcpy(static_cast<char*>(params.peers.beside[task.peer]) + task.beside_offset, beside, task.beside_bytes);
+        }
         word(&params.peers.mailboxes[task.peer]->chunk[task.flag]) = epoch;
     }
     bool waiting = all_ready;
@@ -493,11 +526,16 @@ void multiply(const Operands& operands, const GemmeshParams& params, const Shape
         const bool has_map = params.stored_type != GEMMESH_STORED_E4M3;
         const Matrix out = has_map ? operands.out[tile.block] : Matrix{static_cast<char*>(output.out), output.out_pitch};
         for (uint32_t row = tile.m * rows; row < std::min(params.m, (tile.m + 1) * rows); ++row) {
-            for (uint32_t column = tile.n * columns; column < std::min(output.n, (tile.n + 1) * columns); ++column) {
+            const uint32_t first = tile.n * columns;
+            std::vector<float> sums;
+            for (uint32_t column = first; column < std::min(output.n, first + columns); ++column) {
                 float sum = function(element(operands, params, tile.block, row, column, kinds), params.activation);
                 if (is_gated) sum *= element(operands, params, 1, row, column, kinds);
-                sum += addend(output.residual, row * output.residual_pitch, column, kind);
-                store(out.rows + row * out.pitch, column, sum, stored[params.stored_type]);
+                sums.push_back(sum + addend(output.residual, row * output.residual_pitch, column, kind));
+            }
+            if (output.quantized.scales != nullptr) quantize(output.quantized, sums, row, first);
+            for (uint32_t i = 0; i < sums.size(); ++i) {
+                store(out.rows + row * out.pitch, first + i, sums[i], stored[params.stored_type]);
             }
         }
         const uint32_t ctas = shape.ctas();
@@ -532,6 +570,9 @@ Work work_of(const std::string& name, unsigned grid, void** arguments) {
         return [reduction = argument<GemmeshReduction>(arguments, 0), kind] { reduce(reduction, kind); };
     }
     const auto params = [&](int index) { return std::make_shared<GemmeshParams>(argument<GemmeshParams>(arguments, index)); };
+    if (begins("gemmesh_quantize_")) {
+        return [of = argument<GemmeshQuantization>(arguments, 0), kind] { quantize(of, kind); };
+    }
     if (begins("gemmesh_collective_")) {
         return [params = params(0), sends = argument<GemmeshSends>(arguments, 1),
                 reduction = argument<GemmeshReduction>(arguments, 2), kind] { collective(*params, sends, reduction, kind); };

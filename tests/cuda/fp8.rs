@@ -536,9 +536,8 @@ fn gathered(group: &Group<Cuda>, seed: u64, route: Option<Route>) -> Result<(), 
     let m: usize = rows.iter().sum();
     let (n, k) = (
         16 * random.random_range(1..9),
-        512 * random.random_range(1..4),
+        16 * random.random_range(1..90),
     );
-    let blocks = k / PART;
     let values: Vec<F8E4M3> = normal(seed, m * k);
     let scaled = |scaling, is_weight, rows, seed| Scaled::new(scaling, is_weight, rows, k, seed);
     let [of_a, of_b] = SCALINGS[seed as usize % SCALINGS.len()];
@@ -568,19 +567,32 @@ fn gathered(group: &Group<Cuda>, seed: u64, route: Option<Route>) -> Result<(), 
         let chunking = gemmesh::Chunking::new(chunks).with_cut_last(seed.is_multiple_of(2));
         operation = operation.config(Config::new(prepared.config().tile, chunking, route));
     }
-    let shards_scales = of_a.scaling == Scaling::Blocks;
-    let mut sharded = group.sharded_rows::<f32>(&rows, blocks)?;
+    let (scales, columns) = match of_a.scaling {
+        Scaling::Blocks => (
+            k.div_ceil(PART),
+            ShardedScales::<Cuda>::columns_of_blocks(k),
+        ),
+        Scaling::Rows => (1, ShardedScales::<Cuda>::columns_of_rows()),
+        _ => (0, 4),
+    };
+    let mut sharded = group.sharded_rows::<f32>(&rows, columns)?;
     sharded.poison(f32::NAN)?;
-    if shards_scales {
-        let own = &of_a.values[own.start * blocks..own.end * blocks];
-        sharded.shard_mut().copy_from_host(own)?;
-        let scaled = a.scaled(ShardedScales::blocks(&sharded));
-        operation.run(scaled, b, &mut out)?;
+    if scales > 0 {
+        let mut padded = vec![f32::NAN; own.len() * columns];
+        let values = of_a.values[own.start * scales..own.end * scales].chunks(scales);
+        for (row, values) in padded.chunks_mut(columns).zip(values) {
+            row[..scales].copy_from_slice(values);
+        }
+        sharded.shard_mut().copy_from_host(&padded)?;
+        let scales = match of_a.scaling {
+            Scaling::Rows => ShardedScales::rows(&sharded),
+            _ => ShardedScales::blocks(&sharded),
+        };
+        operation.run(a.scaled(scales), b, &mut out)?;
     } else {
         let scaled = match of_a.scaling {
             Scaling::None => (&a).into(),
             Scaling::Tensor => a.scaled(Scales::tensor(&placed_a)),
-            Scaling::Rows => a.scaled(Scales::rows(&placed_a)),
             Scaling::TransposedBlocks => a.scaled(Scales::transposed_blocks(&placed_a)),
             _ => a.scaled(Scales::blocks(&placed_a)),
         };

@@ -108,7 +108,8 @@ pub struct SharedRows<B: Device, T: Multiplied> {
 impl<B: Device, T: Multiplied> SharedRows<B, T> {
     /// Rows of K = `k` columns. Collective if there are none yet.
     pub fn new(ranks: &Ranks<B>, k: usize) -> Result<Self> {
-        let scales = T::IS_SCALED.then(|| ranks.symmetric(k.div_ceil(BLOCK)));
+        let columns = ShardedScales::<B>::columns_of_blocks(k);
+        let scales = T::IS_SCALED.then(|| ranks.symmetric(columns));
         Ok(SharedRows {
             values: ranks.symmetric(k)?,
             scales: scales.transpose()?,
