@@ -476,23 +476,40 @@ struct ElementScales {
     }
 };
 
-// An element of the product with one weight, with its bias. Sums of numbers of 8 bits are promoted, block by block.
-float element(const Operands& operands, const GemmeshParams& params, uint32_t weight, uint32_t row, uint32_t column, const Kind (&kinds)[2]) {
-    const Matrix &a = operands.a, &b = operands.b[weight];
-    const bool by_blocks = params.scales.a_block != 0;
-    float sum = 0, part = 0;
-    for (uint32_t k = 0; k < params.k; ++k) {
-        const float right = params.b_is_kn != 0 ? load(b.rows + k * b.pitch, column, kinds[1]) : load(b.rows + column * b.pitch, k, kinds[1]);
-        part += load(a.rows + row * a.pitch, k, kinds[0]) * right;
-        if (rounded(kinds[0]) == kinds[0] || ((k + 1) % GEMMESH_SCALE_BLOCK != 0 && k + 1 != params.k)) continue;
-        const ElementScales scales(params, weight, row, column, k / GEMMESH_SCALE_BLOCK);
-        sum = by_blocks ? std::fma(scales.a * scales.b, part, sum) : sum + part;
-        part = 0;
+// The weights of a product in f32, each [n, k].
+struct Weights {
+    std::vector<float> values[GEMMESH_MAX_WEIGHTS];
+
+    Weights(const Operands& operands, const GemmeshParams& params, Kind kind) {
+        for (uint32_t weight = 0; weight < GEMMESH_MAX_WEIGHTS; ++weight) {
+            const Matrix& b = operands.b[weight];
+            for (uint32_t column = 0; column < params.outputs[weight].n; ++column) {
+                for (uint32_t k = 0; k < params.k; ++k) {
+                    const bool is_kn = params.b_is_kn != 0;
+                    const char* row = b.rows + (is_kn ? k : column) * b.pitch;
+                    values[weight].push_back(load(row, is_kn ? column : k, kind));
+                }
+            }
+        }
     }
-    if (rounded(kinds[0]) == kinds[0]) sum = part;
+};
+
+// An element of the product with one weight, with its bias. `a` are a row's values. Sums of numbers of 8 bits are promoted,
+// block by block.
+float element(const std::vector<float>& a, const Weights& weights, const GemmeshParams& params, uint32_t weight, uint32_t row, uint32_t column, Kind kind) {
+    const float* b = weights.values[weight].data() + uint64_t{column} * params.k;
+    const bool is_promoted = rounded(kind) != kind, by_blocks = params.scales.a_block != 0;
+    const uint32_t step = is_promoted ? GEMMESH_SCALE_BLOCK : params.k;
+    float sum = 0;
+    for (uint32_t begin = 0; begin < params.k; begin += step) {
+        float part = 0;
+        for (uint32_t k = begin; k < std::min(begin + step, params.k); ++k) part += a[k] * b[k];
+        const ElementScales scales(params, weight, row, column, begin / GEMMESH_SCALE_BLOCK);
+        sum = by_blocks ? std::fma(scales.a * scales.b, part, sum) : sum + part;
+    }
     const ElementScales scales(params, weight, row, column, 0);
     if (!by_blocks) sum = scales.a * (scales.b * sum);
-    return sum + addend(params.outputs[weight].bias, 0, column, rounded(kinds[0]));
+    return sum + addend(params.outputs[weight].bias, 0, column, rounded(kind));
 }
 
 void multiply(const Operands& operands, const GemmeshParams& params, const Shape& shape, const Kind (&kinds)[2]) {
@@ -509,6 +526,8 @@ void multiply(const Operands& operands, const GemmeshParams& params, const Shape
         }
         word(&params.peers.mailboxes[task.peer]->chunk[task.flag]) = epoch;
     }
+    const Weights weights(operands, params, kinds[1]);
+    std::vector<float> a(params.k);
     bool waiting = all_ready;
     for (uint32_t i = 0; i < params.tile_count && waiting; ++i) {
         const GemmeshTile& tile = params.tiles[i];
@@ -527,10 +546,11 @@ void multiply(const Operands& operands, const GemmeshParams& params, const Shape
         const Matrix out = has_map ? operands.out[tile.block] : Matrix{static_cast<char*>(output.out), output.out_pitch};
         for (uint32_t row = tile.m * rows; row < std::min(params.m, (tile.m + 1) * rows); ++row) {
             const uint32_t first = tile.n * columns;
+            for (uint32_t k = 0; k < params.k; ++k) a[k] = load(operands.a.rows + row * operands.a.pitch, k, kinds[0]);
             std::vector<float> sums;
             for (uint32_t column = first; column < std::min(output.n, first + columns); ++column) {
-                float sum = function(element(operands, params, tile.block, row, column, kinds), params.activation);
-                if (is_gated) sum *= element(operands, params, 1, row, column, kinds);
+                float sum = function(element(a, weights, params, tile.block, row, column, kinds[0]), params.activation);
+                if (is_gated) sum *= element(a, weights, params, 1, row, column, kinds[0]);
                 sums.push_back(sum + addend(output.residual, row * output.residual_pitch, column, kind));
             }
             if (output.quantized.scales != nullptr) quantize(output.quantized, sums, row, first);
