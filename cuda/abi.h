@@ -297,8 +297,8 @@ typedef struct GemmeshOutput {
     uint32_t scale_row;      /* floats from a row's scale, or that of a block of rows, to the next; 0: all have one */
     uint32_t scale_first;    /* the place of the first row in its block of GEMMESH_SCALE_BLOCK rows; a multiple of 16 */
     uint32_t reserved;
-    GemmeshOutputScales quantized; /* of results that are stored as e4m3. Scales are made only if Shape::quantizes
-                                    * (kernels.rs) */
+    GemmeshOutputScales quantized; /* of results that are stored as e4m3. Scales are made only if `quantizes`
+                                    * of kernels.rs says so */
 } GemmeshOutput;
 
 /* How operands of 8 bits are scaled. Scales are f32.

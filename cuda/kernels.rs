@@ -300,6 +300,19 @@ pub fn is_pingpong(tile: [u32; 3], split: u32, variant: Variant) -> bool {
     split == 1 && tile_m * tile_n <= most
 }
 
+/// Whether each warp of a product has whole blocks of its output's columns, so that it can make their scales.
+pub fn quantizes(tile: [u32; 3], split: u32, gated: bool) -> bool {
+    let [tile_m, tile_n, tile_k] = tile;
+    let halves = u32::from(is_side_by_side(tile, split)) + u32::from(gated);
+    let has_blocks = (tile_n >> halves).is_multiple_of(QUANTIZED_COLUMNS);
+    promotes(tile_k) && !swaps_ab(tile_m) && has_blocks
+}
+
+/// Whether both consumers of a product have half of a tile's columns each, because it has only one band.
+fn is_side_by_side(tile: [u32; 3], split: u32) -> bool {
+    tile[0] == BAND_ROWS && !is_pingpong(tile, split, Variant::Forms)
+}
+
 /// Whether a step through K is one of elements of 8 bits, whose sums are promoted and scaled.
 pub fn promotes(tile_k: u32) -> bool {
     tile_k == STAGE_ROW
@@ -320,9 +333,8 @@ impl Shape {
         is_pingpong([self.tile_m, self.tile_n, self.tile_k], self.split, variant)
     }
 
-    /// Whether the consumers of a product have half of a tile's columns each, because it has only one band.
     fn is_side_by_side(&self) -> bool {
-        self.tile_m == BAND_ROWS && !self.is_pingpong(Variant::Forms)
+        is_side_by_side([self.tile_m, self.tile_n, self.tile_k], self.split)
     }
 
     /// Whether both consumers can have a half of each tile: its rows, or whole boxes of its columns.
@@ -334,21 +346,14 @@ impl Shape {
     }
 
     /// Whether a gated product can use it; if it swaps operands, without slices of K. Not the narrowest of tiles with
-    /// many rows, half of which is no box of the stores. In fp8, 16 rows of `b` have one scale. With swap_ab, the CTA that finishes gate's columns needs the
-    /// warp of up's too.
+    /// many rows, half of which is no box of the stores. In fp8, 16 rows of `b` have one scale. With swap_ab, the CTA that
+    /// finishes gate's columns needs the warp of up's too.
     pub fn is_gated(&self) -> bool {
         let has_scales = !promotes(self.tile_k) || self.gate_rows().is_multiple_of(SCALE_ROWS);
         match self.swaps_ab() {
             true => self.split <= CONSUMER_WARPS / 2,
             false => has_scales && (self.tile_m == BAND_ROWS || self.tile_n >= 2 * BOX_COLUMNS),
         }
-    }
-
-    /// Whether each warp of a product has whole blocks of its output's columns, so that it can make their scales.
-    pub fn quantizes(&self, gated: bool) -> bool {
-        let halves = u32::from(self.is_side_by_side()) + u32::from(gated);
-        let columns = self.tile_n >> halves;
-        promotes(self.tile_k) && !self.swaps_ab() && columns.is_multiple_of(QUANTIZED_COLUMNS)
     }
 
     /// Rows of gate, and then of up, that a gated tile has of `b` by turns.

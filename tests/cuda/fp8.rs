@@ -3,14 +3,13 @@
 use gemmesh::testing::Variant;
 use gemmesh::{
     Accumulation, Activation, AddendOf, AllGatherMatmul, Config, Cuda, DType, Element, Error,
-    F8E4M3, F8E5M2, Group, Matmul, MatmulAllReduce, MatmulReduceScatter, Matrix, Number, Numerics,
-    Operand, OutputOf, Route, Scales, Scaling, ShardedScales, WeightOf, bf16, f16,
+    F8E4M3, F8E5M2, Group, Matmul, MatmulAllReduce, MatmulReduceScatter, Matrix, Number, Operand,
+    OutputOf, Route, Scales, Scaling, ShardedScales, WeightOf, bf16, f16,
 };
 use rand::RngExt;
 
 use crate::support::gpu::*;
 use crate::support::numbers::{nan, normal, rng};
-use crate::support::processes::Rank;
 use crate::test_name;
 
 const E4M3: [DType; 2] = [DType::F8E4M3; 2];
@@ -515,17 +514,6 @@ fn what_the_library_chooses_for_fp8_is_right() {
         }
         Ok(String::new())
     }));
-}
-
-/// A group whose sums of K depend on nothing but K.
-fn invariant(rank: &Rank) -> Result<Group<Cuda>, Error> {
-    let builder = Group::<Cuda>::builder()
-        .timeout(TIMEOUT)
-        .arrival_timeout(TIMEOUT)
-        .numerics(Numerics::Invariant);
-    let group = builder.connect(rank.rank, rank.world, &rank.address)?;
-    std::mem::forget(Cuda::keep(rank));
-    Ok(group)
 }
 
 /// Compares a gather and its product with the product of the gathered rows.

@@ -1,26 +1,13 @@
 //! Products that quantise their results, by their kernel or behind it.
 
-use gemmesh::{
-    Chunking, Config, Cuda, DType, Error, F8E4M3, F8E5M2, Group, Matmul, Numerics, bf16, f16,
-};
+use gemmesh::{Chunking, Config, Cuda, DType, Error, F8E4M3, F8E5M2, Matmul, bf16, f16};
 use rand::RngExt;
 
 use crate::support::gpu::*;
 use crate::support::numbers::rng;
-use crate::support::processes::Rank;
 use crate::support::shared::quantized::Rule;
 use crate::support::shared::quantized_products::{self, Case};
 use crate::test_name;
-
-/// A group whose sums depend on nothing but K.
-fn invariant(rank: &Rank) -> Result<Group<Cuda>, Error> {
-    let builder = Group::<Cuda>::builder()
-        .timeout(TIMEOUT)
-        .numerics(Numerics::Invariant);
-    let group = builder.connect(rank.rank, rank.world, &rank.address)?;
-    std::mem::forget(Cuda::keep(rank));
-    Ok(group)
-}
 
 /// A product of any form.
 fn case(turn: usize, config: Option<Config>) -> Case {

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::{OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
-use gemmesh::{Config, Cuda, Error, Group, ShardedMatrix, bf16};
+use gemmesh::{Config, Cuda, Error, Group, Numerics, ShardedMatrix, bf16};
 
 pub use driver::*;
 pub use hold::Hold;
@@ -160,6 +160,17 @@ pub fn ranks(
 /// A group of all ranks. The GPU's primary context is current from now on.
 pub fn connect(rank: &Rank, timeout: Duration) -> Result<Group<Cuda>, Error> {
     tested::connect(rank, timeout)
+}
+
+/// A group whose sums of K depend on nothing but K.
+pub fn invariant(rank: &Rank) -> Result<Group<Cuda>, Error> {
+    let builder = Group::<Cuda>::builder()
+        .timeout(TIMEOUT)
+        .arrival_timeout(TIMEOUT)
+        .numerics(Numerics::Invariant);
+    let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+    std::mem::forget(Cuda::keep(rank));
+    Ok(group)
 }
 
 /// Another group of the same ranks, with this timeout for late ranks too, by a name that no other of theirs has.

@@ -334,22 +334,10 @@ pub fn can_be_fast(config: &Config) -> bool {
 /// Whether the configuration's kernel quantises its results. If not, they are quantised behind it.
 pub fn quantizes(config: &Config, gated: bool, scaling: Scaling) -> bool {
     let tile = &config.tile;
-    let [tile_m, tile_n, tile_k, stages] =
-        [tile.m, tile.n, tile.k, tile.stages].map(|extent| extent as u32);
-    let [cluster_m, cluster_n, split] =
-        [tile.cluster_m, tile.cluster_n, tile.split_k].map(|ctas| ctas as u32);
-    let shape = Shape {
-        tile_m,
-        tile_n,
-        tile_k,
-        stages,
-        cluster_m,
-        cluster_n,
-        split,
-    };
+    let shape = [tile.m, tile.n, tile.k].map(|extent| extent as u32);
     match scaling.has_blocks() {
-        true => shape.quantizes(gated),
-        false => list::promotes(tile_k),
+        true => list::quantizes(shape, tile.split_k as u32, gated),
+        false => list::promotes(shape[2]),
     }
 }
 
