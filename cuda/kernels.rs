@@ -200,9 +200,10 @@ pub struct Shape {
 pub enum Variant {
     /// All forms of a product of this rank's output.
     Forms,
-    /// Only products of weights [N, K], of the element type. Its arguments are those of `Forms`.
+    /// Only products of weights [N, K], of the element type or, if operands are fp8, quantised. Its arguments are those of
+    /// `Forms`.
     Plain,
-    /// As `Plain`, of rows that are there, without peers, slices of K and a trace.
+    /// As `Plain`, of rows that are there, without peers, slices of K and a trace, and not quantised.
     Alone,
     /// Its rows are few partial sums, which go through low-latency areas. Its arguments are those of `Forms`.
     LowLatency,
@@ -256,8 +257,9 @@ const fn fp8(
 
 /// Bytes that a CTA may have on sm_90.
 const SHARED_LIMIT: u32 = 232_448;
-/// The barriers' share, with the rounding up of the struct that ends with them.
-const BARRIER_BYTES: u32 = 1024;
+/// The barriers' share: of each stage, and of all others, with what stands beside them.
+const STAGE_BARRIER_BYTES: u32 = 16;
+const BARRIER_BYTES: u32 = 44;
 /// What a warp stores at a time: 16 rows of 64 columns.
 const BOX_COLUMNS: u32 = 64;
 const BOX_BYTES: u32 = 16 * BOX_COLUMNS * 2;
@@ -300,12 +302,18 @@ pub fn is_pingpong(tile: [u32; 3], split: u32, variant: Variant) -> bool {
     split == 1 && tile_m * tile_n <= most
 }
 
-/// Whether each warp of a product has whole blocks of its output's columns, so that it can make their scales.
+/// Whether a product's kernel can make scales of its outputs: each warp has whole blocks of columns or, with swap_ab, the
+/// warps of a tile have one together. Then K must not be in slices, because each warp finishes its part apart.
 pub fn quantizes(tile: [u32; 3], split: u32, gated: bool) -> bool {
     let [tile_m, tile_n, tile_k] = tile;
-    let halves = u32::from(is_side_by_side(tile, split)) + u32::from(gated);
-    let has_blocks = (tile_n >> halves).is_multiple_of(QUANTIZED_COLUMNS);
-    promotes(tile_k) && !swaps_ab(tile_m) && has_blocks
+    let has_blocks = match swaps_ab(tile_m) {
+        true => tile_n == QUANTIZED_COLUMNS && split == 1 && !gated,
+        false => {
+            let halves = u32::from(is_side_by_side(tile, split)) + u32::from(gated);
+            (tile_n >> halves).is_multiple_of(QUANTIZED_COLUMNS)
+        }
+    };
+    promotes(tile_k) && has_blocks
 }
 
 /// Whether both consumers of a product have half of a tile's columns each, because it has only one band.
@@ -426,27 +434,27 @@ impl Family {
         VARIANTS.into_iter().filter(made)
     }
 
-    /// Boxes that each consumer warp has to store through: as many as it can use and as the ring leaves room for.
+    /// Boxes that each consumer warp has to store through: as many as it can use and as the rest leaves room for.
     pub fn boxes(&self, shape: &Shape) -> u32 {
-        let taken = BARRIER_BYTES + self.ring_bytes(shape) + self.sum_bytes(shape);
-        let fit = SHARED_LIMIT.saturating_sub(taken) / (CONSUMER_WARPS * BOX_BYTES);
-        fit.min(shape.most_boxes())
+        let free = SHARED_LIMIT.saturating_sub(self.bytes_beside_boxes(shape));
+        (free / (CONSUMER_WARPS * BOX_BYTES)).min(shape.most_boxes())
     }
 
     /// The dynamic shared memory that the kernel is launched with. The kernel's source asserts that it is what it uses.
     pub fn shared_bytes(&self, shape: &Shape) -> u32 {
         let boxes = CONSUMER_WARPS * self.boxes(shape) * BOX_BYTES;
-        self.ring_bytes(shape) + self.sum_bytes(shape) + boxes + BARRIER_BYTES
+        (self.bytes_beside_boxes(shape) + boxes).next_multiple_of(ALIGNMENT)
     }
 
-    /// The stages, and behind them those of the scales of operands of 8 bits.
-    fn ring_bytes(&self, shape: &Shape) -> u32 {
+    /// The stages, the scales of operands of 8 bits, what CTAs send one another, and the barriers.
+    fn bytes_beside_boxes(&self, shape: &Shape) -> u32 {
+        let ring = (shape.tile_m + shape.tile_n) * STAGE_ROW;
         let scales = match promotes(shape.tile_k) {
             true => (shape.tile_m + shape.tile_n / SCALE_ROWS) * size_of::<f32>() as u32,
             false => 0,
         };
-        let stage = (shape.tile_m + shape.tile_n) * STAGE_ROW + scales;
-        (shape.stages * stage).next_multiple_of(ALIGNMENT)
+        let stages = shape.stages * (ring + scales + STAGE_BARRIER_BYTES);
+        stages + self.sum_bytes(shape) + BARRIER_BYTES
     }
 
     /// What the CTAs that share a tile send one another.

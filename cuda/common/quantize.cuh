@@ -25,4 +25,13 @@ __device__ __forceinline__ float scale_of(const GemmeshOutputScales& of, float a
     return of.power_of_two == 0 ? scale : __uint_as_float((__float_as_uint(scale) + kFraction) & ~kFraction);
 }
 
+// One over a scale that scale_of made, rounded correctly. It is a normal number or infinity, so it needs none of
+// __frcp_rn's care for others. It was compared with that for each of them.
+__device__ __forceinline__ float reciprocal(float scale) {
+    float near;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(scale));
+    const float rounded = fmaf(near, fmaf(-near, scale, 1.0f), near);
+    return isinf(scale) ? 0.0f : rounded;
+}
+
 }  // namespace gemmesh

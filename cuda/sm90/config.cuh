@@ -101,6 +101,9 @@ struct Config {
     // The other forms together take registers and so much code that a kernel with them needs two to three microseconds
     // more to begin and to end.
     static constexpr bool kPlain = Kind == Variant::kPlain || kAlone;
+    // Whether the warps of a tile make scales of its rows together, because each has few columns of a block.
+    static constexpr bool kMakesRowScales = kPromotes && kSwapAb && TileN == GEMMESH_SCALE_BLOCK && Split == 1 &&
+                                            (Kind == Variant::kForms || Kind == Variant::kPlain);
     // Slices of K may be added through memory.
     static constexpr bool kSliced = Split == 1 && (Kind == Variant::kForms || Kind == Variant::kPlain);
     static_assert(ClusterM * ClusterN == 1 || Split == 1);
@@ -176,8 +179,8 @@ template <class C>
 struct Shared {
     alignas(1024) uint8_t a[C::kStages][C::kBytesA];
     alignas(1024) uint8_t b[C::kStages][C::kBytesB];
-    StageScales<C> scales[C::kPromotes ? C::kStages : 0];
     StoreBox<typename C::Output> boxes[kConsumerWarps][C::kBoxes];
+    StageScales<C> scales[C::kPromotes ? C::kStages : 0];
     SplitSum<C::kSplit, C::kColumns, kConsumerWarps> sum;
     Pipeline<C::kStages, typename C::InCluster> pipeline;
     Published<Entrance> entrance;

@@ -324,56 +324,78 @@ __device__ __forceinline__ float quantizing_factor(const GemmeshOutputScales& of
     return of.scales == nullptr ? 1.0f : __frcp_rn(__ldg(of.scales));
 }
 
-// One warp: stores the scales of a block of its 16 rows. `accumulators` are the block's, and `column` its first. Returns what
-// the values of this lane's two rows are multiplied by. Four lanes have a row. Columns past the last one count nothing,
-// because their numbers have no meaning.
-__device__ __forceinline__ float2 make_scales(const float* accumulators, const GemmeshOutput& output, const Place& place,
-                                              uint32_t column, uint32_t lane) {
+// One warp: makes and stores the scales of its 16 rows of N columns. `factors` are what the values of each block are
+// multiplied by, in this lane's upper and lower row. Columns past the last one become 0, because their numbers have no
+// meaning.
+template <int N>
+__device__ __forceinline__ void make_scales(float2 (&factors)[N / GEMMESH_SCALE_BLOCK], float* accumulators,
+                                            const GemmeshOutput& output, const Place& place, uint32_t column, uint32_t lane) {
     constexpr uint32_t kGroup = 8;
+    constexpr uint32_t kBlocks = N / GEMMESH_SCALE_BLOCK;
+    constexpr uint32_t kOfBlock = GEMMESH_SCALE_BLOCK / kGroup;
     const GemmeshOutputScales& of = output.quantized;
-    const uint32_t columns = column < output.n ? output.n - column : 0;
-    float amax[2] = {kLeastAmax, kLeastAmax};
+    if (column + N > output.n) {
 #pragma unroll
-    for (uint32_t group = 0; group < GEMMESH_SCALE_BLOCK / kGroup; ++group) {
-        const float* d = &accumulators[group * 4];
-        // `fmaxf` ignores NaN
-        if (group * kGroup < columns) {
-            amax[0] = fmaxf(fmaxf(amax[0], fabsf(d[0])), fabsf(d[1]));
-            amax[1] = fmaxf(fmaxf(amax[1], fabsf(d[2])), fabsf(d[3]));
+        for (uint32_t group = 0; group < N / kGroup; ++group) {
+            if (column + group * kGroup < output.n) continue;
+#pragma unroll
+            for (uint32_t i = 0; i < 4; ++i) accumulators[group * 4 + i] = 0.0f;
         }
     }
-    float* scales = of.scales + uint64_t{column / GEMMESH_SCALE_BLOCK} * of.block;
-    float factors[2];
+    // of each block in two rows; steps of all blocks and rows stand side by side, because each waits for the one before
+    float amax[kBlocks * 2];
 #pragma unroll
-    for (uint32_t half = 0; half < 2; ++half) {
-        amax[half] = fmaxf(amax[half], __shfl_xor_sync(~0u, amax[half], 1));
-        amax[half] = fmaxf(amax[half], __shfl_xor_sync(~0u, amax[half], 2));
-        const float scale = scale_of(of, amax[half]);
-        if (lane % 4 == 0 && place.has_row(half) && columns > 0) scales[uint64_t{place.row_of(half)} * of.row] = scale;
-        factors[half] = __frcp_rn(scale);
+    for (float& value : amax) value = kLeastAmax;
+#pragma unroll
+    for (uint32_t group = 0; group < kOfBlock; ++group) {
+#pragma unroll
+        for (uint32_t i = 0; i < kBlocks * 2; ++i) {
+            const float* d = &accumulators[(i / 2 * kOfBlock + group) * 4 + i % 2 * 2];
+            // `fmaxf` ignores NaN
+            amax[i] = fmaxf(fmaxf(amax[i], fabsf(d[0])), fabsf(d[1]));
+        }
     }
-    return {factors[0], factors[1]};
+    // four lanes have a row
+#pragma unroll
+    for (uint32_t apart = 1; apart <= 2; ++apart) {
+#pragma unroll
+        for (float& value : amax) value = fmaxf(value, __shfl_xor_sync(~0u, value, apart));
+    }
+    const uint32_t half = lane % 4;  // the row whose scales this lane stores, if it is 0 or 1
+    const bool stores = half < 2 && place.has_row(half);
+    float* scales = of.scales + uint64_t{place.row_of(half)} * of.row + uint64_t{column / GEMMESH_SCALE_BLOCK} * of.block;
+#pragma unroll
+    for (uint32_t block = 0; block < kBlocks; ++block, scales += of.block) {
+        const float upper = scale_of(of, amax[block * 2]);
+        const float lower = scale_of(of, amax[block * 2 + 1]);
+        if (stores && column + block * GEMMESH_SCALE_BLOCK < output.n) *scales = half == 0 ? upper : lower;
+        factors[block] = {reciprocal(upper), reciprocal(lower)};
+    }
 }
 
 // Stores the warp's 16 rows of N columns as e4m3, 128 columns at a time through a box, without TMA. There are a multiple
 // of 16 columns. The scales of whole blocks may be made.
 template <int N>
-__device__ __forceinline__ void store_e4m3_rows(const float* accumulators, StoreBox<uint8_t>& box, const GemmeshOutput& output,
+__device__ __forceinline__ void store_e4m3_rows(float* accumulators, StoreBox<uint8_t>& box, const GemmeshOutput& output,
                                                 const WarpPlace& place, uint32_t lane) {
     using Box = StoreBox<uint8_t>;
     static_assert(N % Box::kPiece == 0 && Box::kColumns == GEMMESH_SCALE_BLOCK);
     const GemmeshOutputScales& of = output.quantized;
-    const bool makes_scales = N % GEMMESH_SCALE_BLOCK == 0 && of.scales != nullptr && !is_given(of);
-    float2 factors{};
-    if (!makes_scales) factors.x = factors.y = quantizing_factor(of);
+    constexpr bool kHasBlocks = N % GEMMESH_SCALE_BLOCK == 0;
+    float2 factors[kHasBlocks ? N / GEMMESH_SCALE_BLOCK : 1];
+    if (!kHasBlocks || of.scales == nullptr || is_given(of)) {
+        const float factor = quantizing_factor(of);
+#pragma unroll
+        for (float2& both : factors) both = {factor, factor};
+    } else if constexpr (kHasBlocks) {
+        make_scales<N>(factors, accumulators, output, Place(place, lane), place.column, lane);
+    }
 #pragma unroll
     for (int first = 0; first < N; first += Box::kColumns) {
         constexpr int kGroup = 8;
         const int columns = N - first < Box::kColumns ? N - first : Box::kColumns;
         const float* block = &accumulators[first / 2];
-        if constexpr (N % GEMMESH_SCALE_BLOCK == 0) {
-            if (makes_scales) factors = make_scales(block, output, Place(place, lane), place.column + first, lane);
-        }
+        const float2& both = factors[kHasBlocks ? first / Box::kColumns : 0];
         // all lanes have read what was in the box
         __syncwarp();
 #pragma unroll
@@ -381,7 +403,7 @@ __device__ __forceinline__ void store_e4m3_rows(const float* accumulators, Store
             const float* d = &block[column / 2];
 #pragma unroll
             for (uint32_t half = 0; half < 2; ++half) {
-                const float factor = half == 0 ? factors.x : factors.y;
+                const float factor = half == 0 ? both.x : both.y;
                 uint8_t* piece = box.piece(lane / 4 + half * Place::kRowsApart, column / Box::kPiece);
                 uint8_t* at = piece + column % Box::kPiece + lane % 4 * 2;
                 *reinterpret_cast<uint16_t*>(at) =

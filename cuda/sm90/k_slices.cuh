@@ -60,6 +60,7 @@ struct SliceSum {
         }
 #pragma unroll 1
         for (uint32_t of = 1; of < count; of += kSlices) {
+            const float4* of_slice = parts + of * kNext;
 #pragma unroll
             for (int begin = 0; begin < kPieces; begin += AtATime) {
                 float4 next[kSlices][AtATime];
@@ -68,7 +69,7 @@ struct SliceSum {
 #pragma unroll
                     for (int i = 0; i < AtATime && begin + i < kPieces; ++i) {
                         const bool is_there = kSlices == 1 || of + slice < count;
-                        if (is_there) next[slice][i] = __ldcg(parts + (of + slice) * kNext + (begin + i) * 32);
+                        if (is_there) next[slice][i] = __ldcg(of_slice + slice * kNext + (begin + i) * 32);
                     }
                 }
 #pragma unroll

@@ -40,8 +40,8 @@
 // are applied at the end.
 //
 // A plain kernel (kPlain) has no code for bias, activation, gate, residual, f32 and [K, N]. Most products need none of
-// them, and pay for code that they do not use (Config::kPlain). A kernel for a product alone (kAlone) is plain, and has
-// no code for flags, peers, slices of K and traces either.
+// them, and pay for code that they do not use (Config::kPlain). If it promotes sums, it may quantise them. A kernel for a
+// product alone (kAlone) is plain, and has no code for that, flags, peers, slices of K and traces either.
 //
 // In a low-latency kernel (kLowLatency) there are few rows of partial sums. They go through low-latency areas, whose
 // words hold data and flag. The warp that has made rows of a tile sends them, adds the peers' parts, and stores the
@@ -179,13 +179,36 @@ __device__ __forceinline__ void load_swap_ab_addends(Addends<C> (&addends)[C::kB
     }
 }
 
-// One warp: the scales of whole sums, by band. `row` is the tile's first row in `a`.
+// One warp: the scales of whole sums that are the weight's, by band. They are loaded while the tensor cores multiply.
 template <class C>
-__device__ __forceinline__ void load_sum_scales(SumScales<C> (&scales)[C::kBands], const GemmeshParams& params,
-                                                const ConsumerWarp<C>& self, uint32_t weight, uint32_t row, uint32_t column,
-                                                uint32_t left) {
+__device__ __forceinline__ void load_column_scales(SumScales<C> (&scales)[C::kBands], const GemmeshParams& params,
+                                                   const ConsumerWarp<C>& self, uint32_t weight, uint32_t column,
+                                                   uint32_t left) {
+    if (!C::kPromotes || C::kFinishesLate || has_block_scales<C>(params)) return;
 #pragma unroll
-    for (uint32_t band = 0; band < C::kBands; ++band) scales[band].load(params, self, weight, band, row, column, left);
+    for (uint32_t band = 0; band < C::kBands; ++band) scales[band].load_columns(params, self, weight, band, column, left);
+}
+
+// One warp: those of rows of `a`, which may come with the rows. So they are read when the tile's first stage is there, as its
+// producer has waited for the rows. `row` is the tile's first row in `a`.
+template <class C>
+__device__ __forceinline__ void load_row_scales(SumScales<C> (&scales)[C::kBands], const GemmeshParams& params,
+                                                Shared<C>& shared, const RingPosition<C::kStages>& at,
+                                                const ConsumerWarp<C>& self, uint32_t row) {
+    if (!C::kPromotes || C::kFinishesLate || has_block_scales<C>(params)) return;
+    if constexpr (!C::kAlone) shared.pipeline.wait_full(at);
+#pragma unroll
+    for (uint32_t band = 0; band < C::kBands; ++band) scales[band].load_rows(params, self, band, row);
+}
+
+// One warp: both of a band, after its products.
+template <class C>
+__device__ __forceinline__ void load_scales_late(SumScales<C>& scales, const GemmeshParams& params,
+                                                 const ConsumerWarp<C>& self, uint32_t weight, uint32_t band, uint32_t row,
+                                                 uint32_t column, uint32_t left) {
+    if (!C::kFinishesLate || has_block_scales<C>(params)) return;
+    scales.load_rows(params, self, band, row);
+    scales.load_columns(params, self, weight, band, column, left);
 }
 
 // Notes in a trace that a tile's first operands have come.
@@ -222,7 +245,7 @@ __device__ __forceinline__ void store_band(Accumulators<C::kColumns>& accumulato
     }
     if (!has_all_of_k) return;
     const uint32_t weight = weight_of<C>(walk.tile());
-    if constexpr (C::kFinishesLate) scales.load(params, self, weight, band, row, column, left);
+    load_scales_late<C>(scales, params, self, weight, band, row, column, left);
     if constexpr (C::kPromotes) scales.apply(accumulators, params, self.lane);
     if constexpr (C::kFinishesLate && !C::kPlain) load_addends<C>(addends, params, self, weight, row, left);
     store_product<C>(accumulators, maps, params, shared, addends, weight, self, band, own, column, left);
@@ -235,6 +258,13 @@ __device__ __forceinline__ void store_tile(Bands<C>& bands, const Maps& maps, co
                                            Addends<C> (&addends)[C::kSwapAb ? C::kBands : 1],
                                            const ConsumerWarp<C>& self, uint32_t turn, uint32_t row, uint32_t column,
                                            uint32_t left) {
+    if constexpr (C::kMakesRowScales) {
+        const uint32_t weight = weight_of<C>(walk.tile());
+        if (makes_row_scales<C>(params, weight)) {
+            store_quantized<C>(bands, params, shared, scales, addends, weight, self, row, column);
+            return;
+        }
+    }
 #pragma unroll 1
     for (uint32_t band = 0; band < C::kBands; ++band) {
         store_band<C>(bands[0], maps, params, walk, shared, scales[0], addends[0], self, turn, band, row, column, left);
@@ -254,10 +284,8 @@ __device__ __forceinline__ void sum_tile(Bands<C>& bands, const GemmeshParams& p
                                          const ConsumerWarp<C>& self, const GemmeshBlock& block, uint32_t turn,
                                          uint32_t row, uint32_t column, uint32_t left) {
     const bool has_all_of_k = shared.sum.gather(bands[0], turn, self.cta, self.number(), self.lane);
-    if constexpr (C::kPromotes) {
-        load_sum_scales<C>(scales, params, self, weight_of<C>(walk.tile()), block.row + row, column, left);
-        scales[0].apply(bands[0], params, self.lane);
-    }
+    load_scales_late<C>(scales[0], params, self, weight_of<C>(walk.tile()), 0, block.row + row, column, left);
+    if constexpr (C::kPromotes) scales[0].apply(bands[0], params, self.lane);
     const uint32_t index = walk.tile().block;
     store_sums<C>(bands[0], params, block, index, shared, at, placed, addends, self, row, left, has_all_of_k);
 }
@@ -304,9 +332,10 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
         } else if constexpr (!C::kPlain && !C::kFinishesLate) {
             load_addends<C>(addends[0], params, self, weight, row, left);
         }
-        if constexpr (C::kPromotes && !C::kFinishesLate) load_sum_scales<C>(scales, params, self, weight, row, column, left);
+        load_column_scales<C>(scales, params, self, weight, column, left);
         turn.begin();
         note_begin<C>(params, walk, shared, at, cta, tracer);
+        load_row_scales<C>(scales, params, shared, at, self, row);
         multiply_tile<C>(bands, params, shared, at, turn, placed, self, a, b, count, weight, left);
         if (tracer) event_of<C>(params, walk.index(), cta).math_end = ptx::globaltimer();
 

@@ -16,13 +16,17 @@ namespace gemmesh {
 // The parts that a consumer makes in a step, one after the other: its bands or, of one wide band, halves of the columns.
 // If there are registers for two, one part is multiplied while the one before is promoted. Else the tensor cores have
 // the other consumer's parts meanwhile.
-template <class C>
+template <class C, Scaling S>
 class Parts {
 public:
-    static constexpr int kHalves = C::kBands == 1 && C::kColumns > 128 && C::kColumns % 16 == 0 ? 2 : 1;
-    static constexpr int kCount = C::kBands * kHalves;
-    static constexpr int kN = C::kColumns / kHalves;  // columns of a part
-    static constexpr int kBuffers = C::kBands * C::kColumns / 2 + kN <= 176 ? 2 : 1;
+    static constexpr int kPieces = C::kBands == 1 && C::kColumns > 128 && C::kColumns % 16 == 0 ? 2 : 1;  // of a band
+    static constexpr int kCount = C::kBands * kPieces;
+    static constexpr int kN = C::kColumns / kPieces;  // columns of a part
+    // Registers that there are for sums and two parts.
+    static constexpr int kMostOfTwo = S == Scaling::kNone && kPieces == 2 && !C::kGates ? 192
+                                      : S != Scaling::kNone && C::kSums                 ? 160
+                                                                                        : 176;
+    static constexpr int kBuffers = C::kBands * C::kColumns / 2 + kN <= kMostOfTwo ? 2 : 1;
     // Steps that are made at a time, so that there is a part to multiply while one is promoted. The compiler does not let
     // a product run on into the next turn of a loop that reads its registers.
     static constexpr int kSteps = kBuffers / kCount > 1 ? 2 : 1;
@@ -32,60 +36,58 @@ public:
     // Issues the products of a part, and leaves them running. `a` and `b` are the operands' addresses in the stage.
     template <int Part, int Buffer>
     __device__ __forceinline__ void multiply(uint32_t a, uint32_t b) {
-        constexpr uint32_t kBand = kHalves == 1 ? operand_distance(Part * kBandRows * GEMMESH_STAGE_ROW) : 0;
-        constexpr uint32_t kHalf = kHalves == 1 ? 0 : operand_distance(Part * kN * GEMMESH_STAGE_ROW);
+        constexpr uint32_t kBand = kPieces == 1 ? operand_distance(Part * kBandRows * GEMMESH_STAGE_ROW) : 0;
+        constexpr uint32_t kPiece = kPieces == 1 ? 0 : operand_distance(Part * kN * GEMMESH_STAGE_ROW);
         if constexpr (C::kSwapAb) {
-            buffers_[Buffer].template multiply<typename C::Swapped>(b + kBand, a + kHalf, true);
+            buffers_[Buffer].template multiply<typename C::Swapped>(b + kBand, a + kPiece, true);
         } else {
-            buffers_[Buffer].template multiply<typename C::Element>(a + kBand, b + kHalf, true);
+            buffers_[Buffer].template multiply<typename C::Element>(a + kBand, b + kPiece, true);
         }
     }
 
-    // Adds a part, which is complete, to the sums. With `Blocks`, it is scaled before. `is_uniform`: by one scale for all
-    // of its columns.
-    template <int Part, int Buffer, bool Blocks>
-    __device__ __forceinline__ void promote(Bands<C>& sums, const StepScales<C>& scales, bool is_uniform) {
-        constexpr int kBand = kHalves == 1 ? Part : 0;
-        constexpr int kFirst = kHalves == 1 ? 0 : Part * (kN / 8);  // by 8 columns
+    using Scales = std::conditional_t<C::kSwapAb, SwapAbPartScales<C>, PartScales<C, kN, S>>;
+
+    // Reads the scales of a part from its stage.
+    template <int Part>
+    __device__ __forceinline__ static void read(Scales& scales, const StageScales<C>& stage, const ConsumerWarp<C>& self) {
+        scales.template read<kFirst<Part>>(stage, self, kBand<Part>);
+    }
+
+    // Adds a part, which is complete, to the sums, scaled.
+    template <int Part, int Buffer>
+    __device__ __forceinline__ void promote(Bands<C>& sums, const Scales& scales) {
         float* part = buffers_[Buffer].d;
-        float* to = &sums[kBand].d[kFirst * 4];
+        float* to = &sums[kBand<Part>].d[kFirst<Part> / 2];
         // The registers change behind the compiler's back until here.
 #pragma unroll
         for (int i = 0; i < kN / 2; ++i) ptx::pin(part[i]);
-        if constexpr (!Blocks) {
+        if constexpr (S == Scaling::kNone) {
 #pragma unroll
             for (int i = 0; i < kN / 2; ++i) to[i] += part[i];
-        } else if (kMayBeUniform && is_uniform) {
-            const float4 scale = scales.of(kBand, kFirst);
-#pragma unroll
-            for (int group = 0; group < kN / 8; ++group) add_scaled(&to[group * 4], &part[group * 4], scale);
         } else {
 #pragma unroll
             for (int group = 0; group < kN / 8; ++group) {
-                add_scaled(&to[group * 4], &part[group * 4], scales.of(kBand, kFirst + group));
+                scales.template add<kFirst<Part>>(&to[group * 4], &part[group * 4], group);
             }
         }
     }
 
 private:
-    __device__ static void add_scaled(float* to, const float* part, const float4& scale) {
-        to[0] = fmaf(scale.x, part[0], to[0]);
-        to[1] = fmaf(scale.y, part[1], to[1]);
-        to[2] = fmaf(scale.z, part[2], to[2]);
-        to[3] = fmaf(scale.w, part[3], to[3]);
-    }
+    template <int Part>
+    static constexpr uint32_t kBand = kPieces == 1 ? Part : 0;
+    template <int Part>
+    static constexpr int kFirst = kPieces == 1 ? 0 : Part * kN;  // column of the band
 
     Accumulators<kN> buffers_[kBuffers];
 };
 
-// One warpgroup: multiplies and promotes. With `Blocks`, each step has scales of its own.
-template <class C, bool Blocks>
+// One warpgroup: multiplies and promotes.
+template <class C, Scaling S>
 class PromotedProduct {
 public:
     // `a` and `b` are its operands in the first stage.
-    __device__ PromotedProduct(Bands<C>& sums, Shared<C>& shared, const ConsumerWarp<C>& self, uint32_t a, uint32_t b,
-                               bool is_uniform)
-        : sums_(sums), shared_(shared), self_(self), scales_(self), a_(a), b_(b), is_uniform_(is_uniform) {
+    __device__ PromotedProduct(Bands<C>& sums, Shared<C>& shared, const ConsumerWarp<C>& self, uint32_t a, uint32_t b)
+        : sums_(sums), shared_(shared), self_(self), a_(a), b_(b) {
 #pragma unroll
         for (auto& band : sums_) {
 #pragma unroll
@@ -108,7 +110,7 @@ public:
     }
 
 private:
-    using P = Parts<C>;
+    using P = Parts<C, S>;
     static constexpr bool kOverlaps = P::kBuffers == 2;
 
     // Makes `Count` parts, from this one on, of the stages from `at` on. `before` is the stage of the part before.
@@ -123,7 +125,11 @@ private:
             if constexpr (kIsFirst) shared_.pipeline.wait_full(at);
             if constexpr (!kOverlaps && Part > 0) finish<Part - 1, 0>(before);
             parts_.template multiply<Part % P::kCount, Part % P::kBuffers>(a_ + at.stage * kStageA, b_ + at.stage * kStageB);
-            if constexpr (Blocks && !kOverlaps && kIsFirst) scales_.read(shared_.scales[at.stage]);
+            if constexpr (S != Scaling::kNone) {
+                // The part's instructions stand together, for the tensor cores wait for what is between them.
+                __syncwarp();
+                P::template read<Part % P::kCount>(scales_[Part % P::kBuffers], shared_.scales[at.stage], self_);
+            }
             if constexpr (kOverlaps && Part > 0) finish<Part - 1, 1>(before);
             make<Count, Part + 1>(at, at.stage);
         }
@@ -135,9 +141,8 @@ private:
     __device__ __forceinline__ void finish(uint32_t stage) {
         constexpr int kOfStage = Part % P::kCount;
         ptx::wgmma_wait_group<Pending>();
-        if constexpr (Blocks && kOverlaps && kOfStage == 0) scales_.read(shared_.scales[stage]);
         if constexpr (kOfStage == P::kCount - 1) shared_.pipeline.release(stage, self_.lane, self_.cta);
-        parts_.template promote<kOfStage, Part % P::kBuffers, Blocks>(sums_, scales_, is_uniform_);
+        parts_.template promote<kOfStage, Part % P::kBuffers>(sums_, scales_[Part % P::kBuffers]);
     }
 
     static constexpr uint32_t kStageA = operand_distance(C::kBytesA);
@@ -146,11 +151,21 @@ private:
     Shared<C>& shared_;
     const ConsumerWarp<C>& self_;
     P parts_;
-    StepScales<C> scales_;
+    typename P::Scales scales_[P::kBuffers];
     uint32_t a_;
     uint32_t b_;
-    bool is_uniform_;
 };
+
+// Whether the columns of each part have one scale. `left` is as in multiply_promoted.
+template <class C>
+__device__ __forceinline__ bool has_uniform_parts(const GemmeshParams& params, uint32_t weight, uint32_t left) {
+    using Uniform = Parts<C, Scaling::kUniform>;
+    constexpr uint32_t kN = Uniform::kN;
+    if (!Uniform::kMayBeUniform) return false;
+    const auto begins_with_part = [&](const GemmeshOutput& output) { return (left + output.scale_first) % kN == 0; };
+    if (!is_gated<C>(params)) return begins_with_part(params.outputs[weight]);
+    return C::kGateRows % kN == 0 && begins_with_part(params.outputs[0]) && begins_with_part(params.outputs[1]);
+}
 
 // One warpgroup: the products of `count` steps through K, of all its bands, as `multiply`. `left` is the first column of
 // its part of the tile, in the weight's output.
@@ -159,12 +174,13 @@ __device__ __forceinline__ void multiply_promoted(Bands<C>& sums, const GemmeshP
                                                   RingPosition<C::kStages>& at, const Turn<C>& turn, Placed<C>& placed,
                                                   const ConsumerWarp<C>& self, uint32_t a, uint32_t b, uint32_t count,
                                                   uint32_t weight, uint32_t left) {
-    if (has_block_scales<C>(params)) {
-        const uint32_t of_block = left + params.outputs[weight].scale_first;
-        const bool is_uniform = !is_gated<C>(params) && of_block % Parts<C>::kN == 0;
-        PromotedProduct<C, true>(sums, shared, self, a, b, is_uniform).multiply(at, placed, count);
+    if (!has_block_scales<C>(params)) {
+        PromotedProduct<C, Scaling::kNone>(sums, shared, self, a, b).multiply(at, placed, count);
+    } else if (has_uniform_parts<C>(params, weight, left)) {
+        constexpr Scaling kUniform = Parts<C, Scaling::kUniform>::kMayBeUniform ? Scaling::kUniform : Scaling::kBy16;
+        PromotedProduct<C, kUniform>(sums, shared, self, a, b).multiply(at, placed, count);
     } else {
-        PromotedProduct<C, false>(sums, shared, self, a, b, false).multiply(at, placed, count);
+        PromotedProduct<C, Scaling::kBy16>(sums, shared, self, a, b).multiply(at, placed, count);
     }
     turn.end();
 }

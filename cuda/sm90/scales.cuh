@@ -70,77 +70,113 @@ private:
     const float* from_;
 };
 
-// One warp's scales of the parts that a step through K makes.
-template <class C>
-class StepScales {
-public:
-    __device__ explicit StepScales(const ConsumerWarp<C>& self) : self_(self) {}
+// How a part of a step's sums is scaled before it is added: not at all, all of its N columns by one scale of `b`, or each
+// 16 of them by one.
+enum class Scaling { kNone, kUniform, kBy16 };
 
-    // Reads those of a stage, which are there. Afterwards the stage may be written.
-    __device__ __forceinline__ void read(const StageScales<C>& stage) {
-        if constexpr (C::kSwapAb) {
+// One warp's scales of a part of a step through K: of N columns of a band. A read from shared memory takes long while the
+// tensor cores read their operands there. So all reads stand together, and a scale comes from another lane, which takes as
+// long again, only where there are no registers.
+template <class C, int N, Scaling S>
+class PartScales {
+public:
+    // Reads those of a stage, which are there. The part's first column is `First`.
+    template <int First>
+    __device__ __forceinline__ void read(const StageScales<C>& stage, const ConsumerWarp<C>& self, uint32_t band) {
+        constexpr int kCount = S == Scaling::kUniform ? 1 : (First % kColumns + N + kColumns - 1) / kColumns;
+        const uint32_t column = (C::kSideBySide ? self.consumer * C::kConsumerN : 0) + First;
+        const float* of_b = &stage.b[column / kColumns];
+        const float* of_a = &stage.a[self.row(band) + self.lane / 4];
+        upper_ = of_a[0];
+        lower_ = of_a[Place::kRowsApart];
+        if constexpr (kIsHeld) {
 #pragma unroll
-            for (uint32_t i = 0; i < kOfA; ++i) {
-                const float of_a = stage.a[min(self_.lane + i * 32, C::kTileM - 1)];
-#pragma unroll
-                for (uint32_t band = 0; band < C::kBands; ++band) {
-                    float& product = of_a_[band * kOfA + i];
-                    product = of_a * stage.b[self_.part(band)];
-                    ptx::pin(product);
-                }
-            }
+            for (int i = 0; i < kCount; ++i) of_b_[i] = of_b[i];
         } else {
-#pragma unroll
-            for (uint32_t i = 0; i < kOfA; ++i) {
-                of_a_[i] = stage.a[self_.row(i / 2) + self_.lane / 4 + i % 2 * 8];
-                ptx::pin(of_a_[i]);
-            }
-            constexpr uint32_t kOfB = C::kTileN / StageScales<C>::kRowsOfB;
-            const uint32_t first = C::kSideBySide ? self_.consumer * (kOfB / kConsumers) : 0;
-            of_b_ = stage.b[min(first + self_.lane, kOfB - 1)];
-            ptx::pin(of_b_);
+            of_b_[0] = of_b[self.lane % kCount];
         }
+        if constexpr (S == Scaling::kUniform) {
+            upper_ *= of_b_[0];
+            lower_ *= of_b_[0];
+        }
+        ptx::pin(upper_);
+        ptx::pin(lower_);
     }
 
-    // Those of the four accumulators of the group-th 8 columns of a band.
-    __device__ __forceinline__ float4 of(uint32_t band, uint32_t group) const {
-        if constexpr (C::kSwapAb) {
-            const float rows = of_a_[band * kOfA + group / 4];
-            const uint32_t lane = group % 4 * 8 + self_.lane % 4 * 2;
-            const float even = __shfl_sync(~0u, rows, lane);
-            const float odd = __shfl_sync(~0u, rows, lane + 1);
-            return {even, odd, even, odd};
-        } else {
-            const float of_b = __shfl_sync(~0u, of_b_, group / 2);
-            const float upper = of_a_[band * 2] * of_b;
-            const float lower = of_a_[band * 2 + 1] * of_b;
-            return {upper, upper, lower, lower};
+    // Adds the group-th 8 columns of the part, scaled. `part` and `sums` are those of the group.
+    template <int First>
+    __device__ __forceinline__ void add(float* sums, const float* part, int group) const {
+        float upper = upper_;
+        float lower = lower_;
+        if constexpr (S == Scaling::kBy16) {
+            const int index = (First % kColumns + group * 8) / kColumns;
+            const float of_b = kIsHeld ? of_b_[index] : __shfl_sync(~0u, of_b_[0], index);
+            upper *= of_b;
+            lower *= of_b;
         }
+        sums[0] = fmaf(upper, part[0], sums[0]);
+        sums[1] = fmaf(upper, part[1], sums[1]);
+        sums[2] = fmaf(lower, part[2], sums[2]);
+        sums[3] = fmaf(lower, part[3], sums[3]);
     }
 
 private:
-    // A lane reads the scales of its accumulators' rows. With swap_ab, it reads those of every 32nd row, for all lanes,
-    // and multiplies them by the scale of the warp's rows of `b`.
-    static constexpr uint32_t kOfA = C::kSwapAb ? (C::kTileM + 31) / 32 : C::kBands * 2;
-
-    const ConsumerWarp<C>& self_;
-    float of_a_[(C::kSwapAb ? C::kBands : 1) * kOfA];
-    float of_b_;  // lane j has that of the consumer's columns 16 j to 16 j + 15
+    static constexpr int kColumns = StageScales<C>::kRowsOfB;
+    // Whether a lane holds all scales of `b`. The widest tiles have no registers for that, so lane j holds the j-th.
+    static constexpr bool kIsHeld = S == Scaling::kUniform || C::kColumns <= 224;
+    float upper_;  // of a lane's rows, and of the columns too if they have one
+    float lower_;
+    float of_b_[S == Scaling::kBy16 && kIsHeld ? N / kColumns + 1 : 1];  // by 16 columns
 };
 
-// One warp's scales of the whole sums of a band. They are loaded while the tensor cores multiply.
+// The same with swap_ab: of a band, whose columns are rows of `a`. A lane reads the scale of every 32nd of these, for all
+// lanes, and multiplies it by the scale of the warp's rows of `b`.
+template <class C>
+class SwapAbPartScales {
+public:
+    template <int First>
+    __device__ __forceinline__ void read(const StageScales<C>& stage, const ConsumerWarp<C>& self, uint32_t band) {
+        const float of_b = stage.b[self.part(band)];
+#pragma unroll
+        for (uint32_t i = 0; i < kCount; ++i) {
+            scales_[i] = stage.a[min(self.lane + i * 32, C::kTileM - 1)] * of_b;
+            ptx::pin(scales_[i]);
+        }
+    }
+
+    template <int First>
+    __device__ __forceinline__ void add(float* sums, const float* part, int group) const {
+        const uint32_t lane = group % 4 * 8 + threadIdx.x % 4 * 2;
+        const float even = __shfl_sync(~0u, scales_[group / 4], lane);
+        const float odd = __shfl_sync(~0u, scales_[group / 4], lane + 1);
+        sums[0] = fmaf(even, part[0], sums[0]);
+        sums[1] = fmaf(odd, part[1], sums[1]);
+        sums[2] = fmaf(even, part[2], sums[2]);
+        sums[3] = fmaf(odd, part[3], sums[3]);
+    }
+
+private:
+    static constexpr uint32_t kCount = (C::kTileM + 31) / 32;
+    float scales_[kCount];
+};
+
+// One warp's scales of the whole sums of a band.
 template <class C>
 class SumScales {
 public:
-    // `row` and `column` are the tile's first ones, and `left` is the warp's first column.
-    __device__ void load(const GemmeshParams& params, const ConsumerWarp<C>& self, uint32_t weight, uint32_t band, uint32_t row,
-                         uint32_t column, uint32_t left) {
-        if (has_block_scales<C>(params)) return;
+    // Those of rows of `a`, which may come with the rows. `row` is the tile's first.
+    __device__ void load_rows(const GemmeshParams& params, const ConsumerWarp<C>& self, uint32_t band, uint32_t row) {
         const uint32_t first = C::kSwapAb ? row + self.lane : row + self.row(band) + self.lane / 4;
 #pragma unroll
         for (uint32_t i = 0; i < kOfA; ++i) {
-            of_a_[i] = scale_of(params.scales.a, params.scales.a_row, first + i * (C::kSwapAb ? 32 : 8), params.m);
+            const uint32_t of_a = first + i * (C::kSwapAb ? 32 : 8);
+            of_a_[i] = params.scales.a == nullptr || of_a >= params.m ? 1.0f : params.scales.a[of_a * params.scales.a_row];
         }
+    }
+
+    // Those of the weight. `column` is the tile's first column, and `left` the warp's.
+    __device__ void load_columns(const GemmeshParams& params, const ConsumerWarp<C>& self, uint32_t weight, uint32_t band,
+                                 uint32_t column, uint32_t left) {
         if constexpr (C::kSwapAb) {
             const SwapAbPart<C> part(params, self, band);
             const GemmeshOutput& output = params.outputs[part.is_up ? 1 : weight];
@@ -149,7 +185,8 @@ public:
 #pragma unroll
             for (uint32_t i = 0; i < kOfB; ++i) {
                 const uint32_t group = self.lane / 4 + 8 * i;
-                const bool is_up = is_gated<C>(params) && group >= kGroups / 2;
+                // all lanes alike, if half of the groups are a multiple of eight
+                const bool is_up = is_gated<C>(params) && (kGroups % 16 == 0 ? 8 * i : group) >= kGroups / 2;
                 const uint32_t of_weight = left + (is_up ? group - kGroups / 2 : group) * 8 + self.lane % 4 * 2;
                 load_pair(i, params.outputs[is_up ? 1 : weight], of_weight, 1);
             }
@@ -184,19 +221,18 @@ public:
 
 private:
     static constexpr uint32_t kGroups = C::kColumns / 8;
-    // As StepScales and ColumnBias.
+    // As SwapAbPartScales and ColumnBias.
     static constexpr uint32_t kOfA = C::kSwapAb ? (C::kTileM + 31) / 32 : 2;
     static constexpr uint32_t kOfB = C::kSwapAb ? 1 : (kGroups + 7) / 8;
 
-    // 1 if there is none.
-    __device__ static float scale_of(const float* scales, uint32_t apart, uint32_t index, uint32_t end) {
-        return scales == nullptr || index >= end ? 1.0f : __ldg(scales + index * apart);
-    }
-
-    // Those of two columns.
+    // Those of two columns, 1 if there is none.
     __device__ void load_pair(uint32_t i, const GemmeshOutput& output, uint32_t column, uint32_t apart) {
-        of_b_[i].x = scale_of(output.scales, output.scale_row, column, output.n);
-        of_b_[i].y = scale_of(output.scales, output.scale_row, column + apart, output.n);
+        const float* scales = output.scales;
+        const uint32_t scale_row = output.scale_row;
+        const uint32_t n = output.n;
+        const auto scale_of = [&](uint32_t of) { return scales == nullptr || of >= n ? 1.0f : __ldg(scales + of * scale_row); };
+        of_b_[i].x = scale_of(column);
+        of_b_[i].y = scale_of(column + apart);
     }
 
     float of_a_[kOfA];

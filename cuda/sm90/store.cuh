@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_16_bit_rows(const float* accumulators, con
 
 // One warp: stores N columns of accumulators, finished, to the output of a weight.
 template <class C, int N>
-__device__ __forceinline__ void store_own(const float* accumulators, const CUtensorMap* map, const GemmeshParams& params,
+__device__ __forceinline__ void store_own(float* accumulators, const CUtensorMap* map, const GemmeshParams& params,
                                           StoreBox<typename C::Output> (&boxes)[C::kBoxes], const GemmeshOutput& output,
                                           const WarpPlace& place, uint32_t lane) {
     if (is_f32<C>(params)) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void store_own(const float* accumulators, const CUten
         store_f32_rows<N>(accumulators, stores, lane);
         return;
     }
-    if constexpr (C::kPromotes && !C::kPlain && N % 16 == 0) {
+    if constexpr (C::kPromotes && !C::kAlone && N % 16 == 0) {
         if (params.stored_type == GEMMESH_STORED_E4M3) {
             store_e4m3_rows<N>(accumulators, boxes_of<uint8_t>(boxes)[0], output, place, lane);
             return;
@@ -200,12 +200,56 @@ __device__ __forceinline__ void store_swap_ab(Accumulators<C::kColumns>& accumul
     }
     if (is_f32<C>(params)) {
         tile.store_f32();
-    } else if (stored_type<C>(params) == GEMMESH_STORED_F16) {
+    } else if (!C::kPlain && stored_type<C>(params) == GEMMESH_STORED_F16) {
         tile.template store<f16>(own);
     } else if (stored_type<C>(params) == GEMMESH_STORED_E4M3) {
-        tile.store_e4m3(own);
+        const float factor = quantizing_factor(output.quantized);
+        tile.store_e4m3(own, [factor](uint32_t) { return factor; });
     } else {
         tile.template store<typename C::Output>(own);
+    }
+}
+
+// True if the warps of a tile of swapped operands make the scales of its rows together.
+template <class C>
+__device__ __forceinline__ bool makes_row_scales(const GemmeshParams& params, uint32_t weight) {
+    const GemmeshOutputScales& of = params.outputs[weight].quantized;
+    return C::kMakesRowScales && of.scales != nullptr && !is_given(of);
+}
+
+// One warpgroup: finishes and quantises its bands of a tile of swapped operands, which has no slices of K. `row` and
+// `column` are the tile's first ones.
+template <class C>
+__device__ __forceinline__ void store_quantized(Bands<C>& bands, const GemmeshParams& params, Shared<C>& shared,
+                                                SumScales<C> (&scales)[C::kBands], const Addends<C> (&addends)[C::kBands],
+                                                uint32_t weight, const ConsumerWarp<C>& self, uint32_t row, uint32_t column) {
+    constexpr uint32_t kWarps = 4 * C::kSharing;
+    const uint32_t first = C::kSharing == 1 ? self.consumer * 4 : 0;  // of the tile's warps
+    const GemmeshOutput& output = params.outputs[weight];
+    auto& own = shared.boxes[self.box()][0];
+    SwapAbScales<C::kColumns> row_scales;
+    const auto tile_of = [&](uint32_t band) {
+        const SwapAbPart<C> part(params, self, band);
+        return SwapAbTile<typename C::Output, C::kColumns>(bands[band], params, output, row, column + part.column(), self.lane);
+    };
+#pragma unroll
+    for (uint32_t band = 0; band < C::kBands; ++band) {
+        auto tile = tile_of(band);
+        scales[band].apply(bands[band], params, self.lane);
+        if constexpr (!C::kPlain) {
+            tile.add_bias(output.bias, addends[band]);
+            activate<C::kColumns / 2>(bands[band].d, params.activation, true);
+            tile.add_residual(own, addends[band]);
+        }
+        if (tile.has_columns()) row_scales.take(bands[band].d);
+    }
+    const GemmeshOutputScales& of = output.quantized;
+    float* at = of.scales + uint64_t{row} * of.row + uint64_t{column / GEMMESH_SCALE_BLOCK} * of.block;
+    row_scales.template make<kWarps>(&shared.boxes[first], self.box() - first, self.lane, kPairBarrier + first / 2, of, at,
+                                     params.m - row);
+#pragma unroll
+    for (uint32_t band = 0; band < C::kBands; ++band) {
+        tile_of(band).store_e4m3(own, [&](uint32_t i) { return row_scales.factor(i); });
     }
 }
 

@@ -152,10 +152,13 @@ public:
         });
     }
 
-    // `store` for e4m3, perhaps quantised by a scale that is given. The warp's columns of a row are a piece. There are a
-    // multiple of 16 columns.
-    __device__ void store_e4m3(Box& box) const {
-        const float factor = quantizing_factor(output_.quantized);
+    // True if the warp's columns are in the output.
+    __device__ bool has_columns() const { return column_ < output_.n; }
+
+    // `store` for e4m3. The values of this lane's i-th row are multiplied by `factor(i)`. The warp's columns of a row are a
+    // piece. There are a multiple of 16 columns.
+    template <class Factor>
+    __device__ void store_e4m3(Box& box, const Factor& factor) const {
         constexpr uint32_t kAtATime = sizeof(Box::elements) / kColumns;  // rows
         uint8_t* bytes = reinterpret_cast<uint8_t*>(box.elements);
         uint8_t* out = static_cast<uint8_t*>(output_.out) + column_;
@@ -168,7 +171,9 @@ public:
                 uint8_t* at = bytes + (of + lane_ % 4 * 2) * kColumns + lane_ / 4;
 #pragma unroll
                 for (uint32_t half = 0; half < 2; ++half) {
-                    const uint16_t pair = ptx::cvt_rn_satfinite_e4m3x2(d[half * 2] * factor, d[half * 2 + 1] * factor);
+                    const float upper = d[half * 2] * factor((first + of) / 4);
+                    const float lower = d[half * 2 + 1] * factor((first + of) / 4 + 1);
+                    const uint16_t pair = ptx::cvt_rn_satfinite_e4m3x2(upper, lower);
                     at[half * 8] = pair & 0xff;
                     at[half * 8 + kColumns] = pair >> 8;
                 }
@@ -269,6 +274,72 @@ private:
     uint32_t row_;
     uint32_t column_;
     uint32_t lane_;
+};
+
+// The scales of the N rows of a tile whose columns are one block. Several warps have columns of it, some of them twice.
+template <int N>
+class SwapAbScales {
+public:
+    __device__ SwapAbScales() {
+#pragma unroll
+        for (float& value : of_row_) value = kLeastAmax;
+    }
+
+    // One warp: takes account of 16 columns. `d` are this lane's accumulators.
+    __device__ void take(const float* d) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            // `fmaxf` ignores NaN
+            const float* pair = &d[i / 2 * 4 + i % 2];
+            of_row_[i] = fmaxf(fmaxf(of_row_[i], fabsf(pair[0])), fabsf(pair[2]));
+        }
+    }
+
+    // All `Warps` warps: make the scales, and exchange what each has found through the first of its boxes, which begin at
+    // `boxes`. `number` is the warp's. The first warp stores the scales of rows before `end`. `at` is the place of the
+    // tile's first.
+    template <int Warps, class Boxes>
+    __device__ void make(Boxes* boxes, uint32_t number, uint32_t lane, uint32_t barrier, const GemmeshOutputScales& of,
+                         float* at, uint32_t end) {
+        const auto maxima = [&](uint32_t warp) { return reinterpret_cast<float*>(boxes[warp][0].elements); };
+        // eight lanes have columns of a row
+#pragma unroll
+        for (uint32_t apart = 4; apart < 32; apart *= 2) {
+#pragma unroll
+            for (float& value : of_row_) value = fmaxf(value, __shfl_xor_sync(~0u, value, apart));
+        }
+        if (lane < 4) {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) maxima(number)[i / 2 * 8 + lane * 2 + i % 2] = of_row_[i];
+        }
+        ptx::barrier_sync<Warps * 32>(barrier);
+        // lane j has rows j, j + 32, ...
+        float factors[(N + 31) / 32];
+#pragma unroll
+        for (uint32_t first = 0; first < N; first += 32) {
+            const uint32_t row = min(first + lane, N - 1);
+            float amax = kLeastAmax;
+#pragma unroll
+            for (uint32_t warp = 0; warp < Warps; ++warp) amax = fmaxf(amax, maxima(warp)[row]);
+            const float scale = scale_of(of, amax);
+            if (number == 0 && first + lane < min(end, N)) at[uint64_t{row} * of.row] = scale;
+            factors[first / 32] = reciprocal(scale);
+        }
+        // the boxes are filled after all have read them
+        ptx::barrier_sync<Warps * 32>(barrier);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const uint32_t row = i / 2 * 8 % 32 + lane % 4 * 2 + i % 2;
+            of_row_[i] = __shfl_sync(~0u, factors[i / 2 * 8 / 32], row);
+        }
+    }
+
+    // What the values of this lane's i-th row are multiplied by, when the scales are made.
+    __device__ float factor(uint32_t i) const { return of_row_[i]; }
+
+private:
+    static constexpr int kRows = N / 4;  // of a lane
+    float of_row_[kRows];  // the largest absolute value, and then the factor
 };
 
 }  // namespace gemmesh

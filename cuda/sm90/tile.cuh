@@ -66,7 +66,7 @@ __device__ __forceinline__ bool is_f32(const GemmeshParams& params) {
 // The type that results are stored as, unless it is f32: GEMMESH_STORED_OUTPUT or another.
 template <class C>
 __device__ __forceinline__ uint32_t stored_type(const GemmeshParams& params) {
-    return C::kPromotes && !C::kPlain ? params.stored_type : GEMMESH_STORED_OUTPUT;
+    return C::kPromotes && !C::kAlone ? params.stored_type : GEMMESH_STORED_OUTPUT;
 }
 
 // True if other ranks' kernels have a part in the operation.

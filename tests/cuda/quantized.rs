@@ -1,12 +1,15 @@
 //! Products that quantise their results, by their kernel or behind it.
 
-use gemmesh::{Chunking, Config, Cuda, DType, Error, F8E4M3, F8E5M2, Matmul, bf16, f16};
+use gemmesh::{
+    AllGatherMatmul, Chunking, Config, Cuda, DType, Error, F8E4M3, F8E5M2, Group, Matmul, Route,
+    WeightOf, bf16, f16,
+};
 use rand::RngExt;
 
 use crate::support::gpu::*;
-use crate::support::numbers::rng;
+use crate::support::numbers::{normal, rng};
 use crate::support::shared::quantized::Rule;
-use crate::support::shared::quantized_products::{self, Case};
+use crate::support::shared::quantized_products::{self, Case, Made};
 use crate::test_name;
 
 /// A product of any form.
@@ -23,7 +26,8 @@ fn case(turn: usize, config: Option<Config>) -> Case {
         },
         k: 16 * extent(&mut random, &[1, 8, 9, 40], 60),
         gated,
-        residual: turn % 3 != 2 && turn.is_multiple_of(2),
+        plain: turn % 5 > 2,
+        residual: turn % 3 != 2 && turn % 5 < 2,
         scaled: turn % 4 < 2,
         config,
     }
@@ -100,6 +104,56 @@ fn gathers_quantise_their_products() {
         let chunking = Chunking::new(1 + seed as usize % 3);
         Ok(Config::new(tile, chunking, route))
     });
+}
+
+/// Captures a gather whose product is quantised, and replays it with other rows each time.
+fn replay<T: WeightOf<T>>(group: &Group<Cuda>, config: Config) -> Result<(), Error> {
+    let [m, n, k] = [150, 272, 384];
+    let rule = Rule::ALL[0];
+    let mut a = group.sharded::<T>(m, k)?;
+    let own = a.rows();
+    let b = group.upload(&normal::<T>(1, n * k), n, k)?;
+    let mut made = Made::new(group, rule, m, &[n])?;
+    let gather = || AllGatherMatmul::<Cuda, T>::new().config(config);
+    let quantised = gather().quantization(rule.quantization());
+    let prepared = quantised.prepare(&a, n)?;
+    let replay = Replay::capture(group, GLOBAL, || {
+        prepared.run(&a, &b, made.outputs()).unwrap();
+    });
+    let mut result = [group.zeros::<f32>(m, n)?];
+    for turn in 0..20 {
+        let rows = normal::<T>(2 + turn, m * k);
+        a.shard_mut()
+            .copy_from_host(&rows[own.start * k..own.end * k])?;
+        replay.launch();
+        group.synchronize()?;
+        gather().run(&a, &b, &mut result[0])?;
+        made.check(&result, &format!("turn {turn}, {config:?}"))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn captured_gathers_quantise_in_each_replay() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        for (turn, [tile_m, tile_n]) in [[16, 128], [128, 256], [64, 64]].into_iter().enumerate() {
+            let mut shapes = shapes_of([DType::F8E4M3; 2]).into_iter();
+            let is_it = |config: &Config| {
+                let tile = &config.tile;
+                [tile.m, tile.n, tile.split_k] == [tile_m, tile_n, 1]
+            };
+            let tile = shapes.find(is_it).expect("there is one").tile;
+            for route in [Route::Push, Route::Store] {
+                replay::<F8E4M3>(&group, Config::new(tile, Chunking::new(1 + turn), route))?;
+            }
+        }
+        // Kernels of 16 bits don't quantise, so another one does so behind them.
+        let tile = shapes_of([DType::Bf16; 2])[0].tile;
+        replay::<bf16>(&group, Config::new(tile, Chunking::new(2), Route::Push))?;
+        Ok(String::new())
+    }));
 }
 
 #[test]

@@ -21,14 +21,14 @@ fn alone<B: Tested>(test: &str, part: impl FnOnce(&Group<B>) -> Result<(), Error
 }
 
 /// Outputs [m, n] for each of these n, and their scales.
-struct Made<B: Tested> {
+pub struct Made<B: Tested> {
     rule: Rule,
     values: Vec<Matrix<B, F8E4M3>>,
     scales: Vec<Matrix<B, f32>>,
 }
 
 impl<B: Tested> Made<B> {
-    fn new(group: &Group<B>, rule: Rule, m: usize, widths: &[usize]) -> Result<Self, Error> {
+    pub fn new(group: &Group<B>, rule: Rule, m: usize, widths: &[usize]) -> Result<Self, Error> {
         let values = |&n: &usize| group.upload(&vec![nan(); m * n], m, n);
         let scales = |&n: &usize| rule.scales(group, [m, n]);
         Ok(Made {
@@ -38,7 +38,7 @@ impl<B: Tested> Made<B> {
         })
     }
 
-    fn outputs<T: Element>(&mut self) -> Outputs<'_, B, T> {
+    pub fn outputs<T: Element>(&mut self) -> Outputs<'_, B, T> {
         let both = self.values.iter_mut().zip(&mut self.scales);
         let rule = self.rule;
         both.map(|(values, scales)| values.quantized(rule.by(scales)))
@@ -46,7 +46,7 @@ impl<B: Tested> Made<B> {
     }
 
     /// Compares every bit with what these f32 results become.
-    fn check(&self, results: &[Matrix<B, f32>], what: &str) -> Result<(), Error> {
+    pub fn check(&self, results: &[Matrix<B, f32>], what: &str) -> Result<(), Error> {
         let both = self.values.iter().zip(&self.scales);
         for ((values, scales), result) in both.zip(results) {
             let [_, n] = result.shape();
@@ -66,6 +66,8 @@ pub struct Case {
     pub widths: Vec<usize>,
     pub k: usize,
     pub gated: bool,
+    /// True if there is neither a bias nor a function.
+    pub plain: bool,
     pub residual: bool,
     /// True if both operands have scales of blocks.
     pub scaled: bool,
@@ -112,7 +114,10 @@ impl Case {
         let bias = group.upload(&normal::<V>(seed + 30, all), 1, all)?;
         let n = outputs[0];
         let residual = group.upload(&normal::<V>(seed + 31, m * n), m, n)?;
-        let mut operation = Matmul::new().bias(&bias).activation(Activation::Silu);
+        let mut operation = Matmul::new();
+        if !self.plain {
+            operation = operation.bias(&bias).activation(Activation::Silu);
+        }
         if self.gated {
             operation = operation.gated();
         }
@@ -140,6 +145,7 @@ pub fn quantized_products_have_the_bits_of_their_f32_results<B: Tested>(test: &s
         widths: vec![n],
         k: 144,
         gated: false,
+        plain: false,
         residual: true,
         scaled: false,
         config: None,
@@ -154,6 +160,7 @@ pub fn quantized_products_have_the_bits_of_their_f32_results<B: Tested>(test: &s
         },
         Case {
             widths: vec![16, 400, 128],
+            plain: true,
             residual: false,
             ..one(16)
         },

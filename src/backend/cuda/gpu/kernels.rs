@@ -335,8 +335,9 @@ pub fn can_be_fast(config: &Config) -> bool {
 pub fn quantizes(config: &Config, gated: bool, scaling: Scaling) -> bool {
     let tile = &config.tile;
     let shape = [tile.m, tile.n, tile.k].map(|extent| extent as u32);
+    let is_whole = tile.k_slices == 1 || !swaps_ab(config);
     match scaling.has_blocks() {
-        true => list::quantizes(shape, tile.split_k as u32, gated),
+        true => is_whole && list::quantizes(shape, tile.split_k as u32, gated),
         false => list::promotes(shape[2]),
     }
 }

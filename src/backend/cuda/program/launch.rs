@@ -11,8 +11,8 @@ use super::product::ProductKernel;
 use super::quantized::QuantizedBehind;
 use super::sm90::Maps;
 use crate::backend::cuda::abi::{
-    GEMMESH_IDENTITY, GEMMESH_STORED_OUTPUT, GemmeshOutput, GemmeshParams, GemmeshQuantization,
-    GemmeshTraceEvent,
+    GEMMESH_IDENTITY, GEMMESH_STORED_E4M3, GEMMESH_STORED_OUTPUT, GemmeshOutput, GemmeshParams,
+    GemmeshQuantization, GemmeshTraceEvent,
 };
 use crate::backend::cuda::driver::{DeviceMemory, Function};
 use crate::backend::cuda::gpu::Gpu;
@@ -93,10 +93,11 @@ impl<'p> ProductLaunch<'p> {
         }
     }
 
-    /// Whether the kernel waits for no rows and no peers, has no slices of K, and is not traced.
+    /// Whether the kernel waits for no rows and no peers, has no slices of K, is not traced, and does not quantise.
     fn is_alone(&self) -> bool {
         let params = &self.params;
         !self.kernel.awaits_rows
+            && params.stored_type == GEMMESH_STORED_OUTPUT
             && params.peers.push_epoch.is_null()
             && params.slices.is_null()
             && params.trace.is_null()
@@ -108,7 +109,7 @@ impl<'p> ProductLaunch<'p> {
             |output: &GemmeshOutput| output.bias.is_null() && output.residual.is_null();
         params.activation == GEMMESH_IDENTITY
             && [params.is_gated, params.is_f32, params.b_is_kn] == [0; 3]
-            && params.stored_type == GEMMESH_STORED_OUTPUT
+            && [GEMMESH_STORED_OUTPUT, GEMMESH_STORED_E4M3].contains(&params.stored_type)
             && params.outputs.iter().all(adds_nothing)
     }
 
