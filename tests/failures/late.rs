@@ -32,14 +32,16 @@ const CALLS: [MakeCall; 7] = [
 
 #[test]
 fn a_rank_that_comes_later_than_the_timeout_is_waited_for() {
+    // Long enough for a busy machine to end the calls when the late rank has come.
+    let timeout = 4 * SHORT;
     std::thread::scope(|scope| {
         for call in CALLS {
             scope.spawn(move || {
-                let builder = Group::<Host>::builder().timeout(SHORT).workers(1);
+                let builder = Group::<Host>::builder().timeout(timeout).workers(1);
                 let come = builder.threads(2, |group| {
                     let mut arguments = Arguments::new(&group, 6, 5, 4)?;
                     if group.rank() == 1 {
-                        std::thread::sleep(LATE);
+                        std::thread::sleep(timeout + Duration::from_millis(500));
                     }
                     call(&group, &mut arguments)
                 });

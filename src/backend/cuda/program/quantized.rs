@@ -140,15 +140,21 @@ mod tests {
     }
 
     #[test]
-    fn kernels_whose_warps_have_whole_blocks_quantise_and_others_leave_results() {
+    fn kernels_whose_tiles_have_whole_blocks_quantise_and_others_leave_results() {
         let [blocks, given] = [Quantization::blocks(), Quantization::tensor()].map(Some);
         for config in tiles(DType::F8E4M3) {
             let bytes = |gated, of| result_bytes(&config, gated, of, 3, [16, 400]);
             let left = Some(3 * 4 * 416);
             let [m, n] = [config.tile.m, config.tile.n];
-            // In tiles of 64 rows each consumer has half of the columns.
-            let whole = (m == 128 && n % 128 == 0) || [m, n] == [64, 256];
+            // In tiles of 64 rows each consumer has half of the columns. With swap_ab all warps have one block together, but
+            // not those of several CTAs.
+            let swapped = kernels::swaps_ab(&config) && n == 128 && config.tile.split_k == 1;
+            let whole = (m == 128 && n % 128 == 0) || [m, n] == [64, 256] || swapped;
             assert_eq!(bytes(false, blocks), left.filter(|_| !whole), "{config:?}");
+            let tile = config.tile.with_k_slices(2);
+            let sliced = Config::new(tile, config.chunking, config.route);
+            let is_left = result_bytes(&sliced, false, blocks, 3, [16]).is_some();
+            assert_eq!(is_left, !whole || swapped, "{config:?}");
             let gated = [m, n] == [128, 256];
             assert_eq!(bytes(true, blocks), left.filter(|_| !gated), "{config:?}");
             assert_eq!(bytes(false, given), None);
