@@ -22,7 +22,8 @@ public:
     static constexpr int kPieces = C::kBands == 1 && C::kColumns > 128 && C::kColumns % 16 == 0 ? 2 : 1;  // of a band
     static constexpr int kCount = C::kBands * kPieces;
     static constexpr int kN = C::kColumns / kPieces;  // columns of a part
-    // Registers that there are for sums and two parts.
+    // Registers that there are for sums and two parts. Scales take some, and so does the other code of a kernel of all forms
+    // or of sums.
     static constexpr int kMostOfTwo = S == Scaling::kNone && kPieces == 2 && !C::kGates ? 192
                                       : S != Scaling::kNone && C::kSums                 ? 160
                                                                                         : 176;
