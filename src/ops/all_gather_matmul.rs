@@ -3,19 +3,14 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::Arc;
 
-use super::call::{self, Added, Arguments, RawShards, require_same_group};
+use super::call::RawShards;
+use super::gather_product::{GatherProduct, PlannedGather};
 use super::operands::{AddendView, Outputs, WeightScaling, WeightWidths, Weights};
-use super::product::{
-    self, ProductOptions, RawOutputs, RawWeights, bind_outputs, bind_weights, check_outputs,
-    check_weights, product_of,
-};
-use super::quantized::OutputForm;
-use super::row_split::{RowSplit, staged};
-use super::scales::{Expected, RawShardedOperand, ShardedOperand};
+use super::product::{Addends, ProductOptions};
+use super::row_split::RowSplit;
+use super::scales::{RawShardedOperand, ShardedOperand};
 use crate::backend::Backend;
-use crate::backend::sealed::Bound;
 use crate::element::{DType, Element, OutputOf, WeightOf};
 #[cfg(doc)]
 use crate::error::Error;
@@ -25,12 +20,9 @@ use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
 use crate::one_line::option;
-use crate::profile::span::{Span, Work};
-use crate::refusal::{self, Refusal};
-use crate::schedule::plan::matrices::MATRICES;
+use crate::profile::span::Work;
 use crate::schedule::{
-    Accumulation, Activation, Config, Operation, Problem, Quantization, Scaling, Schedule,
-    WeightLayout,
+    Accumulation, Activation, Config, Quantization, Scaling, Schedule, WeightLayout,
 };
 use crate::trace::Trace;
 
@@ -118,15 +110,16 @@ pub fn all_gather_matmul<B: Backend, T: Element, W: WeightOf<T>, O: OutputOf<T>>
 /// ```
 #[must_use = "nothing is done before it is run"]
 pub struct AllGatherMatmul<'a, B: Backend, T: Element> {
-    options: ProductOptions<'a, B>,
-    stages: Option<usize>,
+    product: GatherProduct,
+    addends: Addends<'a, B>,
     element: PhantomData<T>,
 }
 
 impl<B: Backend, T: Element> fmt::Debug for AllGatherMatmul<'_, B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let stages = option("stages", self.stages);
-        self.options.describe(f, "AllGatherMatmul", [stages])
+        let GatherProduct { options, stages } = &self.product;
+        let stages = option("stages", *stages);
+        options.describe(f, "AllGatherMatmul", &self.addends, [stages])
     }
 }
 
@@ -134,8 +127,11 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// Default options: no bias, and the configuration that the backend chooses.
     pub fn new() -> Self {
         AllGatherMatmul {
-            options: ProductOptions::new(T::DTYPE),
-            stages: None,
+            product: GatherProduct {
+                options: ProductOptions::new(T::DTYPE),
+                stages: None,
+            },
+            addends: Addends::default(),
             element: PhantomData,
         }
     }
@@ -144,13 +140,13 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     ///
     /// If there are several weights, N is the sum of their N.
     pub fn bias(mut self, bias: impl Into<AddendView<'a, B, T>>) -> Self {
-        self.options.bias = Some(bias.into().view);
+        self.addends.bias = Some(bias.into().view);
         self
     }
 
     /// Applies a function to each element, in f32, after the bias and before the result is rounded.
     pub fn activation(mut self, activation: Activation) -> Self {
-        self.options.activation = activation;
+        self.product.options.activation = activation;
         self
     }
 
@@ -159,13 +155,13 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// The output is `activation(a · gateᵀ) * (a · upᵀ)`, computed in f32 and rounded once. Neither product is written
     /// to memory. Both weights have the same N. A bias is [1, 2 N]; the gate's part comes first.
     pub fn gated(mut self) -> Self {
-        self.options.gated = true;
+        self.product.options.gated = true;
         self
     }
 
     /// How the weights are stored. The default is [N, K]; the other layout is [K, N].
     pub fn weight_layout(mut self, layout: WeightLayout) -> Self {
-        self.options.weights = layout;
+        self.product.options.weights = layout;
         self
     }
 
@@ -181,7 +177,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// Ranks may promise different things. The promise is of no use on the host backend, if ranks share a GPU, if the
     /// kernel's CTAs are limited, or if copies bring the rows or take the sums away.
     pub fn constant_weights(mut self) -> Self {
-        self.options.constant_weights = true;
+        self.product.options.constant_weights = true;
         self
     }
 
@@ -189,7 +185,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     ///
     /// The default is `T` if it has 16 bits, and bf16 for fp8. [`OutputOf`](crate::OutputOf) lists the others.
     pub fn output_dtype(mut self, dtype: DType) -> Self {
-        self.options.output_dtype = Some(dtype);
+        self.product.options.output_dtype = Some(dtype);
         self
     }
 
@@ -199,7 +195,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// stage the second block, and so on. The rows of the output stay in order. A matrix made by
     /// [`Group::sharded_staged`] has its own number of stages.
     pub fn stages(mut self, stages: usize) -> Self {
-        self.stages = Some(stages);
+        self.product.stages = Some(stages);
         self
     }
 
@@ -207,33 +203,33 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     ///
     /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::WeightOf) lists the others.
     pub fn weight_dtype(mut self, dtype: DType) -> Self {
-        self.options.weight_dtype = Some(dtype);
+        self.product.options.weight_dtype = Some(dtype);
         self
     }
 
     /// Makes [`AllGatherMatmul::prepare`] plan for scales of `a` and of the weights. [`AllGatherMatmul::run`] needs no
     /// such hint.
     pub fn scaling(mut self, a: Scaling, weights: impl Into<WeightScaling>) -> Self {
-        self.options.scaling = (a, weights.into().0);
+        self.product.options.scaling = (a, weights.into().0);
         self
     }
 
     /// Makes [`AllGatherMatmul::prepare`] plan for outputs that are quantised. [`AllGatherMatmul::run`] needs no such
     /// hint.
     pub fn quantization(mut self, quantization: Quantization) -> Self {
-        self.options.quantization = Some(quantization);
+        self.product.options.quantization = Some(quantization);
         self
     }
 
     /// How sums of products of fp8 are made. The default is [`Accumulation::Promoted`].
     pub fn accumulation(mut self, accumulation: Accumulation) -> Self {
-        self.options.accumulation = accumulation;
+        self.product.options.accumulation = accumulation;
         self
     }
 
     /// Uses `config` instead of the configuration that the backend would choose.
     pub fn config(mut self, config: Config) -> Self {
-        self.options.config = Some(config);
+        self.product.options.config = Some(config);
         self
     }
 
@@ -256,25 +252,8 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         weights: impl Into<Weights<'w, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let a = RawShardedOperand::from(a.into());
-        let (weights, outputs) = (weights.into().all, outputs.into().all);
-        let (RawShards { group, layout, .. }, options) = (a.values, &self.options);
-        let planned = || {
-            let widths = options.widths(group, layout.k(), &weights)?;
-            let call = options.called(a.scaling()?, &weights, OutputForm::of(&outputs)?)?;
-            let layout = staged(a.values.layout.clone(), self.stages)?;
-            let problem = options.problem(PRODUCT, layout, &widths, &call)?;
-            let program = self.program(group, &problem)?;
-            Ok((problem, program))
-        };
-        let (problem, program) = planned().map_err(group.refusal(PRODUCT.name()))?;
-        let call = GatherCall {
-            program: &program,
-            group,
-            problem: &problem,
-            options,
-        };
-        call.collective(a, Some((weights, outputs)), None)
+        let product = (weights.into().all, outputs.into().all);
+        self.product.run(self.addends, a.into().into(), product)
     }
 
     /// Plans the product of matrices like `a` with a weight of N = `n`, so that it can run many times.
@@ -294,35 +273,14 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         a: &ShardedMatrix<B, T>,
         n: impl Into<WeightWidths>,
     ) -> Result<Prepared<'a, B, T>> {
-        let (a, widths) = (RawShards::from(a), n.into().0);
-        let group = a.group;
-        let prepare = || -> refusal::Result<Prepared<'a, B, T>> {
-            self.options.check_widths(&widths)?;
-            let layout = staged(a.layout.clone(), self.stages)?;
-            let call = self.options.planned();
-            let problem = self.options.problem(PRODUCT, layout, &widths, &call)?;
-            let program = self.program(group, &problem)?;
-            let config = Some(product_of(B::schedule(&program)).config);
-            let layout = problem.layout.clone();
-            let gather = Problem {
-                beside: problem.beside,
-                ..Problem::new(Operation::Gather, T::DTYPE, layout, 0)
-            };
-            let multiply = Problem {
-                operation: MULTIPLY,
-                ..problem.clone()
-            };
-            Ok(Prepared {
-                gather: group.program(gather, config)?,
-                multiply: group.program(multiply, config)?,
-                program,
-                group: group.clone(),
-                problem,
-                options: self.options.clone(),
-                element: PhantomData,
-            })
-        };
-        group.judged(PRODUCT.name(), prepare())
+        let planned = self
+            .product
+            .prepare(self.addends, RawShards::from(a), &n.into().0)?;
+        Ok(Prepared {
+            planned,
+            addends: self.addends,
+            element: PhantomData,
+        })
     }
 
     /// Whether this group can gather and multiply such rows: `Ok`, or the error that the calls would give. An engine asks
@@ -361,23 +319,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         n: impl Into<WeightWidths>,
     ) -> Result<()> {
         let (rows, widths) = (rows.into(), n.into().0);
-        let answer = || {
-            let layout = rows.layout(group)?;
-            let k = layout.k();
-            self.options.check_widths(&widths)?;
-            let layout = staged(layout, self.stages)?;
-            let call = self.options.planned();
-            let problem = self.options.problem(PRODUCT, layout, &widths, &call)?;
-            self.options.check(group, &problem, problem.layout.m())?;
-            group.checked_schedule(&problem, self.options.config)?;
-            group.require_whole_pieces("K", k, T::DTYPE)
-        };
-        group.answered(PRODUCT.name(), answer())
-    }
-
-    fn program(&self, group: &Group<B>, problem: &Problem) -> refusal::Result<Arc<B::Program>> {
-        self.options.check(group, problem, problem.layout.m())?;
-        group.program(problem.clone(), self.options.config)
+        self.product.supported(group, self.addends, &rows, &widths)
     }
 }
 
@@ -386,10 +328,6 @@ impl<B: Backend, T: Element> Default for AllGatherMatmul<'_, B, T> {
         AllGatherMatmul::new()
     }
 }
-
-const PRODUCT: Operation = Operation::AllGatherMatmul;
-const MULTIPLY: Operation = Operation::Multiply;
-const COPY: Operation = Operation::Copy;
 
 /// A product planned by [`AllGatherMatmul::prepare`].
 ///
@@ -417,19 +355,14 @@ const COPY: Operation = Operation::Copy;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
 pub struct Prepared<'a, B: Backend, T: Element> {
-    // Freed before the group that they belong to can end.
-    program: Arc<B::Program>,
-    gather: Arc<B::Program>,
-    multiply: Arc<B::Program>,
-    group: Group<B>,
-    problem: Problem,
-    options: ProductOptions<'a, B>,
+    planned: PlannedGather<B>,
+    addends: Addends<'a, B>,
     element: PhantomData<T>,
 }
 
 impl<B: Backend, T: Element> fmt::Debug for Prepared<'_, B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        product::describe::<B>(f, "Prepared", &self.problem)
+        self.planned.describe(f)
     }
 }
 
@@ -437,12 +370,8 @@ impl<B: Backend, T: Element> fmt::Debug for Prepared<'_, B, T> {
 impl<B: Backend, T: Element> Clone for Prepared<'_, B, T> {
     fn clone(&self) -> Self {
         Prepared {
-            program: self.program.clone(),
-            gather: self.gather.clone(),
-            multiply: self.multiply.clone(),
-            group: self.group.clone(),
-            problem: self.problem.clone(),
-            options: self.options.clone(),
+            planned: self.planned.clone(),
+            addends: self.addends,
             element: PhantomData,
         }
     }
@@ -452,17 +381,17 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// The schedule: what is moved and multiplied, and in which order.
     #[doc(hidden)]
     pub fn schedule(&self) -> &Schedule {
-        B::schedule(&self.program)
+        self.planned.schedule()
     }
 
     /// How the product is cut up.
     pub fn config(&self) -> Config {
-        product_of(self.schedule()).config
+        self.planned.config()
     }
 
     /// How the product is cut up, and how long that is expected to take.
     pub fn explain(&self) -> Explanation {
-        call::explain(&self.group, &self.problem, self.config())
+        self.planned.explain()
     }
 
     /// As [`AllGatherMatmul::run`].
@@ -477,9 +406,9 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         weights: impl Into<Weights<'w, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let a = RawShardedOperand::from(a.into());
-        let product = Some((weights.into().all, outputs.into().all));
-        self.call(&self.program).collective(a, product, None)
+        let product = (weights.into().all, outputs.into().all);
+        self.planned
+            .run(self.addends, a.into().into(), product, None)
     }
 
     /// As [`Prepared::run`], and returns a trace of this rank's work.
@@ -497,9 +426,9 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     ) -> Result<Trace> {
         let a = RawShardedOperand::from(a.into());
         let mut spans = Vec::new();
-        let product = Some((weights.into().all, outputs.into().all));
-        let call = self.call(&self.program);
-        call.collective(a, product, Some(&mut spans))?;
+        let product = (weights.into().all, outputs.into().all);
+        self.planned
+            .run(self.addends, a, product, Some(&mut spans))?;
         Ok(Trace::new(a.values.group.rank(), spans))
     }
 
@@ -509,8 +438,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// As [`all_gather_matmul`].
     #[track_caller]
     pub fn gather<'w>(&self, a: impl Into<ShardedOperand<'w, B, T>>) -> Result<()> {
-        let a = RawShardedOperand::from(a.into());
-        self.call(&self.gather).collective(a, None, None)
+        self.planned.gather(a.into().into(), None)
     }
 
     /// Only multiplies, with the rows of `a` that this rank has gathered before. Not collective.
@@ -524,10 +452,9 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         weights: impl Into<Weights<'w, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let a = RawShardedOperand::from(a.into());
-        let product = Some((weights.into().all, outputs.into().all));
-        let call = self.call(&self.multiply);
-        call.alone(MULTIPLY, a, product, None)
+        let product = (weights.into().all, outputs.into().all);
+        self.planned
+            .matmul(self.addends, a.into().into(), product, None)
     }
 
     /// [`Prepared::gather`] and then [`Prepared::matmul`], and returns a trace of both. Collective; for pictures of what
@@ -547,11 +474,11 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         let RawShards { group, layout, .. } = a.values;
         let rank = group.rank();
         let (mut gathered, mut multiplied) = (Vec::new(), Vec::new());
-        let call = self.call(&self.gather);
-        call.collective(a, None, Some(&mut gathered))?;
-        let product = Some((weights.into().all, outputs.into().all));
-        let call = self.call(&self.multiply);
-        call.alone(MULTIPLY, a, product, Some(&mut multiplied))?;
+        self.planned.gather(a, Some(&mut gathered))?;
+        let product = (weights.into().all, outputs.into().all);
+        let multiplied_spans = Some(&mut multiplied);
+        self.planned
+            .matmul(self.addends, a, product, multiplied_spans)?;
         let mut trace = Trace::new(rank, gathered);
         trace.extend(Trace::new(rank, multiplied));
         // All rows are there, so the schedule does not say whose they are.
@@ -575,115 +502,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     #[doc(hidden)]
     #[track_caller]
     pub unsafe fn copy<'w>(&self, a: impl Into<ShardedOperand<'w, B, T>>) -> Result<()> {
-        let a = RawShardedOperand::from(a.into());
-        let layout = self.problem.layout.clone();
-        let problem = Problem {
-            beside: self.problem.beside,
-            ..Problem::new(COPY, T::DTYPE, layout, 0)
-        };
-        let program = self.group.program(problem, Some(self.config()));
-        let program = program.map_err(Refusal::of(self.group.rank(), COPY.name()))?;
-        self.call(&program).alone(COPY, a, None, None)
-    }
-
-    fn call<'c>(&'c self, program: &'c Arc<B::Program>) -> GatherCall<'c, B> {
-        GatherCall {
-            program,
-            group: &self.group,
-            problem: &self.problem,
-            options: &self.options,
-        }
-    }
-}
-
-/// The weights and the outputs of a call.
-type RawProduct<'w, 'o, B> = (RawWeights<'w, B>, RawOutputs<'o, B>);
-
-/// A program that is about to be run.
-struct GatherCall<'c, B: Backend> {
-    program: &'c Arc<B::Program>,
-    /// The group that the program belongs to.
-    group: &'c Group<B>,
-    /// The problem of the whole product. The program may do only a part of it.
-    problem: &'c Problem,
-    options: &'c ProductOptions<'c, B>,
-}
-
-impl<B: Backend> GatherCall<'_, B> {
-    /// Runs the program as an operation of all ranks.
-    #[track_caller]
-    fn collective(
-        &self,
-        a: RawShardedOperand<B>,
-        product: Option<RawProduct<'_, '_, B>>,
-        trace: Option<&mut Vec<Span>>,
-    ) -> Result<()> {
-        let Some(agreed) = B::schedule(self.program).agreed() else {
-            return self.alone(PRODUCT, a, product, None);
-        };
-        self.check(a, product.as_ref())
-            .map_err(a.values.group.refusal(agreed.name()))?;
-        self.launch(a, product, trace)
-    }
-
-    /// Runs the program on this rank alone.
-    #[track_caller]
-    fn alone(
-        &self,
-        operation: Operation,
-        a: RawShardedOperand<B>,
-        product: Option<RawProduct<'_, '_, B>>,
-        trace: Option<&mut Vec<Span>>,
-    ) -> Result<()> {
-        let (group, checked) = (a.values.group, self.check(a, product.as_ref()));
-        group.judged(operation.name(), checked)?;
-        self.launch(a, product, trace)
-    }
-
-    #[track_caller]
-    fn launch(
-        &self,
-        a: RawShardedOperand<B>,
-        product: Option<RawProduct<'_, '_, B>>,
-        trace: Option<&mut Vec<Span>>,
-    ) -> Result<()> {
-        let mut bound = [const { Bound::Nothing }; MATRICES];
-        a.bind(&mut bound);
-        self.options.bind(&mut bound);
-        if let Some((weights, outputs)) = product {
-            bind_weights(&mut bound, &weights);
-            bind_outputs(&mut bound, outputs);
-        }
-        let arguments = Arguments {
-            matrices: &bound,
-            shared: &a.shared(),
-            added: Added::default(),
-        };
-        call::run(self.group, None, self.program, arguments, trace)
-    }
-
-    /// Checks the arguments against the plan, before anything is done. The bias was checked when the plan was made.
-    fn check(
-        &self,
-        a: RawShardedOperand<B>,
-        product: Option<&RawProduct<'_, '_, B>>,
-    ) -> refusal::Result<()> {
-        let (group, problem) = (a.values.group, self.problem);
-        let layout = &problem.layout;
-        require_same_group("the prepared product", self.group, group)?;
-        // A plan that is made for this call fits it.
-        let names = [
-            "a [M, K] of a prepared call",
-            "a (rows of each rank) of a prepared call",
-        ];
-        a.values.require_split(names, layout, layout.k())?;
-        let shape = [layout.m(), layout.k()];
-        a.check_scales(layout, &Expected::rows(problem.form.a_scaling, shape))?;
-        if let Some((weights, outputs)) = product {
-            let widths = problem.form.columns(problem.n)?;
-            check_weights(group, problem, &widths, weights)?;
-            check_outputs(group, "out [M, N]", problem, &widths, layout.m(), outputs)?;
-        }
-        Ok(())
+        // SAFETY: as this function's.
+        unsafe { self.planned.copy(a.into().into()) }
     }
 }

@@ -122,6 +122,13 @@ impl<'a, B: Backend> RawShards<'a, B> {
         Bound::Symmetric(self.memory)
     }
 
+    /// Binds this rank's own rows, which lie rank after rank, as an output.
+    pub fn own_rows(&self) -> Bound<'a, B> {
+        let width = self.layout.k() * self.dtype.bytes();
+        let rows = self.layout.rows_of(self.group.rank());
+        Bound::Rows(self.memory, rows.start * width, width)
+    }
+
     /// Checks that the rows lie rank after rank. An operation that makes rows in place needs this.
     pub fn require_by_rank(&self, argument: &str) -> refusal::Result<()> {
         let stages = match self.layout.order() {

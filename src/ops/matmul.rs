@@ -2,20 +2,12 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::Arc;
 
-use super::call::{
-    self, Added, Arguments, RawView, require_dtype, require_same_group, require_shape,
-};
 use super::operands::{AddendView, Outputs, WeightScaling, WeightWidths, Weights};
-use super::product::{
-    self, CallForm, ProductOptions, RawOutputs, RawWeights, bind_outputs, bind_weights,
-    check_outputs, check_weights, product_of,
-};
-use super::quantized::OutputForm;
-use super::scales::{Expected, Operand, RawOperand};
+use super::own_product::{self, PlannedProduct};
+use super::product::{Addends, ProductOptions};
+use super::scales::Operand;
 use crate::backend::Backend;
-use crate::backend::sealed::Bound;
 use crate::element::{DType, Element, OutputOf, WeightOf};
 #[cfg(doc)]
 use crate::error::Error;
@@ -23,14 +15,9 @@ use crate::error::Result;
 use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::Matrix;
-use crate::refusal;
-use crate::schedule::plan::matrices::{self, MATRICES};
 use crate::schedule::{
-    Accumulation, Activation, Config, Layout, Operation, Problem, Quantization, Scaling, Schedule,
-    WeightLayout,
+    Accumulation, Activation, Config, Quantization, Scaling, Schedule, WeightLayout,
 };
-
-const OPERATION: Operation = Operation::Matmul;
 
 /// Multiplies on this rank alone: `out = a · bᵀ`.
 ///
@@ -91,53 +78,61 @@ pub fn matmul<B: Backend, T: Element, W: WeightOf<T>, O: OutputOf<T>>(
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
 #[must_use = "nothing is done before it is run"]
-pub struct Matmul<'a, B: Backend, T: Element>(ProductOptions<'a, B>, PhantomData<T>);
+pub struct Matmul<'a, B: Backend, T: Element> {
+    options: ProductOptions,
+    addends: Addends<'a, B>,
+    element: PhantomData<T>,
+}
 
 impl<B: Backend, T: Element> fmt::Debug for Matmul<'_, B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        self.0.describe(f, "Matmul", [])
+        self.options.describe(f, "Matmul", &self.addends, [])
     }
 }
 
 impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     /// Default options: no bias, and the configuration that the backend chooses.
     pub fn new() -> Self {
-        Matmul(ProductOptions::new(T::DTYPE), PhantomData)
+        Matmul {
+            options: ProductOptions::new(T::DTYPE),
+            addends: Addends::default(),
+            element: PhantomData,
+        }
     }
 
     /// As [`AllGatherMatmul::bias`](crate::AllGatherMatmul::bias).
     pub fn bias(mut self, bias: impl Into<AddendView<'a, B, T>>) -> Self {
-        self.0.bias = Some(bias.into().view);
+        self.addends.bias = Some(bias.into().view);
         self
     }
 
     /// As [`AllGatherMatmul::activation`](crate::AllGatherMatmul::activation).
     pub fn activation(mut self, activation: Activation) -> Self {
-        self.0.activation = activation;
+        self.options.activation = activation;
         self
     }
 
     /// Adds `residual`, [M, N], last, in f32 before the result is rounded. There must be only one output.
     pub fn residual(mut self, residual: impl Into<AddendView<'a, B, T>>) -> Self {
-        self.0.residual = Some(residual.into().view);
+        self.addends.residual = Some(residual.into().view);
         self
     }
 
     /// As [`AllGatherMatmul::gated`](crate::AllGatherMatmul::gated).
     pub fn gated(mut self) -> Self {
-        self.0.gated = true;
+        self.options.gated = true;
         self
     }
 
     /// How the weights are stored. The default is [N, K]; the other layout is [K, N].
     pub fn weight_layout(mut self, layout: WeightLayout) -> Self {
-        self.0.weights = layout;
+        self.options.weights = layout;
         self
     }
 
     /// As [`AllGatherMatmul::constant_weights`](crate::AllGatherMatmul::constant_weights).
     pub fn constant_weights(mut self) -> Self {
-        self.0.constant_weights = true;
+        self.options.constant_weights = true;
         self
     }
 
@@ -145,7 +140,7 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     ///
     /// The default is `T` if it has 16 bits, and bf16 for fp8. [`OutputOf`](crate::OutputOf) lists the others.
     pub fn output_dtype(mut self, dtype: DType) -> Self {
-        self.0.output_dtype = Some(dtype);
+        self.options.output_dtype = Some(dtype);
         self
     }
 
@@ -153,31 +148,31 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     ///
     /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::WeightOf) lists the others.
     pub fn weight_dtype(mut self, dtype: DType) -> Self {
-        self.0.weight_dtype = Some(dtype);
+        self.options.weight_dtype = Some(dtype);
         self
     }
 
     /// Makes [`Matmul::prepare`] plan for scales of `a` and of the weights. [`Matmul::run`] needs no such hint.
     pub fn scaling(mut self, a: Scaling, weights: impl Into<WeightScaling>) -> Self {
-        self.0.scaling = (a, weights.into().0);
+        self.options.scaling = (a, weights.into().0);
         self
     }
 
     /// Makes [`Matmul::prepare`] plan for outputs that are quantised. [`Matmul::run`] needs no such hint.
     pub fn quantization(mut self, quantization: Quantization) -> Self {
-        self.0.quantization = Some(quantization);
+        self.options.quantization = Some(quantization);
         self
     }
 
     /// How sums of products of fp8 are made. The default is [`Accumulation::Promoted`].
     pub fn accumulation(mut self, accumulation: Accumulation) -> Self {
-        self.0.accumulation = accumulation;
+        self.options.accumulation = accumulation;
         self
     }
 
     /// Uses `config` instead of the configuration that the backend would choose.
     pub fn config(mut self, config: Config) -> Self {
-        self.0.config = Some(config);
+        self.options.config = Some(config);
         self
     }
 
@@ -196,18 +191,8 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         weights: impl Into<Weights<'m, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let a = RawOperand::from(a.into());
-        let (weights, outputs) = (weights.into().all, outputs.into().all);
-        let RawView { group, shape, .. } = a.values;
-        let plan = || {
-            let call = self
-                .0
-                .called(a.scaling()?, &weights, OutputForm::of(&outputs)?)?;
-            let widths = self.0.widths(group, shape[1], &weights)?;
-            self.plan(group, shape, &widths, &call)
-        };
-        let planned = group.judged(OPERATION.name(), plan())?;
-        planned.run_raw(a, weights, outputs)
+        let product = (weights.into().all, outputs.into().all);
+        own_product::run(&self.options, self.addends, a.into().into(), product)
     }
 
     /// Plans products of a matrix [m, k] with a weight of N = `n`, so that they can run many times.
@@ -224,13 +209,15 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     pub fn prepare(
         &self,
         group: &Group<B>,
-        [m, k]: [usize; 2],
+        shape: [usize; 2],
         n: impl Into<WeightWidths>,
     ) -> Result<PreparedMatmul<'a, B, T>> {
-        let widths = n.into().0;
-        let checked = self.0.check_widths(&widths);
-        let planned = checked.and_then(|()| self.plan(group, [m, k], &widths, &self.0.planned()));
-        group.judged(OPERATION.name(), planned)
+        let (options, addends) = (&self.options, self.addends);
+        Ok(PreparedMatmul {
+            planned: own_product::prepare(options, group, addends, shape, &n.into().0)?,
+            addends,
+            element: PhantomData,
+        })
     }
 
     /// Whether this group can multiply a matrix [m, k] by weights of N = `n`: `Ok`, or the error that the product would
@@ -266,44 +253,7 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         shape: [usize; 2],
         n: impl Into<WeightWidths>,
     ) -> Result<()> {
-        let widths = n.into().0;
-        let answer = || {
-            self.0.check_widths(&widths)?;
-            let problem = self.problem(group, shape, &widths, &self.0.planned())?;
-            group.checked_schedule(&problem, self.0.config).map(drop)
-        };
-        group.answered(OPERATION.name(), answer())
-    }
-
-    fn plan(
-        &self,
-        group: &Group<B>,
-        shape: [usize; 2],
-        widths: &[usize],
-        call: &CallForm,
-    ) -> refusal::Result<PreparedMatmul<'a, B, T>> {
-        let problem = self.problem(group, shape, widths, call)?;
-        Ok(PreparedMatmul {
-            program: group.program(problem.clone(), self.0.config)?,
-            group: group.clone(),
-            problem,
-            options: self.0.clone(),
-            element: PhantomData,
-        })
-    }
-
-    /// The problem of the product of a matrix [m, k].
-    fn problem(
-        &self,
-        group: &Group<B>,
-        [m, k]: [usize; 2],
-        widths: &[usize],
-        call: &CallForm,
-    ) -> refusal::Result<Problem> {
-        let layout = Layout::new(&[m], k)?;
-        let problem = self.0.problem(OPERATION, layout, widths, call)?;
-        self.0.check(group, &problem, m)?;
-        Ok(problem)
+        own_product::supported(&self.options, group, self.addends, shape, &n.into().0)
     }
 }
 
@@ -333,17 +283,14 @@ impl<B: Backend, T: Element> Default for Matmul<'_, B, T> {
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
 pub struct PreparedMatmul<'a, B: Backend, T: Element> {
-    // Freed before the group that it belongs to can end.
-    program: Arc<B::Program>,
-    group: Group<B>,
-    problem: Problem,
-    options: ProductOptions<'a, B>,
+    planned: PlannedProduct<B>,
+    addends: Addends<'a, B>,
     element: PhantomData<T>,
 }
 
 impl<B: Backend, T: Element> fmt::Debug for PreparedMatmul<'_, B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        product::describe::<B>(f, "PreparedMatmul", &self.problem)
+        self.planned.describe(f)
     }
 }
 
@@ -351,17 +298,17 @@ impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
     /// The schedule: what is multiplied, and in which order.
     #[doc(hidden)]
     pub fn schedule(&self) -> &Schedule {
-        B::schedule(&self.program)
+        self.planned.schedule()
     }
 
     /// How the product is cut up.
     pub fn config(&self) -> Config {
-        product_of(self.schedule()).config
+        self.planned.config()
     }
 
     /// How the product is cut up, and how long that is expected to take.
     pub fn explain(&self) -> Explanation {
-        call::explain(&self.group, &self.problem, self.config())
+        self.planned.explain()
     }
 
     /// As [`Matmul::run`].
@@ -376,51 +323,7 @@ impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
         weights: impl Into<Weights<'m, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        self.run_raw(
-            RawOperand::from(a.into()),
-            weights.into().all,
-            outputs.into().all,
-        )
-    }
-
-    #[track_caller]
-    fn run_raw(
-        &self,
-        a: RawOperand<B>,
-        weights: RawWeights<B>,
-        outputs: RawOutputs<B>,
-    ) -> Result<()> {
-        let (group, problem) = (&self.group, &self.problem);
-        let check = || {
-            let layout = &problem.layout;
-            let widths = problem.form.columns(problem.n)?;
-            let expected = [layout.m(), layout.k()];
-            let RawView {
-                group: its,
-                dtype,
-                shape,
-                ..
-            } = a.values;
-            require_same_group("a", its, group)?;
-            // A plan that is made for this call fits it.
-            let what = "a [M, K] of a prepared call";
-            require_shape(what, expected, shape)?;
-            require_dtype("a", problem.dtypes.operands, dtype)?;
-            a.check_scales(group, &Expected::rows(problem.form.a_scaling, expected))?;
-            check_weights(group, problem, &widths, &weights)?;
-            check_outputs(group, "out [M, N]", problem, &widths, layout.m(), &outputs)
-        };
-        group.judged(OPERATION.name(), check())?;
-        let mut bound = [const { Bound::Nothing }; MATRICES];
-        a.bind(&mut bound, matrices::A, matrices::A_SCALES);
-        self.options.bind(&mut bound);
-        bind_weights(&mut bound, &weights);
-        bind_outputs(&mut bound, outputs);
-        let arguments = Arguments {
-            matrices: &bound,
-            shared: &[],
-            added: Added::default(),
-        };
-        call::run(group, None, &self.program, arguments, None)
+        let product = (weights.into().all, outputs.into().all);
+        self.planned.run(self.addends, a.into().into(), product)
     }
 }

@@ -3,16 +3,15 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::Arc;
 
-use super::call::{self, Added, Arguments, RawShards, RawView, require_same_group, require_shape};
+use super::call::RawView;
 use super::operands::{AddendView, WeightScaling, Weights};
-use super::partial_sums::{PlannedSums, SumOperands, Which, operands};
-use super::product::{CallForm, ProductOptions};
+use super::partial_sums::operands;
+use super::product::{Addends, ProductOptions};
 use super::row_split::RowSplit;
 use super::scales::{Operand, RawOperand};
+use super::sum_product::{self, PlannedAllReduce};
 use crate::backend::Backend;
-use crate::backend::sealed::Bound;
 use crate::element::{AddendOf, DType, Element, WeightOf};
 #[cfg(doc)]
 use crate::error::Error;
@@ -21,14 +20,7 @@ use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
-use crate::profile::span::Span;
-use crate::refusal::{self, Refusal};
-use crate::schedule::plan::collectives::stored;
-use crate::schedule::plan::matrices::{self, MATRICES};
-use crate::schedule::{
-    Accumulation, Activation, Config, Layout, Operation, Problem, Route, Scaling, Schedule,
-    WeightLayout,
-};
+use crate::schedule::{Accumulation, Activation, Config, Scaling, Schedule, WeightLayout};
 use crate::trace::Trace;
 
 /// Sums `a_p · b_pᵀ` over all ranks p; every rank gets the whole sum, with the same bits. Collective.
@@ -93,25 +85,34 @@ pub fn matmul_all_reduce<B: Backend, T: Element, W: WeightOf<T>, O: AddendOf<T>>
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
 #[must_use = "nothing is done before it is run"]
-pub struct MatmulAllReduce<'a, B: Backend, T: Element>(ProductOptions<'a, B>, PhantomData<T>);
+pub struct MatmulAllReduce<'a, B: Backend, T: Element> {
+    options: ProductOptions,
+    addends: Addends<'a, B>,
+    element: PhantomData<T>,
+}
 
 impl<B: Backend, T: Element> fmt::Debug for MatmulAllReduce<'_, B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        self.0.describe(f, "MatmulAllReduce", [])
+        self.options
+            .describe(f, "MatmulAllReduce", &self.addends, [])
     }
 }
 
 impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// Default options: no bias, and the configuration that the backend chooses.
     pub fn new() -> Self {
-        MatmulAllReduce(ProductOptions::new(T::DTYPE), PhantomData)
+        MatmulAllReduce {
+            options: ProductOptions::new(T::DTYPE),
+            addends: Addends::default(),
+            element: PhantomData,
+        }
     }
 
     /// Adds `bias`, [1, N], to each row, in f32 before the last rounding.
     ///
     /// It is added once. Every rank must give the same bias.
     pub fn bias(mut self, bias: impl Into<AddendView<'a, B, T>>) -> Self {
-        self.0.bias = Some(bias.into().view);
+        self.addends.bias = Some(bias.into().view);
         self
     }
 
@@ -119,25 +120,25 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     ///
     /// It is added once. Every rank must give the same residual.
     pub fn residual(mut self, residual: impl Into<AddendView<'a, B, T>>) -> Self {
-        self.0.residual = Some(residual.into().view);
+        self.addends.residual = Some(residual.into().view);
         self
     }
 
     /// Applies a function to each sum, in f32, after the bias. It is never applied to a partial.
     pub fn activation(mut self, activation: Activation) -> Self {
-        self.0.activation = activation;
+        self.options.activation = activation;
         self
     }
 
     /// How the weights are stored. The default is [N, K]; the other layout is [K, N].
     pub fn weight_layout(mut self, layout: WeightLayout) -> Self {
-        self.0.weights = layout;
+        self.options.weights = layout;
         self
     }
 
     /// As [`AllGatherMatmul::constant_weights`](crate::AllGatherMatmul::constant_weights).
     pub fn constant_weights(mut self) -> Self {
-        self.0.constant_weights = true;
+        self.options.constant_weights = true;
         self
     }
 
@@ -145,20 +146,20 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     ///
     /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::WeightOf) lists the others.
     pub fn weight_dtype(mut self, dtype: DType) -> Self {
-        self.0.weight_dtype = Some(dtype);
+        self.options.weight_dtype = Some(dtype);
         self
     }
 
     /// Makes [`MatmulAllReduce::prepare`] plan for scales of `a` and of the weights. [`MatmulAllReduce::run`] needs no
     /// such hint.
     pub fn scaling(mut self, a: Scaling, weights: impl Into<WeightScaling>) -> Self {
-        self.0.scaling = (a, weights.into().0);
+        self.options.scaling = (a, weights.into().0);
         self
     }
 
     /// How sums of products of fp8 are made. The default is [`Accumulation::Promoted`].
     pub fn accumulation(mut self, accumulation: Accumulation) -> Self {
-        self.0.accumulation = accumulation;
+        self.options.accumulation = accumulation;
         self
     }
 
@@ -173,7 +174,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     ///
     /// By default, up to eight ranks with GPUs of their own store few rows and push many. Other groups pull.
     pub fn config(mut self, config: Config) -> Self {
-        self.0.config = Some(config);
+        self.options.config = Some(config);
         self
     }
 
@@ -190,12 +191,8 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         b: impl Into<Weights<'m, B, T>>,
         out: &mut ShardedMatrix<B, O>,
     ) -> Result<()> {
-        let operands = operands(a, b);
-        let raw = RawShards::from(&*out);
-        let a = operands.a.values;
-        let plan = || self.plan(a, raw, &operands.called(&self.0, Some(raw.dtype.into()))?);
-        let planned = plan().map_err(a.group.refusal(Which::All.name()))?;
-        planned.collective(operands, out, None)
+        let operands = operands(a, b, self.addends);
+        sum_product::all_reduce(&self.options, operands, (&*out).into())
     }
 
     /// Plans the sums for matrices like `a` and outputs like `out`, so that they can run many times.
@@ -212,14 +209,14 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         a: impl Into<Operand<'m, B, T>>,
         out: &ShardedMatrix<B, O>,
     ) -> Result<PreparedAllReduce<'a, B, T>> {
-        let a = RawOperand::from(a.into()).values;
-        let call = CallForm {
-            output: O::DTYPE.into(),
-            ..self.0.planned()
-        };
-        let planned = self.plan(a, out.into(), &call);
-        let group = a.group;
-        group.judged(Which::All.name(), planned)
+        let RawView { group, shape, .. } = RawOperand::from(a.into()).values;
+        let (options, addends) = (&self.options, self.addends);
+        let planned = sum_product::prepare_all_reduce(options, group, &addends, shape, out.into())?;
+        Ok(PreparedAllReduce {
+            planned,
+            addends,
+            element: PhantomData,
+        })
     }
 
     /// Whether this group can sum such products: `Ok`, or the error that the calls would give.
@@ -245,61 +242,8 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// As [`MatmulAllReduce::prepare`]; those of [`Group::sharded_rows`] for the output.
     #[track_caller]
     pub fn supported(&self, group: &Group<B>, rows: impl Into<RowSplit>, n: usize) -> Result<()> {
-        let rows = rows.into();
-        let answer = || {
-            let (layout, call) = (rows.layout(group)?, self.0.planned());
-            let out = call.output.dtype;
-            let gathered = Which::All.check(&self.0, group, layout.clone(), n, &call)?;
-            if let Some(config) = gathered {
-                let (problem, config) = gather_problem(out, layout.of_columns(n)?, config);
-                group.checked_schedule(&problem, Some(config))?;
-            }
-            group.require_whole_pieces("N", n, out)
-        };
-        group.answered(Which::All.name(), answer())
+        sum_product::supports_all_reduce(&self.options, group, &self.addends, &rows.into(), n)
     }
-
-    fn plan(
-        &self,
-        a: RawView<B>,
-        out: RawShards<B>,
-        call: &CallForm,
-    ) -> refusal::Result<PreparedAllReduce<'a, B, T>> {
-        let group = a.group;
-        let ([m, k], [_, n]) = (a.shape, out.shape());
-        require_same_group("out", out.group, group)?;
-        require_shape("out [M, N]", [m, n], out.shape())?;
-        out.require_by_rank("out")?;
-        let layout = out.layout.of_columns(k)?;
-        let sums = PlannedSums::new(&self.0, Which::All, group, layout, n, call)?;
-        let gather = match sums.needs_gather() {
-            true => Some(gather_of(out, sums.config())?),
-            false => None,
-        };
-        Ok(PreparedAllReduce {
-            gather,
-            sums,
-            element: PhantomData,
-        })
-    }
-}
-
-/// The program that gathers the sums of all rows, if each rank has the sums of its own rows.
-fn gather_of<B: Backend>(out: RawShards<B>, config: Config) -> refusal::Result<Arc<B::Program>> {
-    let (problem, config) = gather_problem(out.dtype, out.layout.clone(), config);
-    out.group.program(problem, Some(config))
-}
-
-/// The problem of that gather, and its configuration. `layout`: of the output [M, N]. `config`: of the sums.
-fn gather_problem(dtype: DType, layout: Layout, config: Config) -> (Problem, Config) {
-    // Kernels store whole pieces of rows.
-    let row = layout.k() * dtype.bytes();
-    let config = match config.stores_behind() && row.is_multiple_of(16) {
-        true => stored(),
-        false => config.with_route(Route::Pull),
-    };
-    let operation = Operation::GatherOfMatmulAllReduce;
-    (Problem::new(operation, dtype, layout, 0), config)
 }
 
 impl<B: Backend, T: Element> Default for MatmulAllReduce<'_, B, T> {
@@ -330,17 +274,14 @@ impl<B: Backend, T: Element> Default for MatmulAllReduce<'_, B, T> {
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
 pub struct PreparedAllReduce<'a, B: Backend, T: Element> {
-    // Freed before the group that it belongs to can end.
-    /// Gathers the sums, if the product is a program of its own and owners add up. Each rank then has the sums of only
-    /// its own rows.
-    gather: Option<Arc<B::Program>>,
-    sums: PlannedSums<'a, B>,
+    planned: PlannedAllReduce<B>,
+    addends: Addends<'a, B>,
     element: PhantomData<T>,
 }
 
 impl<B: Backend, T: Element> fmt::Debug for PreparedAllReduce<'_, B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        self.sums.describe(f, "PreparedAllReduce")
+        self.planned.sums.describe(f, "PreparedAllReduce")
     }
 }
 
@@ -350,17 +291,17 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// schedule.
     #[doc(hidden)]
     pub fn schedule(&self) -> &Schedule {
-        self.sums.schedule()
+        self.planned.sums.schedule()
     }
 
     /// How the operation is cut up.
     pub fn config(&self) -> Config {
-        self.sums.config()
+        self.planned.sums.config()
     }
 
     /// How the operation is cut up, and how long that is expected to take.
     pub fn explain(&self) -> Explanation {
-        self.sums.explain()
+        self.planned.sums.explain()
     }
 
     /// As [`matmul_all_reduce`]. `a` is [M, K], `b` is [N, K], `out` is [M, N].
@@ -374,7 +315,8 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         b: impl Into<Weights<'m, B, T>>,
         out: &mut ShardedMatrix<B, O>,
     ) -> Result<()> {
-        self.collective(operands(a, b), out, None)
+        let operands = operands(a, b, self.addends);
+        self.planned.run(&operands, (&*out).into(), None)
     }
 
     /// As [`PreparedAllReduce::run`], and returns a trace of this rank's work.
@@ -392,44 +334,10 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         out: &mut ShardedMatrix<B, O>,
     ) -> Result<Trace> {
         let mut spans = Vec::new();
-        let operands = operands(a, b);
-        self.collective(operands, out, Some(&mut spans))?;
-        Ok(Trace::new(self.sums.group().rank(), spans))
-    }
-
-    #[track_caller]
-    fn collective<O: AddendOf<T>>(
-        &self,
-        operands: SumOperands<B>,
-        out: &mut ShardedMatrix<B, O>,
-        mut trace: Option<&mut Vec<Span>>,
-    ) -> Result<()> {
-        let out = RawShards::from(&*out);
-        let checked = self.sums.check_sharded(out);
-        let (sums, shared) = (out.bound(), [out.id]);
-        let first = trace.as_deref_mut();
-        self.sums.run(&operands, checked, sums, &shared, first)?;
-        match &self.gather {
-            Some(gather) => self.gather(gather, out, trace),
-            None => Ok(()),
-        }
-    }
-
-    #[track_caller]
-    fn gather(
-        &self,
-        gather: &Arc<B::Program>,
-        out: RawShards<B>,
-        trace: Option<&mut Vec<Span>>,
-    ) -> Result<()> {
-        let mut bound = [const { Bound::Nothing }; MATRICES];
-        bound[matrices::A] = out.bound();
-        let arguments = Arguments {
-            matrices: &bound,
-            shared: &[out.id],
-            added: Added::default(),
-        };
-        call::run(self.sums.group(), None, gather, arguments, trace)
+        let operands = operands(a, b, self.addends);
+        self.planned
+            .run(&operands, (&*out).into(), Some(&mut spans))?;
+        Ok(Trace::new(self.planned.sums.group().rank(), spans))
     }
 
     /// Only multiplies, and leaves the partials where they are made. Not collective; for benchmarks, after a run.
@@ -439,7 +347,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     #[doc(hidden)]
     #[track_caller]
     pub fn matmul<W: WeightOf<T>>(&self, a: &Matrix<B, T>, b: &Matrix<B, W>) -> Result<()> {
-        self.sums.matmul(&operands(a, b))
+        self.planned.sums.matmul(&operands(a, b, self.addends))
     }
 
     /// Only adds the partials that the ranks have made before, and gathers the sums. Collective; for benchmarks, after
@@ -450,16 +358,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     #[doc(hidden)]
     #[track_caller]
     pub fn all_reduce<O: AddendOf<T>>(&self, out: &mut ShardedMatrix<B, O>) -> Result<()> {
-        let out = RawShards::from(&*out);
-        let of = Refusal::of(self.sums.group().rank(), Which::All.name());
-        self.sums.check_sharded(out).map_err(of)?;
-        let gather = match (&self.gather, self.sums.reduces_own_rows) {
-            (Some(gather), _) => Some(gather.clone()),
-            (None, true) => Some(gather_of(out, self.config()).map_err(of)?),
-            (None, false) => None,
-        };
-        self.sums.reduce(out.bound(), &[out.id])?;
-        gather.map_or(Ok(()), |gather| self.gather(&gather, out, None))
+        self.planned.reduce(&self.addends, (&*out).into())
     }
 
     /// Copies the other ranks' partials of this rank's rows, and their rows of `out`, without notifying them. Not
@@ -474,10 +373,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     #[doc(hidden)]
     #[track_caller]
     pub unsafe fn copy<O: AddendOf<T>>(&self, out: &mut ShardedMatrix<B, O>) -> Result<()> {
-        let out = RawShards::from(&*out);
-        let checked = self.sums.check_sharded(out);
-        checked.map_err(Refusal::of(self.sums.group().rank(), Which::All.name()))?;
         // SAFETY: as this function's.
-        unsafe { self.sums.copy(out.bound()) }
+        unsafe { self.planned.copy((&*out).into()) }
     }
 }

@@ -5,12 +5,12 @@
 use std::fmt;
 use std::marker::PhantomData;
 
-use super::call::{RawShards, RawView, require_same_group, require_shape};
+use super::call::{RawShards, RawView};
 use super::operands::{AddendView, Outputs, WeightScaling, Weights};
-use super::partial_sums::{PlannedSums, SumOperands, Which, operands, split};
-use super::product::{CallForm, ProductOptions, RawOutputs};
-use super::quantized::OutputForm;
+use super::partial_sums::{PlannedSums, operands};
+use super::product::{Addends, ProductOptions};
 use super::scales::{Operand, RawOperand};
+use super::sum_product::{ScatterProduct, only};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{DType, Element, OutputOf, WeightOf};
@@ -21,9 +21,8 @@ use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
-use crate::profile::span::Span;
-use crate::refusal::{self, Refusal};
-use crate::schedule::{Accumulation, Activation, Config, Layout, Scaling, Schedule, WeightLayout};
+use crate::refusal::Refusal;
+use crate::schedule::{Accumulation, Activation, Config, Scaling, Schedule, WeightLayout};
 use crate::trace::Trace;
 
 /// Sums `a_p · b_pᵀ` over all ranks p; each rank gets its rows of the sum. Collective.
@@ -112,17 +111,16 @@ pub fn matmul_reduce_scatter<B: Backend, T: Element, W: WeightOf<T>, O: OutputOf
 /// ```
 #[must_use = "nothing is done before it is run"]
 pub struct MatmulReduceScatter<'a, B: Backend, T: Element> {
-    options: ProductOptions<'a, B>,
-    rows: Option<&'a [usize]>,
+    product: ScatterProduct<'a>,
+    addends: Addends<'a, B>,
     element: PhantomData<T>,
 }
 
 impl<B: Backend, T: Element> fmt::Debug for MatmulReduceScatter<'_, B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let rows = self
-            .rows
-            .map(|rows| format!("rows of {} ranks", rows.len()));
-        self.options.describe(f, "MatmulReduceScatter", [rows])
+        let ScatterProduct { options, rows } = &self.product;
+        let rows = rows.map(|rows| format!("rows of {} ranks", rows.len()));
+        options.describe(f, "MatmulReduceScatter", &self.addends, [rows])
     }
 }
 
@@ -130,8 +128,11 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// Default options: no bias, an even split, and the configuration that the backend chooses.
     pub fn new() -> Self {
         MatmulReduceScatter {
-            options: ProductOptions::new(T::DTYPE),
-            rows: None,
+            product: ScatterProduct {
+                options: ProductOptions::new(T::DTYPE),
+                rows: None,
+            },
+            addends: Addends::default(),
             element: PhantomData,
         }
     }
@@ -140,7 +141,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     ///
     /// Either all ranks give a bias or none does.
     pub fn bias(mut self, bias: impl Into<AddendView<'a, B, T>>) -> Self {
-        self.options.bias = Some(bias.into().view);
+        self.addends.bias = Some(bias.into().view);
         self
     }
 
@@ -148,25 +149,25 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     ///
     /// Either all ranks give a residual or none does.
     pub fn residual(mut self, residual: impl Into<AddendView<'a, B, T>>) -> Self {
-        self.options.residual = Some(residual.into().view);
+        self.addends.residual = Some(residual.into().view);
         self
     }
 
     /// Applies a function to each sum, in f32, after the bias. It is never applied to a partial.
     pub fn activation(mut self, activation: Activation) -> Self {
-        self.options.activation = activation;
+        self.product.options.activation = activation;
         self
     }
 
     /// How the weights are stored. The default is [N, K]; the other layout is [K, N].
     pub fn weight_layout(mut self, layout: WeightLayout) -> Self {
-        self.options.weights = layout;
+        self.product.options.weights = layout;
         self
     }
 
     /// As [`AllGatherMatmul::constant_weights`](crate::AllGatherMatmul::constant_weights).
     pub fn constant_weights(mut self) -> Self {
-        self.options.constant_weights = true;
+        self.product.options.constant_weights = true;
         self
     }
 
@@ -174,7 +175,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     ///
     /// The default is `T` if it has 16 bits, and bf16 for fp8. [`OutputOf`](crate::OutputOf) lists the others.
     pub fn output_dtype(mut self, dtype: DType) -> Self {
-        self.options.output_dtype = Some(dtype);
+        self.product.options.output_dtype = Some(dtype);
         self
     }
 
@@ -183,20 +184,20 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     ///
     /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::WeightOf) lists the others.
     pub fn weight_dtype(mut self, dtype: DType) -> Self {
-        self.options.weight_dtype = Some(dtype);
+        self.product.options.weight_dtype = Some(dtype);
         self
     }
 
     /// Makes [`MatmulReduceScatter::prepare`] plan for scales of `a` and of the weights. [`MatmulReduceScatter::run`] needs no
     /// such hint.
     pub fn scaling(mut self, a: Scaling, weights: impl Into<WeightScaling>) -> Self {
-        self.options.scaling = (a, weights.into().0);
+        self.product.options.scaling = (a, weights.into().0);
         self
     }
 
     /// How sums of products of fp8 are made. The default is [`Accumulation::Promoted`].
     pub fn accumulation(mut self, accumulation: Accumulation) -> Self {
-        self.options.accumulation = accumulation;
+        self.product.options.accumulation = accumulation;
         self
     }
 
@@ -211,13 +212,13 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     ///
     /// By default, up to eight ranks with GPUs of their own store few rows and push many. Other groups pull.
     pub fn config(mut self, config: Config) -> Self {
-        self.options.config = Some(config);
+        self.product.options.config = Some(config);
         self
     }
 
     /// Gives rank r `rows[r]` rows of the sum, those of rank 0 first. A rank may have none.
     pub fn rows(mut self, rows: &'a [usize]) -> Self {
-        self.rows = Some(rows);
+        self.product.rows = Some(rows);
         self
     }
 
@@ -236,20 +237,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         b: impl Into<Weights<'m, B, T>>,
         out: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let operands = operands(a, b);
-        let out = out.into().all;
-        let a = operands.a.values;
-        let plan = || {
-            let call = operands.called(&self.options, OutputForm::of(&out)?)?;
-            self.plan(
-                a,
-                operands.n(&self.options)?,
-                self.layout(a.group, a.shape)?,
-                &call,
-            )
-        };
-        let planned = plan().map_err(a.group.refusal(Which::Own.name()))?;
-        planned.collective(operands, out, None)
+        let operands = operands(a, b, self.addends);
+        self.product.run(operands, out.into().all)
     }
 
     /// As [`MatmulReduceScatter::run`], but writes the sums into this rank's own rows of a sharded matrix.
@@ -267,23 +256,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         b: impl Into<Weights<'m, B, T>>,
         out: &mut ShardedMatrix<B, O>,
     ) -> Result<()> {
-        let operands = operands(a, b);
-        let a = operands.a.values;
-        let (group, [m, k]) = (a.group, a.shape);
-        let plan = || -> refusal::Result<PreparedReduceScatter<'a, B, T>> {
-            let (n, out) = (operands.n(&self.options)?, RawShards::from(&*out));
-            require_same_group("out", out.group, group)?;
-            require_shape("out [M, N]", [m, n], out.shape())?;
-            out.require_by_rank("out")?;
-            let layout = match self.rows {
-                Some(_) => self.layout(group, a.shape)?,
-                None => out.layout.of_columns(k)?,
-            };
-            let call = operands.called(&self.options, Some(out.dtype.into()))?;
-            self.plan(a, n, layout, &call)
-        };
-        let planned = plan().map_err(group.refusal(Which::Own.name()))?;
-        planned.collective_into(operands, out, None)
+        let operands = operands(a, b, self.addends);
+        self.product.run_into(operands, RawShards::from(&*out))
     }
 
     /// Plans the sum for matrices like `a` and weights of N = `n`, so that it can run many times.
@@ -301,11 +275,12 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         a: impl Into<Operand<'m, B, T>>,
         n: usize,
     ) -> Result<PreparedReduceScatter<'a, B, T>> {
-        let a = RawOperand::from(a.into()).values;
-        let group = a.group;
-        let layout = || self.layout(group, a.shape);
-        let plan = || self.plan(a, n, layout()?, &self.options.planned());
-        group.judged(Which::Own.name(), plan())
+        let RawView { group, shape, .. } = RawOperand::from(a.into()).values;
+        Ok(PreparedReduceScatter {
+            planned: self.product.prepare(group, &self.addends, shape, n)?,
+            addends: self.addends,
+            element: PhantomData,
+        })
     }
 
     /// Whether this group can multiply a matrix [m, k] by a weight of N = `n` and sum: `Ok`, or the error that the call
@@ -332,31 +307,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// As [`MatmulReduceScatter::prepare`].
     #[track_caller]
     pub fn supported(&self, group: &Group<B>, shape: [usize; 2], n: usize) -> Result<()> {
-        let answer = || {
-            let (layout, call) = (self.layout(group, shape)?, self.options.planned());
-            let checked = Which::Own.check(&self.options, group, layout, n, &call);
-            checked.map(drop)
-        };
-        group.answered(Which::Own.name(), answer())
-    }
-
-    fn plan(
-        &self,
-        a: RawView<B>,
-        n: usize,
-        layout: Layout,
-        call: &CallForm,
-    ) -> refusal::Result<PreparedReduceScatter<'a, B, T>> {
-        let planned = PlannedSums::new(&self.options, Which::Own, a.group, layout, n, call)?;
-        Ok(PreparedReduceScatter(planned, PhantomData))
-    }
-
-    /// Which rank owns which rows of the product of a matrix [m, k].
-    fn layout(&self, group: &Group<B>, [m, k]: [usize; 2]) -> refusal::Result<Layout> {
-        match self.rows {
-            Some(rows) => split(group, rows, [m, k]),
-            None => Layout::balanced(m, k, group.world_size()),
-        }
+        self.product.supported(group, &self.addends, shape, n)
     }
 }
 
@@ -388,11 +339,15 @@ impl<B: Backend, T: Element> Default for MatmulReduceScatter<'_, B, T> {
 /// Group::threads(2, rank)?;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
-pub struct PreparedReduceScatter<'a, B: Backend, T: Element>(PlannedSums<'a, B>, PhantomData<T>);
+pub struct PreparedReduceScatter<'a, B: Backend, T: Element> {
+    planned: PlannedSums<B>,
+    addends: Addends<'a, B>,
+    element: PhantomData<T>,
+}
 
 impl<B: Backend, T: Element> fmt::Debug for PreparedReduceScatter<'_, B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        self.0.describe(f, "PreparedReduceScatter")
+        self.planned.describe(f, "PreparedReduceScatter")
     }
 }
 
@@ -401,17 +356,17 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// what is multiplied.
     #[doc(hidden)]
     pub fn schedule(&self) -> &Schedule {
-        self.0.schedule()
+        self.planned.schedule()
     }
 
     /// How the operation is cut up.
     pub fn config(&self) -> Config {
-        self.0.config()
+        self.planned.config()
     }
 
     /// How the operation is cut up, and how long that is expected to take.
     pub fn explain(&self) -> Explanation {
-        self.0.explain()
+        self.planned.explain()
     }
 
     /// As [`MatmulReduceScatter::run`]. `a` is [M, K], `b` is [N, K], `out` is [rows, N].
@@ -426,7 +381,8 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         b: impl Into<Weights<'m, B, T>>,
         out: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        self.collective(operands(a, b), out.into().all, None)
+        let operands = operands(a, b, self.addends);
+        self.planned.scatter(&operands, out.into().all, None)
     }
 
     /// As [`PreparedReduceScatter::run`], and returns a trace of this rank's work.
@@ -444,20 +400,10 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         out: impl Into<Outputs<'o, B, T>>,
     ) -> Result<Trace> {
         let mut spans = Vec::new();
-        let (operands, out) = (operands(a, b), out.into().all);
-        self.collective(operands, out, Some(&mut spans))?;
-        Ok(Trace::new(self.0.group().rank(), spans))
-    }
-
-    #[track_caller]
-    fn collective(
-        &self,
-        operands: SumOperands<B>,
-        out: RawOutputs<B>,
-        trace: Option<&mut Vec<Span>>,
-    ) -> Result<()> {
-        let checked = self.0.check_out(&out);
-        self.0.run(&operands, checked, only(out), &[], trace)
+        let operands = operands(a, b, self.addends);
+        self.planned
+            .scatter(&operands, out.into().all, Some(&mut spans))?;
+        Ok(Trace::new(self.planned.group().rank(), spans))
     }
 
     /// As [`PreparedReduceScatter::run`], but writes into this rank's own rows of a sharded matrix, [M, N].
@@ -471,7 +417,8 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         b: impl Into<Weights<'m, B, T>>,
         out: &mut ShardedMatrix<B, O>,
     ) -> Result<()> {
-        self.collective_into(operands(a, b), out, None)
+        let operands = operands(a, b, self.addends);
+        self.planned.scatter_into(&operands, (&*out).into(), None)
     }
 
     /// As [`PreparedReduceScatter::run_into`], and returns a trace, as [`PreparedReduceScatter::run_traced`].
@@ -486,20 +433,10 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         out: &mut ShardedMatrix<B, O>,
     ) -> Result<Trace> {
         let mut spans = Vec::new();
-        let operands = operands(a, b);
-        self.collective_into(operands, out, Some(&mut spans))?;
-        Ok(Trace::new(self.0.group().rank(), spans))
-    }
-
-    #[track_caller]
-    fn collective_into<O: OutputOf<T>>(
-        &self,
-        operands: SumOperands<B>,
-        out: &mut ShardedMatrix<B, O>,
-        trace: Option<&mut Vec<Span>>,
-    ) -> Result<()> {
-        let checked = self.0.check_sharded(RawShards::from(&*out));
-        self.0.run(&operands, checked, out.own_rows(), &[], trace)
+        let operands = operands(a, b, self.addends);
+        self.planned
+            .scatter_into(&operands, (&*out).into(), Some(&mut spans))?;
+        Ok(Trace::new(self.planned.group().rank(), spans))
     }
 
     /// Only multiplies, and leaves the partials where they are made. Not collective; for benchmarks, after a run.
@@ -509,7 +446,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     #[doc(hidden)]
     #[track_caller]
     pub fn matmul<W: WeightOf<T>>(&self, a: &Matrix<B, T>, b: &Matrix<B, W>) -> Result<()> {
-        self.0.matmul(&operands(a, b))
+        self.planned.matmul(&operands(a, b, self.addends))
     }
 
     /// Only adds the partials that the ranks have made before. Collective; for benchmarks, after a run.
@@ -520,9 +457,9 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     #[track_caller]
     pub fn reduce_scatter<O: OutputOf<T>>(&self, out: &mut Matrix<B, O>) -> Result<()> {
         let out = Outputs::<B, T>::from(out).all;
-        let checked = self.0.check_out(&out);
-        checked.map_err(Refusal::of(self.0.group().rank(), "reduce_scatter"))?;
-        self.0.reduce(only(out), &[])
+        let checked = self.planned.check_out(&out);
+        checked.map_err(Refusal::of(self.planned.group().rank(), "reduce_scatter"))?;
+        self.planned.reduce(&self.addends, only(out), &[])
     }
 
     /// Copies the other ranks' partials of this rank's rows without notifying them. Not collective; for benchmarks,
@@ -537,14 +474,6 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     #[track_caller]
     pub unsafe fn copy(&self) -> Result<()> {
         // SAFETY: as this function's.
-        unsafe { self.0.copy(Bound::Nothing) }
+        unsafe { self.planned.copy(Bound::Nothing) }
     }
-}
-
-/// The only output, which has been checked.
-fn only<B: Backend>(outputs: RawOutputs<B>) -> Bound<B> {
-    let mut outputs = outputs.into_iter();
-    outputs
-        .next()
-        .map_or(Bound::Nothing, |out| out.values.bound)
 }

@@ -6,11 +6,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::call::{
-    self, Added, Arguments, RawShards, RawView, require_dtype, require_same_group, require_shape,
+    self, Arguments, RawShards, RawView, require_dtype, require_same_group, require_shape,
 };
 use super::operands::Weights;
 use super::product::{
-    self, CallForm, ProductOptions, RawWeights, bind_weights, check_outputs, check_weights,
+    self, Addends, CallForm, ProductOptions, RawWeights, bind_weights, check_outputs, check_weights,
 };
 use super::quantized::{OutputForm, ProductOutput};
 use super::scales::{Expected, Operand, RawOperand};
@@ -53,20 +53,25 @@ impl Which {
     /// The problem of the sums of products with weights of N = `n`.
     fn problem<B: Backend>(
         self,
-        options: &ProductOptions<B>,
+        options: &ProductOptions,
+        addends: &Addends<B>,
         group: &Group<B>,
         layout: Layout,
         n: usize,
         call: &CallForm,
     ) -> refusal::Result<Problem> {
         limit("N", n, 1, MAX_EXTENT)?;
-        let problem = options.problem(self.operation(), layout, &[n], call)?;
-        let rows = match self {
+        let problem = options.problem::<B>(self.operation(), layout, &[n], call)?;
+        addends.check(group, &problem, self.rows(group, &problem))?;
+        Ok(problem)
+    }
+
+    /// How many sums this rank gets rows of.
+    fn rows<B: Backend>(self, group: &Group<B>, problem: &Problem) -> usize {
+        match self {
             Which::Own => problem.layout.rows_of(group.rank()).len(),
             Which::All => problem.layout.m(),
-        };
-        options.check(group, &problem, rows)?;
-        Ok(problem)
+        }
     }
 
     /// True for an all-reduce of two steps.
@@ -77,13 +82,14 @@ impl Which {
     /// Checks that [`PlannedSums::new`] would plan the sums. If a gather must follow, returns their configuration.
     pub fn check<B: Backend>(
         self,
-        options: &ProductOptions<B>,
+        options: &ProductOptions,
+        addends: &Addends<B>,
         group: &Group<B>,
         layout: Layout,
         n: usize,
         call: &CallForm,
     ) -> refusal::Result<Option<Config>> {
-        let problem = self.problem(options, group, layout, n, call)?;
+        let problem = self.problem(options, addends, group, layout, n, call)?;
         let (schedule, config) = group.checked_schedule(&problem, options.config)?;
         if schedule.product().is_some() {
             return Ok(None);
@@ -101,17 +107,18 @@ fn multiply(sum: &Problem) -> Problem {
     }
 }
 
-impl<'a, B: Backend> PlannedSums<'a, B> {
+impl<B: Backend> PlannedSums<B> {
     /// Plans the sums of products with weights of N = `n`. `layout`: who owns which rows, and this rank's slice of K.
     pub fn new(
-        options: &ProductOptions<'a, B>,
+        options: &ProductOptions,
+        addends: &Addends<B>,
         which: Which,
         group: &Group<B>,
         layout: Layout,
         n: usize,
         call: &CallForm,
-    ) -> refusal::Result<PlannedSums<'a, B>> {
-        let problem = which.problem(options, group, layout, n, call)?;
+    ) -> refusal::Result<PlannedSums<B>> {
+        let problem = which.problem(options, addends, group, layout, n, call)?;
         let (sum, config) = group.configured_program(problem.clone(), options.config)?;
         let multiply = match B::schedule(&sum).product() {
             Some(_) => None,
@@ -125,32 +132,32 @@ impl<'a, B: Backend> PlannedSums<'a, B> {
             which,
             problem,
             config,
-            options: options.clone(),
         })
     }
 }
 
 /// The operands of a sum over ranks.
-pub struct SumOperands<'m, B: Backend> {
+pub struct SumOperands<'m, 'd, B: Backend> {
     /// [M, K]
     pub a: RawOperand<'m, B>,
     /// One weight.
     pub weights: RawWeights<'m, B>,
+    pub addends: Addends<'d, B>,
 }
 
-impl<B: Backend> SumOperands<'_, B> {
+impl<B: Backend> SumOperands<'_, '_, B> {
     /// What the operands say of a call that was not prepared. `out`: the output's form, if there is an output.
     pub fn called(
         &self,
-        options: &ProductOptions<B>,
+        options: &ProductOptions,
         out: Option<OutputForm>,
     ) -> refusal::Result<CallForm> {
         options.called(self.a.scaling()?, &self.weights, out)
     }
 
     /// N of a call that was not prepared.
-    pub fn n(&self, options: &ProductOptions<B>) -> refusal::Result<usize> {
-        let SumOperands { a, weights } = self;
+    pub fn n(&self, options: &ProductOptions) -> refusal::Result<usize> {
+        let SumOperands { a, weights, .. } = self;
         require_count("a sum over ranks", "weight", 1, "this call", weights.len())?;
         let RawView { group, shape, .. } = a.values;
         options.n_of(group, shape[1], &weights[0].values)
@@ -158,18 +165,20 @@ impl<B: Backend> SumOperands<'_, B> {
 }
 
 /// The operands of a call.
-pub fn operands<'m, B: Backend, T: Element>(
+pub fn operands<'m, 'd, B: Backend, T: Element>(
     a: impl Into<Operand<'m, B, T>>,
     b: impl Into<Weights<'m, B, T>>,
-) -> SumOperands<'m, B> {
+    addends: Addends<'d, B>,
+) -> SumOperands<'m, 'd, B> {
     SumOperands {
         a: RawOperand::from(a.into()),
         weights: b.into().all,
+        addends,
     }
 }
 
 /// Sums that have been planned.
-pub struct PlannedSums<'a, B: Backend> {
+pub struct PlannedSums<B: Backend> {
     // Freed before the group that they belong to can end.
     /// The sum. If partials are moved while the product is made, it includes the product.
     sum: Arc<B::Program>,
@@ -182,10 +191,9 @@ pub struct PlannedSums<'a, B: Backend> {
     /// The problem of the sum: who owns which rows, and this rank's slice of K.
     problem: Problem,
     config: Config,
-    options: ProductOptions<'a, B>,
 }
 
-impl<B: Backend> PlannedSums<'_, B> {
+impl<B: Backend> PlannedSums<B> {
     pub fn group(&self) -> &Group<B> {
         &self.group
     }
@@ -217,8 +225,15 @@ impl<B: Backend> PlannedSums<'_, B> {
         self.problem.layout.rows_of(self.group.rank())
     }
 
-    /// Checks the operands. Bias and residual were checked when the sum was planned.
-    pub fn check(&self, SumOperands { a, weights }: &SumOperands<B>) -> refusal::Result<()> {
+    /// Checks the operands, the bias and the residual.
+    pub fn check(
+        &self,
+        SumOperands {
+            a,
+            weights,
+            addends,
+        }: &SumOperands<B>,
+    ) -> refusal::Result<()> {
         let RawView {
             group,
             dtype,
@@ -237,6 +252,7 @@ impl<B: Backend> PlannedSums<'_, B> {
         require_shape(what, expected, shape)?;
         require_dtype("a", problem.dtypes.operands, dtype)?;
         a.check_scales(group, &Expected::rows(problem.form.a_scaling, expected))?;
+        addends.check(group, problem, self.which.rows(group, problem))?;
         check_weights(group, problem, &[problem.n], weights)
     }
 
@@ -270,7 +286,16 @@ impl<B: Backend> PlannedSums<'_, B> {
         let fits = self.check(operands).and(checked);
         fits.map_err(operands.a.values.group.refusal(self.which.name()))?;
         let before = self.multiply.as_ref();
-        self.launch(before, &self.sum, Some(operands), out, shared, trace)
+        let addends = &operands.addends;
+        self.launch(
+            before,
+            &self.sum,
+            addends,
+            Some(operands),
+            out,
+            shared,
+            trace,
+        )
     }
 
     /// Only multiplies, and leaves the partials where they are made. Not collective.
@@ -279,16 +304,25 @@ impl<B: Backend> PlannedSums<'_, B> {
         let checked = self.check(operands);
         checked.map_err(Refusal::of(self.group.rank(), self.which.name()))?;
         let program = self.part(Operation::MultiplyPartials)?;
-        self.launch(None, &program, Some(operands), Bound::Nothing, &[], None)
+        let addends = &operands.addends;
+        self.launch(
+            None,
+            &program,
+            addends,
+            Some(operands),
+            Bound::Nothing,
+            &[],
+            None,
+        )
     }
 
     /// Only pulls the partials that have been made, and adds them.
     #[track_caller]
-    pub fn reduce(&self, out: Bound<B>, shared: &[u32]) -> Result<()> {
+    pub fn reduce(&self, addends: &Addends<B>, out: Bound<B>, shared: &[u32]) -> Result<()> {
         let config = Some(self.config.with_route(Route::Pull));
         let program = self.group.program(self.problem.clone(), config);
         let program = program.map_err(Refusal::of(self.group.rank(), self.which.name()))?;
-        self.launch(None, &program, None, out, shared, None)
+        self.launch(None, &program, addends, None, out, shared, None)
     }
 
     /// Only copies what a run moves, without notifying other ranks. Not collective.
@@ -302,7 +336,7 @@ impl<B: Backend> PlannedSums<'_, B> {
             Which::Own => self.part(Operation::CopyPartials),
             Which::All => self.part(Operation::CopyPartialsAndSums),
         };
-        self.launch(None, &program?, None, out, &[], None)
+        self.launch(None, &program?, &Addends::default(), None, out, &[], None)
     }
 
     #[track_caller]
@@ -320,6 +354,7 @@ impl<B: Backend> PlannedSums<'_, B> {
         &self,
         before: Option<&Arc<B::Program>>,
         program: &Arc<B::Program>,
+        addends: &Addends<B>,
         operands: Option<&SumOperands<B>>,
         out: Bound<B>,
         shared: &[u32],
@@ -341,23 +376,19 @@ impl<B: Backend> PlannedSums<'_, B> {
             false => Some(self.group.partials(schedule)?),
         };
         let mut bound = [const { Bound::Nothing }; MATRICES];
-        if let Some(SumOperands { a, weights }) = operands {
+        if let Some(SumOperands { a, weights, .. }) = operands {
             a.bind(&mut bound, matrices::A, matrices::A_SCALES);
             bind_weights(&mut bound, weights);
         }
+        addends.bind(&mut bound);
         bound[matrices::OUT] = out;
         if let Some(partials) = &partials {
             bound[PARTIALS] = Bound::Symmetric(partials.as_ref());
         }
-        self.options.bind(&mut bound);
-        let added = Added {
-            bias: self.options.bias.is_some(),
-            residual: self.options.residual.is_some(),
-        };
         let arguments = Arguments {
             matrices: &bound,
             shared,
-            added,
+            added: addends.added(),
         };
         call::run(&self.group, before, program, arguments, trace)
     }

@@ -4,7 +4,7 @@ use std::fmt;
 
 use smallvec::SmallVec;
 
-use super::call::{RawOutput, RawView, require_dtype, require_same_group, require_shape};
+use super::call::{Added, RawOutput, RawView, require_dtype, require_same_group, require_shape};
 use super::quantized::{OutputForm, ProductOutput};
 use super::scales::{self, Expected, RawOperand};
 use crate::backend::Backend;
@@ -31,11 +31,10 @@ pub type RawOutputs<'a, B> = SmallVec<[ProductOutput<'a, B>; MAX_WEIGHTS]>;
 const WEIGHTS: &str = "the number of weights of a product";
 
 /// The options of a product, wherever its rows come from and go to.
-pub struct ProductOptions<'a, B: Backend> {
+#[derive(Clone)]
+pub struct ProductOptions {
     /// The type of the operands.
     pub dtype: DType,
-    pub bias: Option<RawView<'a, B>>,
-    pub residual: Option<RawView<'a, B>>,
     pub activation: Activation,
     pub gated: bool,
     pub weights: WeightLayout,
@@ -65,22 +64,34 @@ pub struct CallForm {
     pub b_scaling: WeightScalings,
 }
 
-// A derived `Clone` would need a backend that can be cloned.
-impl<B: Backend> Clone for ProductOptions<'_, B> {
+/// What is added to a product.
+pub struct Addends<'a, B: Backend> {
+    pub bias: Option<RawView<'a, B>>,
+    pub residual: Option<RawView<'a, B>>,
+}
+
+// Derived, they would need a backend that can be copied.
+impl<B: Backend> Clone for Addends<'_, B> {
     fn clone(&self) -> Self {
-        ProductOptions {
-            scaling: self.scaling.clone(),
-            ..*self
+        *self
+    }
+}
+
+impl<B: Backend> Copy for Addends<'_, B> {}
+
+impl<B: Backend> Default for Addends<'_, B> {
+    fn default() -> Self {
+        Addends {
+            bias: None,
+            residual: None,
         }
     }
 }
 
-impl<'a, B: Backend> ProductOptions<'a, B> {
+impl ProductOptions {
     pub fn new(dtype: DType) -> Self {
         ProductOptions {
             dtype,
-            bias: None,
-            residual: None,
             activation: Activation::Identity,
             gated: false,
             weights: WeightLayout::Nk,
@@ -95,17 +106,18 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
     }
 
     /// Writes a builder with these options for `Debug`. `more`: options that only this builder has.
-    pub fn describe(
+    pub fn describe<B: Backend>(
         &self,
         f: &mut fmt::Formatter,
         builder: &str,
+        addends: &Addends<B>,
         more: impl IntoIterator<Item = Option<String>>,
     ) -> fmt::Result {
         write!(f, "{builder}<{}, {}>", B::NAME, self.dtype)?;
         let activation = self.activation;
         let shared = [
-            self.bias.is_some().then(|| "bias".into()),
-            self.residual.is_some().then(|| "residual".into()),
+            addends.bias.is_some().then(|| "bias".into()),
+            addends.residual.is_some().then(|| "residual".into()),
             (activation != Activation::Identity).then(|| format!("{activation:?}")),
             self.gated.then(|| "gated".into()),
             (self.weights == WeightLayout::Kn).then(|| "weights [K, N]".into()),
@@ -149,7 +161,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
     }
 
     /// What the arguments say of a call that was not prepared.
-    pub fn called(
+    pub fn called<B: Backend>(
         &self,
         a_scaling: Scaling,
         weights: &[RawOperand<B>],
@@ -167,7 +179,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
     }
 
     /// The problem of a product with weights of these widths.
-    pub fn problem(
+    pub fn problem<B: Backend>(
         &self,
         operation: Operation,
         layout: Layout,
@@ -228,7 +240,12 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
     }
 
     /// N of each weight of a call that was not prepared.
-    pub fn widths(&self, group: &Group<B>, k: usize, weights: &RawWeights<B>) -> Result<Widths> {
+    pub fn widths<B: Backend>(
+        &self,
+        group: &Group<B>,
+        k: usize,
+        weights: &RawWeights<B>,
+    ) -> Result<Widths> {
         self.check_count(weights.len())?;
         let widths = weights.iter().enumerate().map(|(number, weight)| {
             let n = self.n_of(group, k, &weight.values);
@@ -238,7 +255,12 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
     }
 
     /// N of a weight of a call that was not prepared, and whose other operand is K = `k` deep.
-    pub fn n_of(&self, group: &Group<B>, k: usize, weight: &RawView<B>) -> Result<usize> {
+    pub fn n_of<B: Backend>(
+        &self,
+        group: &Group<B>,
+        k: usize,
+        weight: &RawView<B>,
+    ) -> Result<usize> {
         require_same_group("b", weight.group, group)?;
         let [rows, columns] = weight.shape;
         let [n, depth] = match self.weights {
@@ -250,6 +272,16 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
         let (what, shape) = expected_weight(self.weights, n, k);
         require_shape(what, shape, weight.shape)?;
         Ok(n)
+    }
+}
+
+impl<'a, B: Backend> Addends<'a, B> {
+    /// Which there are, for ranks to compare.
+    pub fn added(&self) -> Added {
+        Added {
+            bias: self.bias.is_some(),
+            residual: self.residual.is_some(),
+        }
     }
 
     /// Checks the bias and the residual, which are added to `rows` rows.
