@@ -116,6 +116,10 @@ mod ops;
 mod process;
 #[cfg(not(loom))]
 mod ranks;
+// Unstable, as `schedule`.
+#[cfg(not(loom))]
+#[doc(hidden)]
+pub mod raw;
 mod resources;
 #[cfg(not(loom))]
 pub mod trace;
@@ -139,7 +143,7 @@ pub use schedule::{
 pub use {
     backend::{Backend, Host},
     explanation::{Explanation, Prediction},
-    group::{Builder, DEFAULT_TIMEOUT, Group},
+    group::{Builder, DEFAULT_TIMEOUT, GATHERED_BYTES, Group},
     interop::dlpack,
     matrix::{Matrix, MatrixView, MatrixViewMut, ShardMut, ShardedMatrix},
     ops::{

@@ -184,18 +184,21 @@ pub(crate) mod sealed {
         ) -> Result<Self::Symmetric>;
         /// Adopts another library's memory for `shape[0]` rows of `shape[1]` bytes, `pitch` bytes from row to row.
         ///
-        /// `owner` is dropped when nothing uses the memory any more.
+        /// `owner` is dropped when nothing uses the memory any more. Without an owner, the caller keeps the memory.
         ///
         /// # Safety
-        /// Until then the memory is valid, and all writes by others are ordered with this rank's operations.
+        /// While anything uses it the memory is valid, and all writes by others are ordered with this rank's
+        /// operations.
         #[allow(unsafe_code)]
         unsafe fn adopt(
             &self,
             ptr: u64,
             shape: [usize; 2],
             pitch: usize,
-            owner: Owner,
+            owner: Option<Owner>,
         ) -> Self::Buffer;
+        /// The address of this rank's part of symmetric memory.
+        fn address(of: &Self::Symmetric) -> u64;
         /// A buffer's address, and the bytes from row to row.
         fn place(of: &Self::Buffer) -> (u64, usize);
         /// DLPack's type and number of the device.

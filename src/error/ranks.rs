@@ -11,7 +11,7 @@ struct Named<'a> {
 
 impl Error {
     /// The ranks at fault, as far as the error names them. They are ranks of the job if the error says its group.
-    pub(crate) fn at_fault(&self) -> Vec<usize> {
+    pub fn at_fault(&self) -> Vec<usize> {
         let mut error = self.cause().clone();
         let ranks = error.named().at_fault.into_iter();
         ranks.map(|rank| *rank).collect()

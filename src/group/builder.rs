@@ -5,11 +5,12 @@ use std::marker::PhantomData;
 use std::panic::Location;
 use std::time::Duration;
 
-use super::{Group, threads};
+use super::{Group, in_words, threads};
 use crate::backend::{Backend, OpenOptions};
 use crate::error::{Call, Error, Result};
 use crate::one_line::{beginning, option, write_parts};
 use crate::protocol::epoch::Epoch;
+use crate::ranks::address;
 use crate::ranks::deadlines::Deadlines;
 use crate::ranks::env::{self, Described};
 use crate::ranks::identity::Identity;
@@ -18,10 +19,13 @@ use crate::ranks::naming::{self, Arrival, JobRank, Naming};
 use crate::ranks::rendezvous;
 use crate::ranks::reports::ReportSender;
 use crate::ranks::split::{Claim, SPLIT};
-use crate::refusal::Refusal;
+use crate::refusal::{Refusal, require_count};
 use crate::schedule::Numerics;
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::limit;
+
+/// The bytes that each rank sends in the gather of [`Builder::connect_with`].
+pub const GATHERED_BYTES: usize = 64;
 
 /// How long a rank waits in a call that all ranks have begun, unless [`Builder::timeout`] says otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -298,6 +302,81 @@ impl<B: Backend> Builder<B> {
     #[track_caller]
     pub fn connect(self, rank: usize, world: usize, address: &str) -> Result<Group<B>> {
         self.connect_speaking(rank, world, address, rendezvous::PROTOCOL_VERSION)
+    }
+
+    /// Joins a group whose ranks have no launcher and no common address, but can send one another bytes, as by MPI or by
+    /// a store. Collective.
+    ///
+    /// `gather` gets this rank's bytes and returns those of all ranks, by rank. All ranks send [`GATHERED_BYTES`] bytes.
+    /// It is called once, and its waits are its own. All later steps have the builder's deadlines. The bytes of rank 0
+    /// are an address that nobody can guess.
+    ///
+    /// ```
+    /// use std::sync::Mutex;
+    /// use std::sync::mpsc::channel;
+    ///
+    /// use gemmesh::{Group, Host};
+    ///
+    /// let (send, receive) = channel();
+    /// let receive = Mutex::new(receive);
+    /// let join = |rank: usize| {
+    ///     Group::<Host>::builder().connect_with(rank, 2, |mine| {
+    ///         let first = match rank {
+    ///             0 => mine.to_vec(),
+    ///             _ => receive.lock().expect("one thread receives").recv()?,
+    ///         };
+    ///         if rank == 0 {
+    ///             send.clone().send(first.clone())?;
+    ///         }
+    ///         Ok(vec![first; 2]) // only the bytes of rank 0 matter
+    ///     })
+    /// };
+    /// std::thread::scope(|scope| {
+    ///     let first = scope.spawn(|| join(0).map(|group| group.world_size()));
+    ///     assert_eq!(join(1)?.rank(), 1);
+    ///     assert_eq!(first.join().expect("it does not panic")?, 2);
+    ///     Ok::<_, gemmesh::Error>(())
+    /// })?;
+    /// # Ok::<_, gemmesh::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Builder::connect`]; [`Error::Callback`] with the error of `gather`; [`Error::Count`] unless it returns the
+    /// bytes of each rank; [`Error::RankNeverJoined`] if rank 0 has no address.
+    #[track_caller]
+    pub fn connect_with(
+        self,
+        rank: usize,
+        world: usize,
+        gather: impl FnOnce(&[u8; GATHERED_BYTES]) -> Result<Vec<Vec<u8>>, Box<dyn std::error::Error>>,
+    ) -> Result<Group<B>> {
+        const CALL: &str = "Group::connect_with";
+        let drawn = match rank {
+            0 => address::draw(),
+            _ => Ok(String::new()),
+        };
+        let mut mine = [b' '; GATHERED_BYTES];
+        if let Ok(drawn) = &drawn {
+            mine[..drawn.len()].copy_from_slice(drawn.as_bytes());
+        }
+        // Also if there is no address, because the other ranks wait in their gathers.
+        let gathered = gather(&mine).map_err(|error| Error::Callback {
+            rank,
+            call: CALL.into(),
+            reason: in_words(&error),
+        });
+        drawn.map_err(Error::system(rank, "draw a random address"))?;
+        let gathered = gathered?;
+        let bytes: usize = gathered.iter().map(Vec::len).sum();
+        let of = Refusal::of(rank, CALL);
+        let expected = world.saturating_mul(GATHERED_BYTES);
+        require_count("the group", "byte", expected, "what was gathered", bytes).map_err(of)?;
+        let first = gathered.concat();
+        let address = String::from_utf8_lossy(&first[..GATHERED_BYTES.min(first.len())]);
+        match address.trim() {
+            "" => Err(Error::RankNeverJoined { rank: 0 }),
+            address => self.connect(rank, world, address),
+        }
     }
 
     /// [`Builder::connect`] as a build of protocol version `version`, for tests.

@@ -8,7 +8,7 @@ mod programs;
 mod threads;
 mod turns;
 
-pub use builder::{Builder, DEFAULT_TIMEOUT};
+pub use builder::{Builder, DEFAULT_TIMEOUT, GATHERED_BYTES};
 
 use std::fmt::{self, Write};
 use std::panic::Location;

@@ -1,44 +1,29 @@
 //! Finding the other ranks over an MPI communicator. Only the rendezvous uses MPI.
 
 use mpi::topology::SimpleCommunicator;
-use mpi::traits::{Communicator, Root};
+use mpi::traits::{Communicator, CommunicatorCollectives};
 
-use super::{Builder, Group};
+use super::{Builder, GATHERED_BYTES, Group};
 use crate::backend::Backend;
 use crate::error::{Error, Result};
-use crate::ranks::address::draw;
-
-/// The length of the message by which rank 0 tells the others the address that it has drawn.
-const ADDRESS_BYTES: usize = 64;
 
 /// Rendezvous over MPI.
 #[cfg_attr(docsrs, doc(cfg(feature = "mpi")))]
 impl<B: Backend> Builder<B> {
     /// Joins the group of the ranks of `communicator`, which must all run on this host. Collective.
     ///
-    /// Rank 0 tells the others an address in a broadcast, for which MPI has no deadline. All later steps have the
-    /// builder's deadlines.
+    /// The ranks learn rank 0's address in an MPI_Allgather, which has no deadline: see [`Builder::connect_with`].
     ///
     /// # Errors
     /// As [`Builder::connect`].
     #[track_caller]
     pub fn from_communicator(self, communicator: &impl Communicator) -> Result<Group<B>> {
         let (rank, world) = (communicator.rank() as usize, communicator.size() as usize);
-        let mut address = [b' '; ADDRESS_BYTES];
-        let drawn = match rank {
-            0 => draw(),
-            _ => Ok(String::new()),
-        };
-        if let Ok(drawn) = &drawn {
-            address[..drawn.len()].copy_from_slice(drawn.as_bytes());
-        }
-        communicator
-            .process_at_rank(0)
-            .broadcast_into(&mut address[..]);
-        // After the broadcast, in which the others wait without a deadline.
-        drawn.map_err(Error::system(rank, "draw a random address"))?;
-        let address = String::from_utf8_lossy(&address);
-        self.connect(rank, world, address.trim())
+        self.connect_with(rank, world, |mine| {
+            let mut all = vec![0; world * GATHERED_BYTES];
+            communicator.all_gather_into(&mine[..], &mut all[..]);
+            Ok(all.chunks(GATHERED_BYTES).map(<[u8]>::to_vec).collect())
+        })
     }
 
     /// Joins the group of all ranks that mpirun started. MPI must be initialised. The group does not need MPI

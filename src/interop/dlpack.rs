@@ -32,13 +32,14 @@
 use std::ffi::c_void;
 use std::fmt;
 
+use super::tensors;
 use crate::backend::{Backend, Owner};
 use crate::element::{DType, Value};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
 use crate::group::Group;
-use crate::matrix::{Matrix, bytes_of};
+use crate::matrix::{Matrix, Memory, bytes_of};
 use crate::refusal::{self, Refusal};
 
 /// Which device memory is on.
@@ -128,16 +129,6 @@ impl Drop for Managed {
     }
 }
 
-/// A matrix that has been given to another library.
-#[repr(C)]
-struct Exported<B: Backend, T: Value> {
-    // First, so that a pointer to it also points to this struct.
-    tensor: DLManagedTensor,
-    shape: [i64; 2],
-    strides: [i64; 2],
-    _matrix: Matrix<B, T>,
-}
-
 impl<B: Backend, T: Value> Matrix<B, T> {
     /// Makes a matrix of a tensor of two dimensions.
     ///
@@ -220,7 +211,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         }
         let owner = Owner::new(Managed(tensor));
         // SAFETY: as this function's.
-        let memory = unsafe { backend.adopt(ptr, [rows, width], pitch, owner) };
+        let memory = unsafe { backend.adopt(ptr, [rows, width], pitch, Some(owner)) };
         Ok(Matrix::new(group.clone(), memory, rows, columns))
     }
 
@@ -231,50 +222,24 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// Unless somebody calls the deleter, the memory is never freed.
     #[must_use = "the tensor is lost unless somebody calls its deleter"]
     pub fn into_dlpack(self) -> *mut DLManagedTensor {
-        unsafe extern "C" fn give_back<B: Backend, T: Value>(tensor: *mut DLManagedTensor) {
-            // SAFETY: the tensor is the first field of such a box, from which the pointer was made. It is given back
-            // once.
-            drop(unsafe { Box::from_raw(tensor.cast::<Exported<B, T>>()) });
-        }
-        // A deleter may be called on any thread.
-        fn is_send(_: &impl Send) {}
-        is_send(&self);
-        let (ptr, pitch) = B::place(self.memory());
+        let (address, pitch) = B::place(self.memory());
+        let memory = Memory {
+            address,
+            dtype: T::DTYPE,
+            shape: self.shape(),
+            pitch,
+        };
         let (device_type, device_id) = self.group().inner().backend.dlpack_device();
-        let exported = Box::into_raw(Box::new(Exported {
-            tensor: DLManagedTensor {
-                dl_tensor: DLTensor {
-                    data: ptr as *mut c_void,
-                    device: DLDevice {
-                        device_type,
-                        device_id,
-                    },
-                    ndim: 2,
-                    dtype: data_type(T::DTYPE),
-                    shape: std::ptr::null_mut(),
-                    strides: std::ptr::null_mut(),
-                    byte_offset: 0,
-                },
-                manager_ctx: std::ptr::null_mut(),
-                deleter: Some(give_back::<B, T>),
-            },
-            shape: self.shape().map(|extent| extent as i64),
-            strides: [(pitch / size_of::<T>()) as i64, 1],
-            _matrix: self,
-        }));
-        // A pointer into a box is invalid once the box moves or is borrowed. So both pointers are made from the raw
-        // pointer that the box's owner gets, and the box is never borrowed again.
-        // SAFETY: the pointer points to a whole value that nobody else knows.
-        unsafe {
-            (*exported).tensor.dl_tensor.shape = (&raw mut (*exported).shape).cast();
-            (*exported).tensor.dl_tensor.strides = (&raw mut (*exported).strides).cast();
-        }
-        exported.cast()
+        let device = DLDevice {
+            device_type,
+            device_id,
+        };
+        tensors::export(memory, device, Box::new(self))
     }
 }
 
 /// The DLPack type of `dtype`.
-fn data_type(dtype: DType) -> DLDataType {
+pub(super) fn data_type(dtype: DType) -> DLDataType {
     const UNSIGNED: u8 = 1;
     const FLOAT: u8 = 2;
     const BFLOAT: u8 = 4;
@@ -294,17 +259,22 @@ fn data_type(dtype: DType) -> DLDataType {
     }
 }
 
-/// This library's name of a DLPack type, or a description if there is none.
-fn dtype(of: DLDataType) -> String {
+/// This library's type for a DLPack type, if there is one.
+pub(super) fn dtype_of(of: DLDataType) -> Option<DType> {
     use DType::{Bf16, F8E4M3, F8E5M2, F16, F32, U8, U16, U32, U64};
     let known = [Bf16, F16, F32, F8E4M3, F8E5M2, U8, U16, U32, U64];
-    match known.into_iter().find(|&dtype| data_type(dtype) == of) {
+    known.into_iter().find(|&dtype| data_type(dtype) == of)
+}
+
+/// This library's name of a DLPack type, or a description if there is none.
+pub(super) fn dtype(of: DLDataType) -> String {
+    match dtype_of(of) {
         Some(dtype) => dtype.to_string(),
         None => format!("code {} of {} bits, {} lanes", of.code, of.bits, of.lanes),
     }
 }
 
-fn device(of: DLDevice) -> String {
+pub(super) fn device(of: DLDevice) -> String {
     match of.device_type {
         1 => "the host".into(),
         2 => format!("GPU {}", of.device_id),

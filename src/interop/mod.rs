@@ -7,3 +7,4 @@ mod cust;
 pub mod dlpack;
 #[cfg(feature = "cuda")]
 pub mod stream;
+pub mod tensors;

@@ -1,9 +1,11 @@
 //! Matrices of one rank, views of them, and matrices whose rows are sharded over the ranks.
 
 mod host;
+mod memory;
 mod sharded;
 mod view;
 
+pub use memory::Memory;
 pub use sharded::{ShardMut, ShardedMatrix};
 pub(crate) use view::ViewMemory;
 pub use view::{MatrixView, MatrixViewMut};
@@ -15,7 +17,7 @@ use std::ops::Range;
 use rustix::io::Errno;
 
 use crate::backend::Backend;
-use crate::element::Value;
+use crate::element::{DType, Value};
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::refusal::{self, require_elements};
@@ -116,10 +118,15 @@ impl<B: Backend> Group<B> {
 
 /// The bytes of a [rows, columns] matrix.
 pub(crate) fn bytes_of<T: Value>(rows: usize, columns: usize) -> refusal::Result<usize> {
+    bytes_of_dtype(T::DTYPE, rows, columns)
+}
+
+/// As [`bytes_of`], of a type that is known at run time.
+pub(crate) fn bytes_of_dtype(dtype: DType, rows: usize, columns: usize) -> refusal::Result<usize> {
     limit("the number of rows", rows, 0, MAX_EXTENT)?;
     limit("the number of columns", columns, 1, MAX_EXTENT)?;
     // Two extents below 2³¹ have a product below 2⁶². A saturated size is more than the memory of any machine.
-    Ok((rows * columns).saturating_mul(size_of::<T>()))
+    Ok((rows * columns).saturating_mul(dtype.bytes()))
 }
 
 /// Checks that a slice of `length` values has one for each element.

@@ -6,7 +6,6 @@ use std::ops::Range;
 use std::panic::Location;
 
 use crate::backend::Backend;
-use crate::backend::sealed::Bound;
 use crate::element::{DType, Value};
 #[cfg(doc)]
 use crate::error::Error;
@@ -268,11 +267,9 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     ///
     /// This is one range, or one range for each stage of a staged matrix. Empty ranges are left out.
     pub fn blocks_of(&self, rank: usize) -> Vec<Range<usize>> {
-        let rows = self.rows_of(rank);
-        match self.layout.order() {
-            _ if rows.is_empty() => Vec::new(),
-            RowOrder::ByRank => vec![rows],
-            RowOrder::ByStage => self.layout.blocks_of(rank).collect(),
+        match rank < self.layout.world() {
+            true => self.layout.rows_in_memory(rank),
+            false => Vec::new(),
         }
     }
 
@@ -342,12 +339,6 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
             shape: [rows.len(), self.layout.k()],
             element: PhantomData,
         }
-    }
-
-    /// Binds this rank's own rows, which lie rank after rank, as an output.
-    pub(crate) fn own_rows(&mut self) -> Bound<'_, B> {
-        let width = self.layout.k() * size_of::<T>();
-        Bound::Rows(&self.memory, self.rows().start * width, width)
     }
 
     /// Copies this rank's copy of the whole matrix to `values`, row by row, when the operations before are complete.

@@ -15,7 +15,7 @@ use super::row_split::staged;
 use crate::backend::Cuda;
 use crate::backend::sealed::{Bound, Callback};
 use crate::backend::{Backend, Host};
-use crate::element::{DType, Value};
+use crate::element::Value;
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
@@ -170,7 +170,7 @@ impl AllGatherAndConsume {
         a: &ShardedMatrix<B, T>,
         mut consume: impl FnMut(Chunk<'_, B, T>) -> CallbackResult,
     ) -> Result<()> {
-        self.gather(a, None, None, |rows| consume(Chunk { a, rows }))
+        self.gather(a.into(), None, None, |rows| consume(Chunk { a, rows }))
     }
 
     /// As [`AllGatherAndConsume::run`], and returns a trace of this rank's work.
@@ -190,7 +190,8 @@ impl AllGatherAndConsume {
         mut consume: impl FnMut(Chunk<'_, B, T>) -> CallbackResult,
     ) -> Result<Trace> {
         let mut spans = Vec::new();
-        self.gather(a, None, Some(&mut spans), |rows| consume(Chunk { a, rows }))?;
+        let consume = |rows| consume(Chunk { a, rows });
+        self.gather(a.into(), None, Some(&mut spans), consume)?;
         Ok(Trace::new(a.group().rank(), spans))
     }
 
@@ -211,23 +212,7 @@ impl AllGatherAndConsume {
         beside: &ShardedMatrix<B, U>,
         mut consume: impl FnMut(Chunk<'_, B, T>, Chunk<'_, B, U>) -> CallbackResult,
     ) -> Result<()> {
-        let fits = require_same_group("beside", beside.group(), a.group()).and_then(|()| {
-            match a.layout().is_split_as(beside.layout()) {
-                true => Ok(()),
-                false => Err(Refusal::Shape {
-                    argument: "beside (rows of each rank)".into(),
-                    expected: a.layout().rows(),
-                    found: beside.layout().rows(),
-                }),
-            }
-        });
-        fits.map_err(a.group().refusal(NAME))?;
-        let with = Beside {
-            of: (U::DTYPE, beside.shape()[1]),
-            memory: beside.memory(),
-            id: beside.id(),
-        };
-        self.gather(a, Some(with), None, |rows| {
+        self.gather(a.into(), Some(beside.into()), None, |rows| {
             let of_other = Chunk {
                 a: beside,
                 rows: rows.clone(),
@@ -236,24 +221,23 @@ impl AllGatherAndConsume {
         })
     }
 
+    /// The operation, without element types. `beside`: a matrix that is gathered together with `a`.
     #[track_caller]
-    fn gather<B: Backend, T: Value>(
+    pub(crate) fn gather<B: Backend>(
         &self,
-        a: &ShardedMatrix<B, T>,
-        beside: Option<Beside<B>>,
+        a: RawShards<B>,
+        beside: Option<RawShards<B>>,
         trace: Option<&mut Vec<Span>>,
         mut consume: impl FnMut(Rows) -> CallbackResult,
     ) -> Result<()> {
-        let group = a.group();
-        let beside_of = beside.as_ref().map(|beside| beside.of);
-        let program = self.plan(a.into(), beside_of);
-        let program = program.map_err(group.refusal(NAME))?;
+        let group = a.group;
+        let program = self.plan(a, beside).map_err(group.refusal(NAME))?;
         let mut matrices = [const { Bound::Nothing }; MATRICES];
-        let mut shared: SmallVec<[u32; 2]> = SmallVec::from_iter([a.id()]);
-        matrices[A] = Bound::Symmetric(a.memory());
-        if let Some(Beside { memory, id, .. }) = &beside {
-            matrices[BESIDE] = Bound::Symmetric(*memory);
-            shared.push(*id);
+        let mut shared: SmallVec<[u32; 2]> = SmallVec::from_iter([a.id]);
+        matrices[A] = a.bound();
+        if let Some(beside) = &beside {
+            matrices[BESIDE] = beside.bound();
+            shared.push(beside.id);
         }
         let arguments = Arguments {
             matrices: &matrices,
@@ -261,7 +245,7 @@ impl AllGatherAndConsume {
             added: Added::default(),
         };
         let mut callbacks = Callbacks::new(group, NAME);
-        let own: SmallVec<[Range<usize>; 1]> = a.blocks_of(group.rank()).into();
+        let own: SmallVec<[Range<usize>; 1]> = a.layout.rows_in_memory(group.rank()).into();
         let mut consumer = |transfer: Option<&Transfer>, stream: *mut c_void| {
             let (source, blocks) = match transfer {
                 Some(transfer) => {
@@ -284,18 +268,27 @@ impl AllGatherAndConsume {
         callbacks.finish(result)
     }
 
-    /// `beside`: the type and the columns of the matrix that is gathered together with `a`.
     fn plan<B: Backend>(
         &self,
         a: RawShards<B>,
-        beside: Option<(DType, usize)>,
+        beside: Option<RawShards<B>>,
     ) -> refusal::Result<Arc<B::Program>> {
+        if let Some(beside) = &beside {
+            require_same_group("beside", beside.group, a.group)?;
+            if !a.layout.is_split_as(beside.layout) {
+                return Err(Refusal::Shape {
+                    argument: "beside (rows of each rank)".into(),
+                    expected: a.layout.rows(),
+                    found: beside.layout.rows(),
+                });
+            }
+        }
         // If there are two ranks, only one shard moves. Half of it is consumed while the other half arrives.
         let default = if a.group.world_size() == 2 { 2 } else { 1 };
         let chunks = self.chunks.unwrap_or(default);
         limit("the number of chunks of a shard", chunks, 1, MAX_CHUNKS)?;
         let problem = Problem {
-            beside,
+            beside: beside.map(|beside| (beside.dtype, beside.shape()[1])),
             ..Problem::new(
                 OPERATION,
                 a.dtype,
@@ -310,22 +303,14 @@ impl AllGatherAndConsume {
     }
 }
 
-/// A matrix that is gathered together with `a`.
-struct Beside<'a, B: Backend> {
-    /// Its type and its columns.
-    of: (DType, usize),
-    memory: &'a B::Symmetric,
-    id: u32,
-}
-
 /// The rows of a chunk.
 #[derive(Clone)]
-struct Rows {
-    rows: Range<usize>,
-    source: usize,
+pub struct Rows {
+    pub rows: Range<usize>,
+    /// The rank that owns them.
+    pub source: usize,
     /// Nothing else uses it while the function runs.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    stream: *mut c_void,
+    pub stream: *mut c_void,
 }
 
 /// Rows of a sharded matrix that have arrived or, on GPUs, that a stream waits for.

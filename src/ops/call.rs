@@ -55,6 +55,22 @@ impl<'a, B: Backend, T: Value> From<MatrixView<'a, B, T>> for RawView<'a, B> {
 }
 
 impl<'a, B: Backend> RawView<'a, B> {
+    /// A matrix of `group` in a buffer of such rows.
+    pub fn of(
+        group: &'a Group<B>,
+        buffer: &'a B::Buffer,
+        dtype: DType,
+        shape: [usize; 2],
+    ) -> RawView<'a, B> {
+        RawView {
+            group,
+            dtype,
+            shape,
+            memory: ViewMemory::Buffer(buffer),
+            offset: 0,
+        }
+    }
+
     /// Binds the view as an input.
     pub fn input(&self) -> Bound<'a, B> {
         self.memory.input(self.offset)
@@ -76,6 +92,23 @@ impl<'a, B: Backend, T: Value> From<&MatrixViewMut<'a, B, T>> for RawOutput<'a, 
             dtype: T::DTYPE,
             shape: view.shape(),
             bound: view.output(),
+        }
+    }
+}
+
+impl<'a, B: Backend> RawOutput<'a, B> {
+    /// A matrix of `group` in a buffer of such rows, which nobody else uses.
+    pub fn of(
+        group: &'a Group<B>,
+        buffer: &'a B::Buffer,
+        dtype: DType,
+        shape: [usize; 2],
+    ) -> RawOutput<'a, B> {
+        RawOutput {
+            group,
+            dtype,
+            shape,
+            bound: Bound::Output(buffer, 0),
         }
     }
 }
@@ -120,6 +153,11 @@ impl<'a, B: Backend> RawShards<'a, B> {
 
     pub fn bound(&self) -> Bound<'a, B> {
         Bound::Symmetric(self.memory)
+    }
+
+    /// The address of this rank's copy of the whole matrix.
+    pub fn address(&self) -> u64 {
+        B::address(self.memory)
     }
 
     /// Binds this rank's own rows, which lie rank after rank, as an output.
@@ -287,6 +325,41 @@ pub fn require_dtype(argument: &str, expected: DType, found: DType) -> refusal::
         argument: argument.into(),
         expected,
         found,
+    })
+}
+
+/// Checks that an output has the type of the rows. Without element types, the compiler has not checked it.
+pub fn require_alike(rows: DType, out: DType) -> refusal::Result<()> {
+    require_property("out", "the dtype", rows == out, rows, out)
+}
+
+/// Checks that rows can be added, as [`Float`](crate::Float) says.
+pub fn require_float(argument: &str, rows: DType) -> refusal::Result<()> {
+    require_property(
+        argument,
+        "the dtype",
+        rows.is_float(),
+        "bf16, f16 or f32",
+        rows,
+    )
+}
+
+/// Fails unless `fits`: what `what` of an argument must be, and what it is.
+pub fn require_property(
+    argument: &str,
+    what: &str,
+    fits: bool,
+    expected: impl ToString,
+    found: impl ToString,
+) -> refusal::Result<()> {
+    if fits {
+        return Ok(());
+    }
+    Err(Refusal::Unsuitable {
+        argument: argument.into(),
+        what: what.into(),
+        expected: expected.to_string(),
+        found: found.to_string(),
     })
 }
 

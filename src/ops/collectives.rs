@@ -1,9 +1,12 @@
 //! Collectives without a product, for embeddings, logits, norms and the tokens of experts.
 
-use super::call::{self, Added, Arguments, RawShards, RawView, require_same_group, require_shape};
+use super::call::{
+    self, Added, Arguments, RawOutput, RawShards, RawView, require_alike, require_float,
+    require_same_group, require_shape,
+};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
-use crate::element::{Float, Value};
+use crate::element::{DType, Float, Value};
 use crate::error::Result;
 use crate::group::Group;
 use crate::matrix::{MatrixView, MatrixViewMut, ShardedMatrix};
@@ -36,24 +39,30 @@ use crate::schedule::{Layout, Operation, Problem, Route};
 /// [`Error::Capturing`](crate::Error::Capturing) if the first run is captured in a graph; the group's failure.
 #[track_caller]
 pub fn all_gather<B: Backend, T: Value>(a: &ShardedMatrix<B, T>) -> Result<()> {
+    gather_rows(a.into())
+}
+
+/// [`all_gather`], without element types.
+#[track_caller]
+pub fn gather_rows<B: Backend>(a: RawShards<B>) -> Result<()> {
     gather(Operation::AllGather, a)
 }
 
 #[track_caller]
-fn gather<B: Backend, T: Value>(operation: Operation, a: &ShardedMatrix<B, T>) -> Result<()> {
-    let group = a.group();
-    let problem = Problem::new(operation, T::DTYPE, a.layout().clone(), 0);
-    let config = match is_better_stored::<B, T>(group, a.layout()) {
+fn gather<B: Backend>(operation: Operation, a: RawShards<B>) -> Result<()> {
+    let (group, layout) = (a.group, a.layout);
+    let problem = Problem::new(operation, a.dtype, layout.clone(), 0);
+    let config = match is_better_stored(group, layout, a.dtype) {
         true => stored(),
         false => chunked(1).with_route(Route::Pull),
     };
     let program = group.program(problem, Some(config));
     let program = program.map_err(group.refusal(operation.name()))?;
     let mut matrices = [const { Bound::Nothing }; MATRICES];
-    matrices[A] = Bound::Symmetric(a.memory());
+    matrices[A] = a.bound();
     let arguments = Arguments {
         matrices: &matrices,
-        shared: &[a.id()],
+        shared: &[a.id],
         added: Added::default(),
     };
     call::run(group, None, &program, arguments, None)
@@ -82,9 +91,15 @@ fn gather<B: Backend, T: Value>(operation: Operation, a: &ShardedMatrix<B, T>) -
 /// As [`all_gather`]; [`Error::Limit`](crate::Error::Limit) unless `root` is a rank.
 #[track_caller]
 pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize) -> Result<()> {
+    broadcast_rows((&*a).into(), root)
+}
+
+/// [`broadcast`], without element types.
+#[track_caller]
+pub fn broadcast_rows<B: Backend>(a: RawShards<B>, root: usize) -> Result<()> {
     const OPERATION: Operation = Operation::Broadcast;
     let [m, n] = a.shape();
-    let group = a.group();
+    let group = a.group;
     let world = group.world_size();
     let layout = || {
         limit("the root", root, 0, world - 1)?;
@@ -95,13 +110,12 @@ pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize)
     let layout = layout().map_err(group.refusal(OPERATION.name()))?;
     // With two ranks, no rank sends chunks on while others arrive.
     let chunks = if world == 2 { 1 } else { 4 };
-    let out = Bound::Symmetric(a.memory());
-    let ids = [a.id()];
-    CollectiveCall {
+    let call = CollectiveCall {
         operation: OPERATION,
+        dtype: a.dtype,
         chunks,
-    }
-    .run::<B, T>(group, &layout, Bound::Nothing, out, &ids)
+    };
+    call.run(group, &layout, Bound::Nothing, a.bound(), &[a.id])
 }
 
 /// Sums the ranks' addends; each rank gets its rows of the sum. Collective.
@@ -137,25 +151,31 @@ pub fn reduce_scatter<'a, 'o, B: Backend, T: Float>(
     a: impl Into<MatrixView<'a, B, T>>,
     out: impl Into<MatrixViewMut<'o, B, T>>,
 ) -> Result<()> {
+    scatter_sums(a.into().into(), RawOutput::from(&out.into()))
+}
+
+/// [`reduce_scatter`], without element types.
+#[track_caller]
+pub fn scatter_sums<B: Backend>(a: RawView<B>, out: RawOutput<B>) -> Result<()> {
     const OPERATION: Operation = Operation::ReduceScatter;
-    let (a, out) = (a.into(), out.into());
-    let group = a.group();
-    let [m, n] = a.shape();
+    let (group, [m, n]) = (a.group, a.shape);
     let layout = || {
         let layout = Layout::balanced(m, n, group.world_size())?;
-        require_same_group("out", out.group(), group)?;
+        require_same_group("out", out.group, group)?;
         let rows = layout.rows_of(group.rank()).len();
         let what = "out [rows of this rank, N]";
-        require_shape(what, [rows, n], out.shape())?;
+        require_shape(what, [rows, n], out.shape)?;
+        require_float("a", a.dtype)?;
+        require_alike(a.dtype, out.dtype)?;
         Ok(layout)
     };
     let layout = layout().map_err(group.refusal(OPERATION.name()))?;
-    let (input, out) = (RawView::from(a).input(), out.output());
-    CollectiveCall {
+    let call = CollectiveCall {
         operation: OPERATION,
+        dtype: a.dtype,
         chunks: 1,
-    }
-    .run::<B, T>(group, &layout, input, out, &[])
+    };
+    call.run(group, &layout, a.input(), out.bound, &[])
 }
 
 /// Sums the ranks' addends; every rank gets the whole sum. Collective.
@@ -187,21 +207,27 @@ pub fn all_reduce<'a, B: Backend, T: Float>(
     a: impl Into<MatrixView<'a, B, T>>,
     out: &mut ShardedMatrix<B, T>,
 ) -> Result<()> {
+    sum_for_all(a.into().into(), (&*out).into())
+}
+
+/// [`all_reduce`], without element types.
+#[track_caller]
+pub fn sum_for_all<B: Backend>(a: RawView<B>, out: RawShards<B>) -> Result<()> {
     const OPERATION: Operation = Operation::AllReduce;
-    let a = a.into();
-    let group = a.group();
-    let [m, n] = a.shape();
-    let fits = require_same_group("out", out.group(), group)
-        .and_then(|()| RawShards::from(&*out).require_by_rank("out"))
-        .and_then(|()| require_shape("out [M, N]", [m, n], out.shape()));
+    let (group, [m, n]) = (a.group, a.shape);
+    let fits = require_same_group("out", out.group, group)
+        .and_then(|()| out.require_by_rank("out"))
+        .and_then(|()| require_shape("out [M, N]", [m, n], out.shape()))
+        .and_then(|()| require_float("a", a.dtype))
+        .and_then(|()| require_alike(a.dtype, out.dtype));
     fits.map_err(group.refusal(OPERATION.name()))?;
-    let (input, sums) = (RawView::from(a).input(), Bound::Symmetric(out.memory()));
-    CollectiveCall {
+    let call = CollectiveCall {
         operation: OPERATION,
+        dtype: a.dtype,
         chunks: 1,
-    }
-    .run::<B, T>(group, out.layout(), input, sums, &[out.id()])?;
-    match leaves_gather(&Problem::new(OPERATION, T::DTYPE, out.layout().clone(), n)) {
+    };
+    call.run(group, out.layout, a.input(), out.bound(), &[out.id])?;
+    match leaves_gather(&Problem::new(OPERATION, a.dtype, out.layout.clone(), n)) {
         true => gather(Operation::GatherOfAllReduce, out),
         false => Ok(()),
     }
@@ -236,28 +262,34 @@ pub fn all_to_all<'a, B: Backend, T: Value>(
     a: impl Into<MatrixView<'a, B, T>>,
     out: &mut ShardedMatrix<B, T>,
 ) -> Result<()> {
+    exchange_blocks(a.into().into(), (&*out).into())
+}
+
+/// [`all_to_all`], without element types.
+#[track_caller]
+pub fn exchange_blocks<B: Backend>(a: RawView<B>, out: RawShards<B>) -> Result<()> {
     const OPERATION: Operation = Operation::AllToAll;
-    let a = a.into();
-    let group = a.group();
-    let [_, n] = out.shape();
-    let rows = group.world_size() * out.rows().len();
-    let fits = require_same_group("out", out.group(), group).and_then(|()| {
+    let (group, [_, n]) = (a.group, out.shape());
+    let fits = require_same_group("out", out.group, group).and_then(|()| {
+        let rows = group.world_size() * out.layout.rows_of(group.rank()).len();
         let what = "a [W · rows of this rank, N]";
-        RawShards::from(&*out).require_by_rank("out")?;
-        require_shape(what, [rows, n], a.shape())
+        out.require_by_rank("out")?;
+        require_shape(what, [rows, n], a.shape)?;
+        require_alike(a.dtype, out.dtype)
     });
     fits.map_err(group.refusal(OPERATION.name()))?;
-    let (input, moved) = (RawView::from(a).input(), Bound::Symmetric(out.memory()));
-    CollectiveCall {
+    let call = CollectiveCall {
         operation: OPERATION,
+        dtype: a.dtype,
         chunks: 1,
-    }
-    .run::<B, T>(group, out.layout(), input, moved, &[out.id()])
+    };
+    call.run(group, out.layout, a.input(), out.bound(), &[out.id])
 }
 
 /// A collective without a product whose input exists when it begins.
 struct CollectiveCall {
     operation: Operation,
+    dtype: DType,
     /// How many chunks each block has.
     chunks: usize,
 }
@@ -265,7 +297,7 @@ struct CollectiveCall {
 impl CollectiveCall {
     /// `layout` has as many columns as the rows. `shared`: the numbers of the sharded matrices.
     #[track_caller]
-    fn run<B: Backend, T: Value>(
+    fn run<B: Backend>(
         &self,
         group: &Group<B>,
         layout: &Layout,
@@ -273,8 +305,8 @@ impl CollectiveCall {
         out: Bound<B>,
         shared: &[u32],
     ) -> Result<()> {
-        let problem = Problem::new(self.operation, T::DTYPE, layout.clone(), layout.k());
-        let config = match is_better_stored::<B, T>(group, layout) {
+        let problem = Problem::new(self.operation, self.dtype, layout.clone(), layout.k());
+        let config = match is_better_stored(group, layout, self.dtype) {
             true => stored(),
             false => chunked(self.chunks),
         };
@@ -301,8 +333,8 @@ impl CollectiveCall {
 }
 
 /// True if a kernel should store the rows of this layout. They must be few, and each a multiple of 16 bytes long.
-fn is_better_stored<B: Backend, T: Value>(group: &Group<B>, layout: &Layout) -> bool {
-    let row = layout.k() * size_of::<T>();
+fn is_better_stored<B: Backend>(group: &Group<B>, layout: &Layout, dtype: DType) -> bool {
+    let row = layout.k() * dtype.bytes();
     let bytes = layout.m().div_ceil(group.world_size()) * row;
     row.is_multiple_of(16) && group.inner().backend.is_better_stored(bytes)
 }

@@ -1,25 +1,25 @@
 //! The operations.
 
-mod all_gather_and_consume;
+pub(crate) mod all_gather_and_consume;
 mod all_gather_matmul;
 mod bare;
-mod call;
+pub(crate) mod call;
 mod callback;
-mod collectives;
-mod gather_product;
+pub(crate) mod collectives;
+pub(crate) mod gather_product;
 mod matmul;
 mod matmul_all_reduce;
 mod matmul_reduce_scatter;
 mod operands;
-mod own_product;
-mod partial_sums;
-mod produce;
-mod product;
-mod quantize;
-mod quantized;
+pub(crate) mod own_product;
+pub(crate) mod partial_sums;
+pub(crate) mod produce;
+pub(crate) mod product;
+pub(crate) mod quantize;
+pub(crate) mod quantized;
 mod row_split;
-mod scales;
-mod sum_product;
+pub(crate) mod scales;
+pub(crate) mod sum_product;
 
 pub use all_gather_and_consume::{AllGatherAndConsume, Chunk, all_gather_and_consume};
 pub use all_gather_matmul::{AllGatherMatmul, Prepared, all_gather_matmul};

@@ -292,8 +292,7 @@ impl<B: Backend> PlannedSums<B> {
             &self.sum,
             addends,
             Some(operands),
-            out,
-            shared,
+            (out, shared),
             trace,
         )
     }
@@ -310,8 +309,7 @@ impl<B: Backend> PlannedSums<B> {
             &program,
             addends,
             Some(operands),
-            Bound::Nothing,
-            &[],
+            (Bound::Nothing, &[]),
             None,
         )
     }
@@ -322,7 +320,7 @@ impl<B: Backend> PlannedSums<B> {
         let config = Some(self.config.with_route(Route::Pull));
         let program = self.group.program(self.problem.clone(), config);
         let program = program.map_err(Refusal::of(self.group.rank(), self.which.name()))?;
-        self.launch(None, &program, addends, None, out, shared, None)
+        self.launch(None, &program, addends, None, (out, shared), None)
     }
 
     /// Only copies what a run moves, without notifying other ranks. Not collective.
@@ -336,7 +334,7 @@ impl<B: Backend> PlannedSums<B> {
             Which::Own => self.part(Operation::CopyPartials),
             Which::All => self.part(Operation::CopyPartialsAndSums),
         };
-        self.launch(None, &program?, &Addends::default(), None, out, &[], None)
+        self.launch(None, &program?, &Addends::default(), None, (out, &[]), None)
     }
 
     #[track_caller]
@@ -349,6 +347,7 @@ impl<B: Backend> PlannedSums<B> {
         program.map_err(Refusal::of(self.group.rank(), operation.name()))
     }
 
+    /// `out`: the output, and the numbers of the sharded matrices that are written.
     #[track_caller]
     fn launch(
         &self,
@@ -356,8 +355,7 @@ impl<B: Backend> PlannedSums<B> {
         program: &Arc<B::Program>,
         addends: &Addends<B>,
         operands: Option<&SumOperands<B>>,
-        out: Bound<B>,
-        shared: &[u32],
+        (out, shared): (Bound<B>, &[u32]),
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let bytes = |schedule: &Schedule| {

@@ -7,13 +7,13 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::call::{self, Added, Arguments, RawShards, require_shape};
+use super::call::{self, Added, Arguments, RawOutput, RawShards, require_float, require_shape};
 use super::callback::{CallbackResult, Callbacks};
 #[cfg(feature = "cuda")]
 use crate::backend::Cuda;
 use crate::backend::sealed::{Bound, Callback};
 use crate::backend::{Backend, Host};
-use crate::element::{Float, Value};
+use crate::element::{DType, Float, Value};
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::Matrix;
@@ -249,18 +249,30 @@ impl<'a> ProduceAndReduceScatter<'a> {
         m: usize,
         out: &mut Matrix<B, T>,
         trace: Option<&mut Vec<Span>>,
-        produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
+        mut produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
     ) -> Result<()> {
-        let group = out.group().clone();
-        let [rows, n] = out.shape();
-        let planned = self.layout(&group, m, n).and_then(|layout| {
+        let out = RawOutput::from(&out.view_mut());
+        self.sum_into(m, out, trace, |block| produce(block.into()))
+    }
+
+    /// [`ProduceAndReduceScatter::run`], without element types.
+    #[track_caller]
+    pub(crate) fn sum_into<B: Backend>(
+        &self,
+        m: usize,
+        out: RawOutput<B>,
+        trace: Option<&mut Vec<Span>>,
+        produce: impl FnMut(RawBlock<'_, B>) -> CallbackResult,
+    ) -> Result<()> {
+        let (group, [rows, n]) = (out.group, out.shape);
+        let planned = self.layout(group, m, n).and_then(|layout| {
             let what = "out [rows of this rank, N]";
             let own = layout.rows_of(group.rank()).len();
             require_shape(what, [own, n], [rows, n])?;
-            self.plan::<B, T>(&group, &layout)
+            self.plan(group, &layout, out.dtype)
         });
         let planned = planned.map_err(group.refusal(REDUCE.name()))?;
-        planned.run(Bound::Output(out.memory(), 0), &[], trace, produce)
+        planned.run(out.bound, &[], trace, produce)
     }
 
     /// As [`ProduceAndReduceScatter::run`], but writes into this rank's own rows of a sharded matrix, [m, N].
@@ -278,10 +290,20 @@ impl<'a> ProduceAndReduceScatter<'a> {
     pub fn run_into<B: Backend, T: Float>(
         &self,
         out: &mut ShardedMatrix<B, T>,
-        produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
+        mut produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
     ) -> Result<()> {
-        let group = out.group().clone();
-        let split = out.layout().rows();
+        self.sum_into_own_rows((&*out).into(), |block| produce(block.into()))
+    }
+
+    /// [`ProduceAndReduceScatter::run_into`], without element types.
+    #[track_caller]
+    pub(crate) fn sum_into_own_rows<B: Backend>(
+        &self,
+        out: RawShards<B>,
+        produce: impl FnMut(RawBlock<'_, B>) -> CallbackResult,
+    ) -> Result<()> {
+        let group = out.group;
+        let split = out.layout.rows();
         let planned = || {
             if let Some(rows) = self.rows.filter(|&rows| rows != split) {
                 return Err(Refusal::Shape {
@@ -290,8 +312,8 @@ impl<'a> ProduceAndReduceScatter<'a> {
                     found: split.clone(),
                 });
             }
-            RawShards::from(&*out).require_by_rank("out")?;
-            self.plan::<B, T>(&group, out.layout())
+            out.require_by_rank("out")?;
+            self.plan(group, out.layout, out.dtype)
         };
         let planned = planned().map_err(group.refusal(REDUCE.name()))?;
         planned.run(out.own_rows(), &[], None, produce)
@@ -304,12 +326,14 @@ impl<'a> ProduceAndReduceScatter<'a> {
         }
     }
 
-    fn plan<B: Backend, T: Float>(
+    fn plan<B: Backend>(
         &self,
         group: &Group<B>,
         layout: &Layout,
+        dtype: DType,
     ) -> refusal::Result<Planned<B>> {
-        Planned::new::<T>(group, REDUCE, layout, self.chunks)
+        require_float("out", dtype)?;
+        Planned::new(group, REDUCE, layout, dtype, self.chunks)
     }
 }
 
@@ -369,14 +393,24 @@ impl ProduceAndAllToAll {
     pub fn run<B: Backend, T: Value>(
         &self,
         out: &mut ShardedMatrix<B, T>,
-        produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
+        mut produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
     ) -> Result<()> {
-        let group = out.group().clone();
-        let planned = RawShards::from(&*out)
+        self.exchange((&*out).into(), |block| produce(block.into()))
+    }
+
+    /// [`ProduceAndAllToAll::run`], without element types.
+    #[track_caller]
+    pub(crate) fn exchange<B: Backend>(
+        &self,
+        out: RawShards<B>,
+        produce: impl FnMut(RawBlock<'_, B>) -> CallbackResult,
+    ) -> Result<()> {
+        let (group, layout) = (out.group, out.layout);
+        let planned = out
             .require_by_rank("out")
-            .and_then(|()| Planned::new::<T>(&group, EXCHANGE, out.layout(), self.chunks));
+            .and_then(|()| Planned::new(group, EXCHANGE, layout, out.dtype, self.chunks));
         let planned = planned.map_err(group.refusal(EXCHANGE.name()))?;
-        planned.run(Bound::Symmetric(out.memory()), &[out.id()], None, produce)
+        planned.run(out.bound(), &[out.id], None, produce)
     }
 }
 
@@ -390,10 +424,11 @@ struct Planned<B: Backend> {
 
 impl<B: Backend> Planned<B> {
     /// `layout` has as many columns as the rows.
-    fn new<T: Value>(
+    fn new(
         group: &Group<B>,
         operation: Operation,
         layout: &Layout,
+        dtype: DType,
         chunks: Option<usize>,
     ) -> refusal::Result<Self> {
         let chunks = chunks.unwrap_or(1);
@@ -403,7 +438,7 @@ impl<B: Backend> Planned<B> {
             1,
             MAX_CHUNKS,
         )?;
-        let problem = Problem::new(operation, T::DTYPE, layout.clone(), layout.k());
+        let problem = Problem::new(operation, dtype, layout.clone(), layout.k());
         Ok(Planned {
             program: group.program(problem, Some(chunked(chunks)))?,
             group: group.clone(),
@@ -413,12 +448,12 @@ impl<B: Backend> Planned<B> {
 
     /// `shared`: the numbers of the sharded matrices that are also written on other ranks.
     #[track_caller]
-    fn run<T: Value>(
+    fn run(
         &self,
         out: Bound<B>,
         shared: &[u32],
         trace: Option<&mut Vec<Span>>,
-        mut produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
+        mut produce: impl FnMut(RawBlock<'_, B>) -> CallbackResult,
     ) -> Result<()> {
         let schedule = B::schedule(&self.program);
         let group = &self.group;
@@ -440,7 +475,8 @@ impl<B: Backend> Planned<B> {
         let mut producer = |request: &Request, stream: *mut c_void| {
             let number = request.place.matrix;
             let memory = matrices[number].symmetric();
-            let block = Block {
+            let spec = &schedule.matrices()[number];
+            let block = RawBlock {
                 memory: memory.ok_or_else(|| Error::Internal {
                     rank: group.rank(),
                     what: format!(
@@ -450,10 +486,10 @@ impl<B: Backend> Planned<B> {
                 owner: request.owner,
                 rows: request.rows.clone(),
                 columns: request.place.columns.len(),
-                pitch: schedule.matrices()[number].columns,
+                pitch: spec.columns,
+                dtype: spec.dtype,
                 first: request.place.rows.start,
                 stream,
-                element: PhantomData,
             };
             callbacks.call(|| produce(block))
         };
@@ -463,25 +499,48 @@ impl<B: Backend> Planned<B> {
     }
 }
 
-/// Rows for the caller to make.
-pub struct Block<'a, B: Backend, T: Value> {
+/// Rows for the caller to make, without their element type.
+pub struct RawBlock<'a, B: Backend> {
     memory: &'a B::Symmetric,
-    owner: usize,
-    rows: Range<usize>,
-    columns: usize,
-    pitch: usize,
+    /// The rank that gets the rows.
+    pub owner: usize,
+    pub rows: Range<usize>,
+    pub columns: usize,
+    /// Elements from row to row.
+    pub pitch: usize,
+    pub dtype: DType,
     /// The first row's number in the memory.
     first: usize,
     /// Nothing else uses it while the function runs.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    stream: *mut c_void,
+    pub stream: *mut c_void,
+}
+
+impl<B: Backend> RawBlock<'_, B> {
+    /// The address of the first row.
+    pub fn address(&self) -> u64 {
+        B::address(self.memory) + (self.first * self.pitch * self.dtype.bytes()) as u64
+    }
+}
+
+/// Rows for the caller to make.
+pub struct Block<'a, B: Backend, T: Value> {
+    raw: RawBlock<'a, B>,
     element: PhantomData<T>,
+}
+
+impl<'a, B: Backend, T: Value> From<RawBlock<'a, B>> for Block<'a, B, T> {
+    fn from(raw: RawBlock<'a, B>) -> Self {
+        Block {
+            raw,
+            element: PhantomData,
+        }
+    }
 }
 
 impl<B: Backend, T: Value> fmt::Debug for Block<'_, B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let (name, dtype, shape) = (B::NAME, T::DTYPE, self.shape());
-        let (rows, owner) = (&self.rows, self.owner);
+        let (rows, owner) = (&self.raw.rows, self.raw.owner);
         write!(
             f,
             "Block<{name}, {dtype}>{shape:?} rows {rows:?} for rank {owner}"
@@ -492,43 +551,35 @@ impl<B: Backend, T: Value> fmt::Debug for Block<'_, B, T> {
 impl<B: Backend, T: Value> Block<'_, B, T> {
     /// The rank that gets the rows.
     pub fn owner(&self) -> usize {
-        self.owner
+        self.raw.owner
     }
 
     /// The numbers of the rows, among the m rows of a sum or among the rows that this rank makes for `owner`.
     pub fn rows(&self) -> Range<usize> {
-        self.rows.clone()
+        self.raw.rows.clone()
     }
 
     /// [rows, N]
     pub fn shape(&self) -> [usize; 2] {
-        [self.rows.len(), self.columns]
+        [self.raw.rows.len(), self.raw.columns]
     }
 
     /// The number of elements from one row to the next in memory.
     ///
     /// It is N, or a few more so that each row begins at a multiple of 16 bytes.
     pub fn pitch(&self) -> usize {
-        self.pitch
-    }
-
-    /// Bytes of the memory before the rows.
-    fn offset(&self) -> usize {
-        self.first * self.pitch * size_of::<T>()
+        self.raw.pitch
     }
 }
 
 impl<T: Value> Block<'_, Host, T> {
     /// The memory for the rows, [`Block::pitch`] elements each. Its first contents have no meaning.
     pub fn values_mut(&mut self) -> &mut [T] {
-        let length = self.rows.len() * self.pitch;
+        let length = self.raw.rows.len() * self.raw.pitch;
         // SAFETY: the memory holds the rows and is aligned for their type, of which every bit pattern is a value.
         // Nothing else touches them until the function has returned, because rows are sent after they are made, and
         // peers write elsewhere.
-        unsafe {
-            let first = self.memory.own().add(self.offset());
-            std::slice::from_raw_parts_mut(first.cast(), length)
-        }
+        unsafe { std::slice::from_raw_parts_mut(self.raw.address() as *mut T, length) }
     }
 }
 
@@ -538,13 +589,13 @@ impl<T: Value> Block<'_, Cuda, T> {
     ///
     /// Work on the block's stream, or on a stream that is joined with it, writes the rows.
     pub fn as_device_ptr(&self) -> u64 {
-        self.memory.own() + self.offset() as u64
+        self.raw.address()
     }
 
     /// A CUstream of the device's primary context. The copies of the rows wait for it.
     ///
     /// The function must put its work on this stream before it returns.
     pub fn stream(&self) -> *mut c_void {
-        self.stream
+        self.raw.stream
     }
 }

@@ -4,7 +4,10 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use super::call::{self, Added, Arguments, RawOutput, RawView, require_same_group, require_shape};
+use super::call::{
+    self, Added, Arguments, RawOutput, RawView, require_alike, require_dtype, require_float,
+    require_same_group, require_shape,
+};
 use super::quantized::Quantized;
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
@@ -132,10 +135,7 @@ impl<B: Backend, T: Float> Quantize<B, T> {
         out: impl Into<MatrixViewMut<'o, B, F8E4M3>>,
         scales: impl Into<Quantized<'o, B>>,
     ) -> Result<()> {
-        let (x, scales) = (RawView::from(x.into()), scales.into());
-        let planned = PreparedQuantize::plan(x.group, x.shape, scales.quantization);
-        let planned: PreparedQuantize<B, T> = x.group.judged(OPERATION.name(), planned)?;
-        planned.run_raw(x, RawOutput::from(&out.into()), scales)
+        run(x.into().into(), RawOutput::from(&out.into()), scales.into())
     }
 
     /// Plans the quantising of matrices [m, n], so that it can run many times. Later runs need no planning.
@@ -144,8 +144,12 @@ impl<B: Backend, T: Float> Quantize<B, T> {
     /// [`Error::Limit`] if a shape is out of range; [`Error::Unsupported`] as [`quantize`]; the group's failure.
     #[track_caller]
     pub fn prepare(&self, group: &Group<B>, shape: [usize; 2]) -> Result<PreparedQuantize<B, T>> {
-        let planned = PreparedQuantize::plan(group, shape, self.quantization);
-        group.judged(OPERATION.name(), planned)
+        let planned = PlannedQuantize::plan(group, T::DTYPE, shape, self.quantization);
+        let planned = group.judged(OPERATION.name(), planned)?;
+        Ok(PreparedQuantize {
+            planned,
+            rows: PhantomData,
+        })
     }
 
     /// Whether this group can quantise matrices [m, n] of `T`: `Ok`, or the error that the call would give.
@@ -208,41 +212,22 @@ fn uncut() -> Config {
 
 /// Quantising of one rank, planned by [`Quantize::prepare`]. It keeps the group alive.
 pub struct PreparedQuantize<B: Backend, T: Float> {
-    // Freed before the group that it belongs to can end.
-    program: Arc<B::Program>,
-    group: Group<B>,
-    shape: [usize; 2],
-    quantization: Quantization,
+    planned: PlannedQuantize<B>,
     rows: PhantomData<T>,
 }
 
 impl<B: Backend, T: Float> fmt::Debug for PreparedQuantize<B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let (name, dtype, shape) = (B::NAME, T::DTYPE, self.shape);
+        let (name, dtype, shape) = (B::NAME, T::DTYPE, self.planned.shape);
         write!(f, "PreparedQuantize<{name}, {dtype}>{shape:?}")
     }
 }
 
 impl<B: Backend, T: Float> PreparedQuantize<B, T> {
-    fn plan(
-        group: &Group<B>,
-        shape: [usize; 2],
-        quantization: Quantization,
-    ) -> refusal::Result<Self> {
-        let problem = problem(T::DTYPE, shape, quantization)?;
-        Ok(PreparedQuantize {
-            program: group.program(problem, Some(uncut()))?,
-            group: group.clone(),
-            shape,
-            quantization,
-            rows: PhantomData,
-        })
-    }
-
     /// The schedule: what is quantised, and how.
     #[doc(hidden)]
     pub fn schedule(&self) -> &Schedule {
-        B::schedule(&self.program)
+        B::schedule(&self.planned.program)
     }
 
     /// As [`Quantize::run`].
@@ -257,17 +242,56 @@ impl<B: Backend, T: Float> PreparedQuantize<B, T> {
         scales: impl Into<Quantized<'o, B>>,
     ) -> Result<()> {
         let out = RawOutput::from(&out.into());
-        self.run_raw(RawView::from(x.into()), out, scales.into())
+        self.planned.run(x.into().into(), out, scales.into())
+    }
+}
+
+/// [`Quantize::run`], without element types.
+#[track_caller]
+pub fn run<B: Backend>(x: RawView<B>, out: RawOutput<B>, scales: Quantized<B>) -> Result<()> {
+    let planned = PlannedQuantize::plan(x.group, x.dtype, x.shape, scales.quantization);
+    let planned = x.group.judged(OPERATION.name(), planned)?;
+    planned.run(x, out, scales)
+}
+
+/// Quantising that has been planned, without element types.
+struct PlannedQuantize<B: Backend> {
+    // Freed before the group that it belongs to can end.
+    program: Arc<B::Program>,
+    group: Group<B>,
+    dtype: DType,
+    shape: [usize; 2],
+    quantization: Quantization,
+}
+
+impl<B: Backend> PlannedQuantize<B> {
+    fn plan(
+        group: &Group<B>,
+        dtype: DType,
+        shape: [usize; 2],
+        quantization: Quantization,
+    ) -> refusal::Result<Self> {
+        require_float("x", dtype)?;
+        let problem = problem(dtype, shape, quantization)?;
+        Ok(PlannedQuantize {
+            program: group.program(problem, Some(uncut()))?,
+            group: group.clone(),
+            dtype,
+            shape,
+            quantization,
+        })
     }
 
     #[track_caller]
-    fn run_raw(&self, x: RawView<B>, out: RawOutput<B>, scales: Quantized<B>) -> Result<()> {
+    fn run(&self, x: RawView<B>, out: RawOutput<B>, scales: Quantized<B>) -> Result<()> {
         let (group, shape) = (&self.group, self.shape);
         let check = || {
             require_same_group("x", x.group, group)?;
             require_shape("x [M, N] of a prepared call", shape, x.shape)?;
+            require_dtype("x", self.dtype, x.dtype)?;
             require_same_group("out", out.group, group)?;
             require_shape("out [M, N]", shape, out.shape)?;
+            require_alike(DType::F8E4M3, out.dtype)?;
             scales.check(group, Some(self.quantization), shape)
         };
         group.judged(OPERATION.name(), check())?;

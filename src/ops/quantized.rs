@@ -65,6 +65,23 @@ impl<'a, B: Backend> Quantized<'a, B> {
         self
     }
 
+    /// Scales without element types, of which the caller has checked that they are f32.
+    pub(crate) fn raw(
+        given: RawView<'a, B>,
+        made: RawOutput<'a, B>,
+        quantization: Quantization,
+    ) -> Self {
+        Quantized {
+            quantization,
+            group: given.group,
+            shape: given.shape,
+            scales: match quantization.scaling {
+                Scaling::Tensor => given.input(),
+                _ => made.bound,
+            },
+        }
+    }
+
     fn made(scales: MatrixViewMut<'a, B, f32>, quantization: Quantization) -> Self {
         Quantized {
             quantization,
@@ -177,6 +194,10 @@ impl<'a, B: Backend> From<QuantizedOutput<'a, B>> for ProductOutput<'a, B> {
 }
 
 impl<'a, B: Backend> ProductOutput<'a, B> {
+    pub fn new(values: RawOutput<'a, B>, scales: Option<Quantized<'a, B>>) -> Self {
+        ProductOutput { values, scales }
+    }
+
     fn quantization(&self) -> Option<Quantization> {
         self.scales.as_ref().map(|scales| scales.quantization)
     }

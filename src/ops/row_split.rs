@@ -66,6 +66,15 @@ impl<const W: usize> From<(&[usize; W], usize)> for RowSplit {
 }
 
 impl RowSplit {
+    /// [M, K]
+    pub(crate) fn shape(&self) -> [usize; 2] {
+        let m = match &self.rows {
+            Rows::Even(m) => *m,
+            Rows::ByRank(rows) => rows.iter().fold(0usize, |m, &rows| m.saturating_add(rows)),
+        };
+        [m, self.k]
+    }
+
     /// The layout of these rows over the ranks of a group.
     pub(super) fn layout<B: Backend>(&self, group: &Group<B>) -> Result<Layout> {
         match &self.rows {

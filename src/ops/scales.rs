@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::call::{RawShards, RawView, require_same_group, require_shape};
+use super::call::{RawShards, RawView, require_property, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{DType, Element};
@@ -105,6 +105,19 @@ impl<'a, B: Backend> Scales<'a, B> {
         }
     }
 
+    /// Scales without element types, of which the caller has checked that they are f32.
+    pub(crate) fn raw(view: RawView<'a, B>, scaling: Scaling) -> Self {
+        let (scaling, first_row) = match scaling {
+            Scaling::BlocksFrom(first) => (Scaling::Blocks, first),
+            other => (other, 0),
+        };
+        Scales {
+            view,
+            scaling,
+            first_row,
+        }
+    }
+
     fn scaling(&self) -> Result<Scaling> {
         match (self.scaling, self.first_row) {
             (scaling, 0) => Ok(scaling),
@@ -182,9 +195,22 @@ impl<B: Backend, T: Element> Matrix<B, T> {
 pub struct ShardedScales<'a, B: Backend>(Placed<'a, B>);
 
 /// Where the scales of a sharded operand lie.
-enum Placed<'a, B: Backend> {
+pub enum Placed<'a, B: Backend> {
     Own(Scales<'a, B>),
     Sharded(RawShards<'a, B>, Scaling),
+}
+
+impl<'a, B: Backend> Placed<'a, B> {
+    /// Sharded scales without element types.
+    pub fn sharded(shards: RawShards<'a, B>, scaling: Scaling) -> Result<Self> {
+        let is_f32 = shards.dtype == DType::F32;
+        require_property("scales of a", "the dtype", is_f32, DType::F32, shards.dtype)?;
+        require(
+            "sharded scales are those of rows or of blocks",
+            scaling.is_sharded(),
+        )?;
+        Ok(Placed::Sharded(shards, scaling))
+    }
 }
 
 // Derived, they would need a backend that can be copied.
@@ -413,6 +439,10 @@ fn check<B: Backend>(
 }
 
 impl<'a, B: Backend> RawOperand<'a, B> {
+    pub fn new(values: RawView<'a, B>, scales: Option<Scales<'a, B>>) -> Self {
+        RawOperand { values, scales }
+    }
+
     /// How many values share a scale.
     pub fn scaling(&self) -> Result<Scaling> {
         scaling_of(self.scales.as_ref())
@@ -457,6 +487,10 @@ impl<'a, B: Backend, T: Element> From<ShardedOperand<'a, B, T>> for RawShardedOp
 }
 
 impl<'a, B: Backend> RawShardedOperand<'a, B> {
+    pub fn new(values: RawShards<'a, B>, scales: Option<Placed<'a, B>>) -> Self {
+        RawShardedOperand { values, scales }
+    }
+
     /// How many values share a scale.
     pub fn scaling(&self) -> Result<Scaling> {
         match &self.scales {

@@ -140,6 +140,16 @@ impl Layout {
         blocks.filter(|rows| !rows.is_empty())
     }
 
+    /// Where the rows that `rank` owns lie in memory, in order: one range, or one for each stage. None is empty.
+    pub fn rows_in_memory(&self, rank: usize) -> Vec<Range<usize>> {
+        let rows = self.rows_of(rank);
+        match self.order() {
+            _ if rows.is_empty() => Vec::new(),
+            RowOrder::ByRank => vec![rows],
+            RowOrder::ByStage => self.blocks_of(rank).collect(),
+        }
+    }
+
     /// The rows of each rank in words that ranks compare, unless they are split evenly.
     pub fn agreed(&self) -> Option<String> {
         (!self.is_balanced()).then(|| format!("rows of each rank = {:?}", self.rows()))

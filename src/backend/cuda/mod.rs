@@ -240,10 +240,14 @@ impl sealed::Implementation for Cuda {
         ptr: u64,
         shape: [usize; 2],
         pitch: usize,
-        owner: Owner,
+        owner: Option<Owner>,
     ) -> DeviceBuffer {
         // SAFETY: as this function's.
-        unsafe { self.gpu.view(ptr, shape, pitch, Some(owner)) }
+        unsafe { self.gpu.view(ptr, shape, pitch, owner) }
+    }
+
+    fn address(of: &Self::Symmetric) -> u64 {
+        of.own()
     }
 
     fn place(of: &DeviceBuffer) -> (u64, usize) {

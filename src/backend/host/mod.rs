@@ -94,7 +94,7 @@ impl HostBuffer {
 enum HostMemory {
     Own(Mapping),
     /// Another library's memory. Dropping the owner gives it back.
-    Adopted(*mut u8, #[allow(dead_code)] Owner),
+    Adopted(*mut u8, #[allow(dead_code)] Option<Owner>),
 }
 
 // SAFETY: memory belongs to the process, not to a thread; an owner can be sent.
@@ -242,13 +242,17 @@ impl sealed::Implementation for Host {
         ptr: u64,
         [_, width]: [usize; 2],
         pitch: usize,
-        owner: Owner,
+        owner: Option<Owner>,
     ) -> HostBuffer {
         HostBuffer {
             memory: HostMemory::Adopted(ptr as *mut u8, owner),
             pitch,
             width,
         }
+    }
+
+    fn address(of: &HostSymmetric) -> u64 {
+        of.own() as u64
     }
 
     fn place(of: &HostBuffer) -> (u64, usize) {

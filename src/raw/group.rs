@@ -1,0 +1,591 @@
+//! A group of any backend.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::pipelines::{Consume, Produce};
+use super::product::{self, Prepared, PreparedFor, Product, ProductCall};
+use super::shards::{self, AnyShards, ShardsOf, Split, with_type};
+use super::{Memory, Placed};
+#[cfg(feature = "cuda")]
+use crate::backend::Cuda;
+use crate::backend::{Backend, Host};
+use crate::element::{DType, F8E4M3, F8E5M2, bf16, f16};
+use crate::error::{Call, Error, Result};
+use crate::group::{Builder, GATHERED_BYTES, Group};
+use crate::interop::dlpack::{DLDevice, DLTensor};
+use crate::interop::tensors;
+use crate::ops::{
+    AllGatherAndConsume, ProduceAndAllToAll, ProduceAndReduceScatter, RowSplit, collectives,
+    quantize,
+};
+use crate::refusal::{self, Refusal};
+use crate::schedule::{Numerics, Quantization};
+
+/// Which backend a group has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BackendKind {
+    Host,
+    Cuda,
+}
+
+/// Options of a group: those of [`Builder`].
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    pub timeout: Option<Duration>,
+    pub arrival_timeout: Option<Duration>,
+    pub workers: Option<usize>,
+    pub device: Option<usize>,
+    pub max_ctas: Option<usize>,
+    pub numerics: Option<Numerics>,
+    pub name: Option<String>,
+}
+
+impl Options {
+    fn builder<B: Backend>(self) -> Builder<B> {
+        let mut builder = Group::builder();
+        macro_rules! set {
+            ($($option:ident),*) => {$(
+                if let Some(value) = self.$option {
+                    builder = builder.$option(value);
+                }
+            )*};
+        }
+        set!(
+            timeout,
+            arrival_timeout,
+            workers,
+            device,
+            max_ctas,
+            numerics,
+            name
+        );
+        builder
+    }
+}
+
+/// A function that sends this rank's bytes to all ranks, and returns those of all ranks, by rank.
+pub type Gather<'a> =
+    dyn FnMut(&[u8; GATHERED_BYTES]) -> Result<Vec<Vec<u8>>, Box<dyn std::error::Error>> + 'a;
+
+/// How ranks find one another.
+pub enum Joining<'a> {
+    /// As their launcher says: [`Group::from_env`].
+    Env,
+    /// At an address: [`Group::connect`].
+    Address {
+        rank: usize,
+        world: usize,
+        address: &'a str,
+    },
+    /// By a function that gathers bytes: [`Builder::connect_with`].
+    Gather {
+        rank: usize,
+        world: usize,
+        gather: &'a mut Gather<'a>,
+    },
+}
+
+/// Joins a group. Collective.
+///
+/// # Errors
+/// As the functions that [`Joining`] names; [`Error::Unsupported`] if the library has no such backend.
+pub fn join(backend: BackendKind, options: Options, joining: Joining) -> Result<Arc<dyn AnyGroup>> {
+    match backend {
+        BackendKind::Host => join_as::<Host>(options, joining),
+        #[cfg(feature = "cuda")]
+        BackendKind::Cuda => join_as::<Cuda>(options, joining),
+        #[cfg(not(feature = "cuda"))]
+        BackendKind::Cuda => Err(Error::Unsupported {
+            rank: match joining {
+                Joining::Env => 0,
+                Joining::Address { rank, .. } | Joining::Gather { rank, .. } => rank,
+            },
+            call: "Group::connect".into(),
+            what: "this build of the library has the host backend only".into(),
+        }),
+    }
+}
+
+fn join_as<B: AnyBackend>(options: Options, joining: Joining) -> Result<Arc<dyn AnyGroup>> {
+    let builder = options.builder::<B>();
+    let group = match joining {
+        Joining::Env => builder.from_env(),
+        Joining::Address {
+            rank,
+            world,
+            address,
+        } => builder.connect(rank, world, address),
+        Joining::Gather {
+            rank,
+            world,
+            gather,
+        } => builder.connect_with(rank, world, gather),
+    }?;
+    Ok(Arc::new(group))
+}
+
+/// A backend whose matrices can be told from others' at run time.
+pub trait AnyBackend: Backend {
+    /// The matrix, if it is of this backend.
+    fn shards_of(any: &AnyShards) -> Option<&dyn ShardsOf<Self>>;
+    /// The matrix, as one of any backend.
+    fn any_shards(shards: Box<dyn ShardsOf<Self>>) -> AnyShards;
+}
+
+impl AnyBackend for Host {
+    fn shards_of(any: &AnyShards) -> Option<&dyn ShardsOf<Host>> {
+        match any {
+            AnyShards::Host(shards) => Some(&**shards),
+            #[cfg(feature = "cuda")]
+            AnyShards::Cuda(_) => None,
+        }
+    }
+
+    fn any_shards(shards: Box<dyn ShardsOf<Host>>) -> AnyShards {
+        AnyShards::Host(shards)
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl AnyBackend for Cuda {
+    fn shards_of(any: &AnyShards) -> Option<&dyn ShardsOf<Cuda>> {
+        match any {
+            AnyShards::Cuda(shards) => Some(&**shards),
+            AnyShards::Host(_) => None,
+        }
+    }
+
+    fn any_shards(shards: Box<dyn ShardsOf<Cuda>>) -> AnyShards {
+        AnyShards::Cuda(shards)
+    }
+}
+
+/// A group of any backend. Its methods are those of [`Group`] and the operations.
+///
+/// # Safety of its calls
+/// A [`Memory`] is that of a matrix, as `Matrix::from_device_ptr` asks: valid until the calls that get it are complete,
+/// and written by nobody else meanwhile. Outputs do not overlap with what a call reads.
+#[allow(clippy::missing_safety_doc)] // The same for all methods: see above.
+pub trait AnyGroup: Any + Send + Sync {
+    fn rank(&self) -> usize;
+    fn world_size(&self) -> usize;
+    fn name(&self) -> Option<&str>;
+    fn backend(&self) -> BackendKind;
+    /// Where the memory of matrices is.
+    fn device(&self) -> DLDevice;
+    /// Rows begin at multiples of so many bytes.
+    fn row_alignment(&self) -> usize;
+    fn even_rows(&self, m: usize) -> Vec<usize>;
+
+    fn synchronize(&self) -> Result<()>;
+    fn barrier(&self) -> Result<()>;
+    fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
+    fn wait_times(&self) -> Vec<Duration>;
+    fn check(&self) -> Result<()>;
+    fn fail(&self, reason: &str) -> Error;
+    fn split(&self, options: Options, color: usize, key: usize) -> Result<Arc<dyn AnyGroup>>;
+    /// The stream of operations, a CUstream. Null on the host backend.
+    fn stream(&self) -> usize;
+    /// Puts later operations on a stream: [`Group::set_stream`]. Nothing is done on the host backend, or if it is the
+    /// group's stream.
+    unsafe fn set_stream(&self, stream: usize) -> Result<()>;
+    /// Records a CUevent behind all operations so far. Nothing is done on the host backend.
+    unsafe fn record_event(&self, event: usize) -> Result<()>;
+    /// Makes later operations wait for a CUevent. Nothing is done on the host backend.
+    unsafe fn wait_for_event(&self, event: usize) -> Result<()>;
+
+    /// Allocates a matrix of zeros. It is freed when the second value is dropped and its operations are complete.
+    fn zeros(
+        &self,
+        dtype: DType,
+        shape: [usize; 2],
+    ) -> Result<(Memory, Box<dyn Any + Send + Sync>)>;
+    /// Allocates a sharded matrix. Collective.
+    fn sharded(&self, dtype: DType, split: Split, k: usize) -> Result<AnyShards>;
+    /// The memory of another library's tensor. `call` and `argument` are names for messages.
+    unsafe fn memory_of(&self, call: &str, argument: &str, tensor: &DLTensor) -> Result<Memory>;
+    /// Copies from the host, row by row, when the operations before are complete.
+    unsafe fn write(&self, to: Memory, bytes: &[u8]) -> Result<()>;
+    /// Copies to the host, row by row, when the operations before are complete.
+    unsafe fn read(&self, from: Memory, bytes: &mut [u8]) -> Result<()>;
+    /// Copies a matrix to another of the same shape and type, after the earlier operations and before the later ones.
+    unsafe fn copy(&self, from: Memory, to: Memory) -> Result<()>;
+
+    unsafe fn run(&self, product: &Product, call: &ProductCall) -> Result<()>;
+    /// Plans a product, so that it can run many times.
+    fn prepare(
+        &self,
+        product: &Product,
+        rows: PreparedFor,
+        widths: &[usize],
+    ) -> Result<Box<dyn Prepared>>;
+    /// Whether the group can multiply such rows, [M, K], with weights of these N.
+    fn supports(&self, product: &Product, rows: &RowSplit, widths: &[usize]) -> Result<()>;
+    unsafe fn quantize(&self, x: Memory, out: Memory, scales: (Memory, Quantization))
+    -> Result<()>;
+
+    fn all_gather(&self, a: &AnyShards) -> Result<()>;
+    fn broadcast(&self, a: &AnyShards, root: usize) -> Result<()>;
+    unsafe fn reduce_scatter(&self, a: Memory, out: Memory) -> Result<()>;
+    unsafe fn all_reduce(&self, a: Memory, out: &AnyShards) -> Result<()>;
+    unsafe fn all_to_all(&self, a: Memory, out: &AnyShards) -> Result<()>;
+
+    fn all_gather_and_consume(
+        &self,
+        options: AllGatherAndConsume,
+        a: &AnyShards,
+        consume: &mut Consume,
+    ) -> Result<()>;
+    /// The sums go to `out`, of `m` rows in all.
+    unsafe fn produce_and_reduce_scatter(
+        &self,
+        options: ProduceAndReduceScatter,
+        m: usize,
+        out: Memory,
+        produce: &mut Produce,
+    ) -> Result<()>;
+    fn produce_and_all_to_all(
+        &self,
+        options: ProduceAndAllToAll,
+        out: &AnyShards,
+        produce: &mut Produce,
+    ) -> Result<()>;
+}
+
+/// The group, if its backend is CUDA.
+#[cfg(feature = "cuda")]
+fn as_cuda<B: Backend>(group: &Group<B>) -> Option<&Group<Cuda>> {
+    (group as &dyn Any).downcast_ref()
+}
+
+/// An argument as a call of a group takes it, or the refusal of that call.
+///
+/// # Safety
+/// As [`Placed::new`].
+unsafe fn placed<'g, B: Backend>(
+    group: &'g Group<B>,
+    call: &str,
+    argument: &str,
+    memory: Memory,
+) -> Result<Placed<'g, B>> {
+    // SAFETY: as this function's.
+    unsafe { Placed::new(group, argument, memory) }.map_err(group.refusal(call))
+}
+
+/// A sharded argument as a call of a group takes it, or the refusal of that call.
+fn raw<'s, B: AnyBackend>(
+    group: &Group<B>,
+    call: &str,
+    argument: &str,
+    shards: &'s AnyShards,
+) -> Result<crate::ops::call::RawShards<'s, B>> {
+    let raw = shards.raw(argument).and_then(|raw| {
+        group.require_same(argument, raw.group)?;
+        Ok(raw)
+    });
+    raw.map_err(group.refusal(call))
+}
+
+impl<B: AnyBackend> AnyGroup for Group<B> {
+    fn rank(&self) -> usize {
+        self.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.world_size()
+    }
+
+    fn name(&self) -> Option<&str> {
+        self.name()
+    }
+
+    fn backend(&self) -> BackendKind {
+        const CPU: i32 = 1;
+        match self.device().device_type {
+            CPU => BackendKind::Host,
+            _ => BackendKind::Cuda,
+        }
+    }
+
+    fn device(&self) -> DLDevice {
+        let (device_type, device_id) = self.inner().backend.dlpack_device();
+        DLDevice {
+            device_type,
+            device_id,
+        }
+    }
+
+    fn row_alignment(&self) -> usize {
+        B::ROW_ALIGNMENT.max(1)
+    }
+
+    fn even_rows(&self, m: usize) -> Vec<usize> {
+        self.even_rows(m)
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.synchronize()
+    }
+
+    fn barrier(&self) -> Result<()> {
+        self.barrier()
+    }
+
+    fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.all_gather_bytes(bytes)
+    }
+
+    fn wait_times(&self) -> Vec<Duration> {
+        self.wait_times()
+    }
+
+    fn check(&self) -> Result<()> {
+        self.check()
+    }
+
+    fn fail(&self, reason: &str) -> Error {
+        self.fail(reason)
+    }
+
+    fn split(&self, options: Options, color: usize, key: usize) -> Result<Arc<dyn AnyGroup>> {
+        let part = options.builder().split(self, color, key)?;
+        Ok(Arc::new(part))
+    }
+
+    fn stream(&self) -> usize {
+        #[cfg(feature = "cuda")]
+        if let Some(group) = as_cuda(self) {
+            return group.stream() as usize;
+        }
+        0
+    }
+
+    unsafe fn set_stream(&self, stream: usize) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(group) = as_cuda(self)
+            && group.stream() as usize != stream
+        {
+            // SAFETY: as this function's.
+            return unsafe { group.set_stream(stream as _) };
+        }
+        let _ = stream;
+        Ok(())
+    }
+
+    unsafe fn record_event(&self, event: usize) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(group) = as_cuda(self) {
+            // SAFETY: as this function's.
+            return unsafe { group.record_event(event as _) };
+        }
+        let _ = event;
+        Ok(())
+    }
+
+    unsafe fn wait_for_event(&self, event: usize) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(group) = as_cuda(self) {
+            // SAFETY: as this function's.
+            return unsafe { group.wait_for_event(event as _) };
+        }
+        let _ = event;
+        Ok(())
+    }
+
+    fn zeros(
+        &self,
+        dtype: DType,
+        [rows, columns]: [usize; 2],
+    ) -> Result<(Memory, Box<dyn Any + Send + Sync>)> {
+        with_type!(dtype, T => {
+            let matrix = self.zeros::<T>(rows, columns)?;
+            let (address, pitch) = B::place(matrix.memory());
+            let memory = Memory { address, dtype, shape: [rows, columns], pitch };
+            Ok((memory, Box::new(matrix) as Box<dyn Any + Send + Sync>))
+        })
+    }
+
+    fn sharded(&self, dtype: DType, split: Split, k: usize) -> Result<AnyShards> {
+        shards::allocate(self, dtype, split, k)
+    }
+
+    unsafe fn memory_of(&self, call: &str, argument: &str, tensor: &DLTensor) -> Result<Memory> {
+        // SAFETY: as this function's.
+        let memory = unsafe { tensors::memory_of(tensor, AnyGroup::device(self), argument) };
+        let checked = memory.and_then(|memory| {
+            memory.check::<B>(argument)?;
+            Ok(memory)
+        });
+        self.judged(call, checked)
+    }
+
+    unsafe fn write(&self, to: Memory, bytes: &[u8]) -> Result<()> {
+        const CALL: &str = "Matrix::copy_from_host";
+        // SAFETY: as this function's.
+        let placed = unsafe { Placed::new(self, "the matrix", to) };
+        let placed = placed.and_then(|placed| {
+            require_bytes(to, bytes.len())?;
+            Ok(placed)
+        });
+        let mut placed = self.judged(CALL, placed)?;
+        self.synchronize()?;
+        let written = self.inner().backend.write(&mut placed.buffer, bytes);
+        self.noted(written)
+    }
+
+    unsafe fn read(&self, from: Memory, bytes: &mut [u8]) -> Result<()> {
+        const CALL: &str = "Matrix::copy_to_host";
+        // SAFETY: as this function's.
+        let placed = unsafe { Placed::new(self, "the matrix", from) };
+        let placed = placed.and_then(|placed| {
+            require_bytes(from, bytes.len())?;
+            Ok(placed)
+        });
+        let placed = self.judged(CALL, placed)?;
+        self.synchronize()?;
+        let input = placed.view().input();
+        self.noted(self.inner().backend.read(&input, from.width(), bytes))
+    }
+
+    unsafe fn copy(&self, from: Memory, to: Memory) -> Result<()> {
+        // SAFETY: as this function's.
+        let both = unsafe {
+            Placed::new(self, "the source", from)
+                .and_then(|source| Ok((source, Placed::new(self, "the target", to)?)))
+        };
+        let both = both.and_then(|both| {
+            refusal::require_shape("the source", to.shape, from.shape)?;
+            crate::ops::call::require_alike(from.dtype, to.dtype)?;
+            Ok(both)
+        });
+        let (source, target) = self.judged("Matrix::copy_from", both)?;
+        let (input, output) = (source.view().input(), target.output().bound);
+        let (rows, width) = (from.shape[0], from.width());
+        let backend = &self.inner().backend;
+        self.exclusively(|_| backend.copy(&input, &output, rows, width))
+    }
+
+    unsafe fn run(&self, product: &Product, call: &ProductCall) -> Result<()> {
+        // SAFETY: as this function's.
+        unsafe { product::run(self, product, call) }
+    }
+
+    fn prepare(
+        &self,
+        product: &Product,
+        rows: PreparedFor,
+        widths: &[usize],
+    ) -> Result<Box<dyn Prepared>> {
+        product::prepare(self, product, rows, widths)
+    }
+
+    fn supports(&self, product: &Product, rows: &RowSplit, widths: &[usize]) -> Result<()> {
+        product::supports(self, product, rows, widths)
+    }
+
+    unsafe fn quantize(
+        &self,
+        x: Memory,
+        out: Memory,
+        (scales, quantization): (Memory, Quantization),
+    ) -> Result<()> {
+        const CALL: &str = "quantize";
+        // SAFETY: as this function's.
+        let all = unsafe {
+            Placed::new(self, "x", x).and_then(|x| {
+                let scales = Placed::new(self, "scales of out", scales)?;
+                Ok((x, Placed::new(self, "out", out)?, scales))
+            })
+        };
+        let (x, out, scales) = self.judged(CALL, all)?;
+        let scales = self.judged(CALL, product::quantized(&scales, quantization))?;
+        quantize::run(x.view(), out.output(), scales)
+    }
+
+    fn all_gather(&self, a: &AnyShards) -> Result<()> {
+        collectives::gather_rows(raw(self, "all_gather", "a", a)?)
+    }
+
+    fn broadcast(&self, a: &AnyShards, root: usize) -> Result<()> {
+        collectives::broadcast_rows(raw(self, "broadcast", "a", a)?, root)
+    }
+
+    unsafe fn reduce_scatter(&self, a: Memory, out: Memory) -> Result<()> {
+        const CALL: &str = "reduce_scatter";
+        // SAFETY: as this function's.
+        let (a, out) = unsafe { (placed(self, CALL, "a", a)?, placed(self, CALL, "out", out)?) };
+        collectives::scatter_sums(a.view(), out.output())
+    }
+
+    unsafe fn all_reduce(&self, a: Memory, out: &AnyShards) -> Result<()> {
+        const CALL: &str = "all_reduce";
+        // SAFETY: as this function's.
+        let a = unsafe { placed(self, CALL, "a", a)? };
+        collectives::sum_for_all(a.view(), raw(self, CALL, "out", out)?)
+    }
+
+    unsafe fn all_to_all(&self, a: Memory, out: &AnyShards) -> Result<()> {
+        const CALL: &str = "all_to_all";
+        // SAFETY: as this function's.
+        let a = unsafe { placed(self, CALL, "a", a)? };
+        collectives::exchange_blocks(a.view(), raw(self, CALL, "out", out)?)
+    }
+
+    fn all_gather_and_consume(
+        &self,
+        options: AllGatherAndConsume,
+        a: &AnyShards,
+        consume: &mut Consume,
+    ) -> Result<()> {
+        let raw = raw(self, "all_gather_and_consume", "a", a)?;
+        super::pipelines::gather(options, raw, consume)
+    }
+
+    unsafe fn produce_and_reduce_scatter(
+        &self,
+        options: ProduceAndReduceScatter,
+        m: usize,
+        out: Memory,
+        produce: &mut Produce,
+    ) -> Result<()> {
+        // SAFETY: as this function's.
+        let out = unsafe { placed(self, "produce_and_reduce_scatter", "out", out)? };
+        let produce = super::pipelines::producer(produce);
+        options.sum_into(m, out.output(), None, produce)
+    }
+
+    fn produce_and_all_to_all(
+        &self,
+        options: ProduceAndAllToAll,
+        out: &AnyShards,
+        produce: &mut Produce,
+    ) -> Result<()> {
+        let raw = raw(self, "produce_and_all_to_all", "out", out)?;
+        options.exchange(raw, super::pipelines::producer(produce))
+    }
+}
+
+/// Checks that there are as many bytes as the matrix has.
+fn require_bytes(memory: Memory, found: usize) -> refusal::Result<()> {
+    let expected = memory.shape[0].saturating_mul(memory.width());
+    let what = format!("a matrix {}{:?}", memory.dtype, memory.shape);
+    refusal::require_count(&what, "byte", expected, "the buffer", found)
+}
+
+/// An error of a door's own: an argument of `call` that no [`AnyGroup`] sees.
+pub fn unsuitable(
+    group: &dyn AnyGroup,
+    call: &str,
+    argument: &str,
+    [what, expected, found]: [&str; 3],
+) -> Error {
+    let refusal = Refusal::Unsuitable {
+        argument: argument.into(),
+        what: what.into(),
+        expected: expected.into(),
+        found: found.into(),
+    };
+    refusal.into_error(Some(group.rank()), Call::from(call))
+}
