@@ -170,6 +170,15 @@ impl Group<Cuda> {
         self.exclusively(|_| unsafe { self.inner().backend.gpu().main().wait(event) })
     }
 
+    /// Makes later work on `stream` wait for all operations so far.
+    ///
+    /// # Safety
+    /// `stream` is a CUstream of the device's primary context.
+    pub(crate) unsafe fn order_stream(&self, stream: *mut c_void) -> Result<()> {
+        // SAFETY: as this function's.
+        self.exclusively(|_| unsafe { self.inner().backend.gpu().order(stream) })
+    }
+
     /// This rank's GPU, as an ordinal among those visible to this process.
     pub fn device_ordinal(&self) -> usize {
         self.inner().backend.gpu().device.ordinal()

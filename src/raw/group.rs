@@ -10,7 +10,7 @@ use super::shards::{self, AnyShards, ShardsOf, Split, with_type};
 use super::{Memory, Placed};
 #[cfg(feature = "cuda")]
 use crate::backend::Cuda;
-use crate::backend::{Backend, Host};
+use crate::backend::{Backend, Host, Owner};
 use crate::element::{DType, F8E4M3, F8E5M2, bf16, f16};
 use crate::error::{Call, Error, Result};
 use crate::group::{Builder, GATHERED_BYTES, Group};
@@ -22,6 +22,7 @@ use crate::ops::{
 };
 use crate::refusal::{self, Refusal};
 use crate::schedule::{Numerics, Quantization};
+use crate::trace::{Timeline, Trace};
 
 /// Which backend a group has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -183,6 +184,8 @@ pub trait AnyGroup: Any + Send + Sync {
     fn barrier(&self) -> Result<()>;
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
     fn wait_times(&self) -> Vec<Duration>;
+    /// Brings the ranks' traces together: [`Timeline::collect`]. Collective.
+    fn collect(&self, trace: &Trace) -> Result<Timeline>;
     fn check(&self) -> Result<()>;
     fn fail(&self, reason: &str) -> Error;
     fn split(&self, options: Options, color: usize, key: usize) -> Result<Arc<dyn AnyGroup>>;
@@ -195,6 +198,11 @@ pub trait AnyGroup: Any + Send + Sync {
     unsafe fn record_event(&self, event: usize) -> Result<()>;
     /// Makes later operations wait for a CUevent. Nothing is done on the host backend.
     unsafe fn wait_for_event(&self, event: usize) -> Result<()>;
+
+    /// Makes later work on a stream, a CUstream, wait for all operations so far. Nothing is done on the host backend.
+    unsafe fn order_stream(&self, stream: usize) -> Result<()>;
+    /// Keeps `owner` until the operations so far are complete.
+    fn keep(&self, owner: Box<dyn Any + Send>);
 
     /// Allocates a matrix of zeros. It is freed when the second value is dropped and its operations are complete.
     fn zeros(
@@ -341,6 +349,10 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
         self.wait_times()
     }
 
+    fn collect(&self, trace: &Trace) -> Result<Timeline> {
+        Timeline::collect(self, trace)
+    }
+
     fn check(&self) -> Result<()> {
         self.check()
     }
@@ -392,6 +404,25 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
         }
         let _ = event;
         Ok(())
+    }
+
+    unsafe fn order_stream(&self, stream: usize) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(group) = as_cuda(self)
+            && group.stream() as usize != stream
+        {
+            // SAFETY: as this function's.
+            return unsafe { group.order_stream(stream as _) };
+        }
+        let _ = stream;
+        Ok(())
+    }
+
+    fn keep(&self, owner: Box<dyn Any + Send>) {
+        let owner = Some(Owner::new(owner));
+        // A buffer keeps its owner as long as the device uses it.
+        // SAFETY: a buffer without rows has no memory.
+        drop(unsafe { self.inner().backend.adopt(0, [0, 0], 0, owner) });
     }
 
     fn zeros(

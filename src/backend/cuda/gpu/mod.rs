@@ -18,7 +18,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::driver::{Device, DeviceMemory, Stream};
+use super::driver::{Device, DeviceMemory, Event, Stream};
 use crate::backend::contract::{OpenOptions, Owner};
 use crate::error::{Error, Result};
 use crate::refusal::Refusal;
@@ -105,6 +105,16 @@ impl Gpu {
         self.queues
             .check_main(self.device.rank, stream.priority()?)?;
         Ok(stream)
+    }
+
+    /// Makes later work on a stream of the caller's wait for the work that is on the main stream now.
+    ///
+    /// # Safety
+    /// `stream` belongs to the device's primary context.
+    pub unsafe fn order(&self, stream: *mut c_void) -> Result<()> {
+        // SAFETY: as this function's. It is used in this function only.
+        let stream = unsafe { Stream::borrowed(&self.device, stream, Arc::new(())) };
+        stream.wait_for(&self.main(), &Event::new(&self.device, false)?)
     }
 
     /// Zeroed memory that is used on these streams, and is not freed while they may use it.

@@ -1,0 +1,67 @@
+//! Functions of Python that operations call.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use gemmesh::raw::{AnyGroup, Memory};
+use pyo3::prelude::*;
+
+use crate::matrix::{Kept, Matrix};
+
+/// The result of a function that an operation calls.
+type Called = Result<(), Box<dyn std::error::Error + Send + Sync>>;
+
+/// A Python function that an operation calls, and the exception that it raised.
+pub struct Function {
+    function: Py<PyAny>,
+    group: Arc<dyn AnyGroup>,
+    raised: Mutex<Option<PyErr>>,
+}
+
+impl Function {
+    pub fn new(function: &Bound<'_, PyAny>, group: &Arc<dyn AnyGroup>) -> Function {
+        Function {
+            function: function.clone().unbind(),
+            group: group.clone(),
+            raised: Mutex::new(None),
+        }
+    }
+
+    /// Calls it with a chunk of rows.
+    pub fn call(
+        &self,
+        rows: std::ops::Range<usize>,
+        rank: usize,
+        memory: Memory,
+        stream: usize,
+    ) -> Called {
+        Python::attach(|py| {
+            let call = || -> PyResult<()> {
+                let matrix = Matrix(Kept::new(memory, self.group.clone(), Arc::new(())));
+                let range = py.import("builtins")?.getattr("range")?;
+                let rows = range.call1((rows.start, rows.end))?;
+                let chunk = py.import("gemmesh")?.getattr("Chunk")?;
+                let chunk = chunk.call1((matrix, rows, rank, stream))?;
+                self.function.call1(py, (chunk,)).map(drop)
+            };
+            call().map_err(|error| {
+                let words = error.to_string();
+                let mut raised = self.raised.lock().unwrap_or_else(PoisonError::into_inner);
+                *raised = Some(error);
+                words.into()
+            })
+        })
+    }
+
+    /// The result of the operation. If the function has raised an exception, it is the cause of the operation's.
+    pub fn finish(self, py: Python<'_>, result: PyResult<()>) -> PyResult<()> {
+        let raised = self
+            .raised
+            .into_inner()
+            .unwrap_or_else(PoisonError::into_inner);
+        result.inspect_err(|error| {
+            if let Some(raised) = raised {
+                error.set_cause(py, Some(raised));
+            }
+        })
+    }
+}

@@ -1,0 +1,913 @@
+//! Groups: who the ranks are, and what they do together.
+
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use gemmesh::raw::{
+    self, AnyGroup, BackendKind, Joining, Options, Product, ProductKind, Split, join,
+};
+use gemmesh::{AllGatherAndConsume, DType, ProduceAndAllToAll, ProduceAndReduceScatter, RowSplit};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict};
+
+use crate::callbacks::Function;
+use crate::errors::{exception, misuse};
+use crate::matrix::{Freed, Kept, Matrix};
+use crate::names;
+use crate::operands::{Reader, held};
+use crate::prepared::{self, Given, How, Prepared};
+use crate::sharded::Sharded;
+use crate::trace::Trace;
+use crate::waiting::{enqueued, left_behind, waited};
+
+/// This rank's membership of a group of ranks that multiply together.
+///
+/// `from_env` joins the ranks of a launcher (torchrun, mpirun, srun, gemmesh.launch), `connect` the processes that give
+/// the same address, `from_callback` those that can gather bytes, and `from_store` those of a PyTorch store.
+///
+/// All ranks make the same collective calls in the same order. A group is a context manager: at its end the group is
+/// closed, and if an exception ends it, the other ranks get the exception's words.
+#[pyclass(frozen, module = "gemmesh", weakref)]
+pub struct Group(RwLock<Option<Freed<Arc<dyn AnyGroup>>>>);
+
+impl Group {
+    fn of(group: Arc<dyn AnyGroup>) -> Group {
+        Group(RwLock::new(Some(Freed::new(group))))
+    }
+
+    /// The group, unless it is closed.
+    fn get(&self, py: Python<'_>) -> PyResult<Arc<dyn AnyGroup>> {
+        let group = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        match &*group {
+            Some(group) => Ok(Arc::clone(group)),
+            None => Err(misuse(py, "the group is closed")),
+        }
+    }
+
+    /// Makes a product that is planned when it is called.
+    fn product(
+        &self,
+        py: Python<'_>,
+        product: Product,
+        given: &Given<'_, '_>,
+    ) -> PyResult<Py<PyAny>> {
+        prepared::run(py, &self.get(py)?, product, How::Planned, given)
+    }
+}
+
+fn backend(name: &str) -> PyResult<BackendKind> {
+    match name {
+        "host" => Ok(BackendKind::Host),
+        "cuda" => Ok(BackendKind::Cuda),
+        other => Err(PyValueError::new_err(format!(
+            "backend is {other:?} and must be \"cuda\" or \"host\""
+        ))),
+    }
+}
+
+fn seconds(option: &str, seconds: Option<f64>) -> PyResult<Option<Duration>> {
+    let duration = seconds.map(|seconds| {
+        Duration::try_from_secs_f64(seconds).map_err(|_| {
+            PyValueError::new_err(format!("{option} is {seconds} and must be seconds"))
+        })
+    });
+    duration.transpose()
+}
+
+/// Options of a group, by name.
+fn options(given: Option<&Bound<'_, PyDict>>) -> PyResult<Options> {
+    let mut options = Options::default();
+    for (name, value) in given.into_iter().flat_map(|given| given.iter()) {
+        let name: String = name.extract()?;
+        match name.as_str() {
+            "timeout" => options.timeout = seconds("timeout", value.extract()?)?,
+            "arrival_timeout" => {
+                options.arrival_timeout = seconds("arrival_timeout", value.extract()?)?;
+            }
+            "workers" => options.workers = value.extract()?,
+            "device" => options.device = value.extract()?,
+            "max_ctas" => options.max_ctas = value.extract()?,
+            "numerics" => {
+                let word: Option<String> = value.extract()?;
+                options.numerics = word.as_deref().map(names::numerics).transpose()?;
+            }
+            "name" => options.name = value.extract()?,
+            other => {
+                return Err(PyTypeError::new_err(format!(
+                    "{other:?} is no option of a group; there are timeout, arrival_timeout, workers, device, max_ctas, \
+                     numerics and name"
+                )));
+            }
+        }
+    }
+    Ok(options)
+}
+
+/// The kind of a product, by the name of its operation.
+fn kind_of(operation: &str) -> PyResult<ProductKind> {
+    let kinds = [
+        ProductKind::Matmul,
+        ProductKind::AllGatherMatmul,
+        ProductKind::MatmulReduceScatter,
+        ProductKind::MatmulAllReduce,
+    ];
+    let known = kinds.iter().find(|kind| kind.name() == operation).copied();
+    known.ok_or_else(|| {
+        let names = kinds.map(|kind| format!("{:?}", kind.name())).join(", ");
+        PyValueError::new_err(format!(
+            "operation is {operation:?} and must be one of {names}"
+        ))
+    })
+}
+
+/// What a product does besides multiplying, by name.
+fn product(
+    kind: ProductKind,
+    activation: Option<&str>,
+    gated: bool,
+    weight_layout: &str,
+    accumulation: &str,
+    constant_weights: bool,
+    dtype: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Product> {
+    Ok(Product {
+        activation: names::activation(activation)?,
+        gated,
+        weight_layout: names::weight_layout(weight_layout)?,
+        accumulation: names::accumulation(accumulation)?,
+        constant_weights,
+        output_dtype: dtype.map(names::dtype).transpose()?,
+        // The type of the rows is that of the argument.
+        ..Product::new(kind, DType::Bf16)
+    })
+}
+
+/// Joining, closing, waiting.
+#[pymethods]
+impl Group {
+    /// Joins the group that this process's launcher describes in the environment: torchrun, mpirun, srun, gemmesh.launch.
+    ///
+    /// backend: "cuda" (NVIDIA GPUs, a process and a GPU for each rank) or "host" (any machine).
+    /// Options: timeout and arrival_timeout (seconds), workers (threads of a rank on the host), device (the GPU's
+    /// ordinal), max_ctas, numerics ("fast" or "invariant"), name.
+    #[staticmethod]
+    #[pyo3(signature = (*, backend="cuda", **options))]
+    fn from_env(
+        py: Python<'_>,
+        backend: &str,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Group> {
+        let (backend, options) = (self::backend(backend)?, self::options(options)?);
+        let group = left_behind(py, None, move || join(backend, options, Joining::Env))?;
+        Ok(Group::of(group))
+    }
+
+    /// Joins, as `rank`, the group of `world` ranks on this host that give the same `address`, which is any text.
+    ///
+    /// Ranks on the host backend may be threads. Backend and options are those of `from_env`.
+    #[staticmethod]
+    #[pyo3(signature = (rank, world, address, *, backend="cuda", **options))]
+    fn connect(
+        py: Python<'_>,
+        rank: usize,
+        world: usize,
+        address: String,
+        backend: &str,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Group> {
+        let (backend, options) = (self::backend(backend)?, self::options(options)?);
+        let group = left_behind(py, Some(rank), move || {
+            let address = &address;
+            join(
+                backend,
+                options,
+                Joining::Address {
+                    rank,
+                    world,
+                    address,
+                },
+            )
+        })?;
+        Ok(Group::of(group))
+    }
+
+    /// Joins, as `rank`, a group of `world` ranks that can send one another bytes.
+    ///
+    /// `gather(mine: bytes) -> list[bytes]` sends this rank's bytes to all ranks and returns those of all ranks, by rank.
+    /// It is called once, as mpi4py's `comm.allgather`. Backend and options are those of `from_env`.
+    #[staticmethod]
+    #[pyo3(signature = (gather, rank, world, *, backend="cuda", **options))]
+    fn from_callback(
+        py: Python<'_>,
+        gather: Py<PyAny>,
+        rank: usize,
+        world: usize,
+        backend: &str,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Group> {
+        let (backend, options) = (self::backend(backend)?, self::options(options)?);
+        let raised = Arc::new(std::sync::Mutex::new(None));
+        let noted = raised.clone();
+        let joined = left_behind(py, Some(rank), move || {
+            let mut gather = move |mine: &[u8; gemmesh::GATHERED_BYTES]| {
+                Python::attach(|py| {
+                    let gathered = gather.call1(py, (PyBytes::new(py, mine),));
+                    let gathered = gathered.and_then(|all| all.extract::<Vec<Vec<u8>>>(py));
+                    gathered.map_err(|error| {
+                        let words = error.to_string();
+                        *noted.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                        words.into()
+                    })
+                })
+            };
+            let gather = &mut gather;
+            join(
+                backend,
+                options,
+                Joining::Gather {
+                    rank,
+                    world,
+                    gather,
+                },
+            )
+        });
+        joined.map(Group::of).inspect_err(|error| {
+            let raised = raised.lock().unwrap_or_else(PoisonError::into_inner).take();
+            if raised.is_some() {
+                error.set_cause(py, raised);
+            }
+        })
+    }
+
+    /// Splits the group: ranks that give the same `color` become a group of their own, in the order of their keys.
+    /// Collective. Options that are not given are those of this group.
+    #[pyo3(signature = (color, key=0, **options))]
+    fn split(
+        &self,
+        py: Python<'_>,
+        color: usize,
+        key: usize,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Group> {
+        let (group, options) = (self.get(py)?, self::options(options)?);
+        let part = waited(py, &*group, || group.split(options, color, key))?;
+        Ok(Group::of(part))
+    }
+
+    /// Ends this rank's part in the group, when its operations are complete. Matrices and prepared calls keep it alive.
+    fn close(&self, py: Python<'_>) {
+        let group = self
+            .0
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        py.detach(|| drop(group));
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    /// Closes the group. If an exception ends the block, the other ranks get its words first.
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        class: Option<&Bound<'_, PyAny>>,
+        error: Option<&Bound<'_, PyAny>>,
+        _traceback: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        if class.is_some()
+            && let Ok(group) = self.get(py)
+        {
+            let error = error.map(|error| PyErr::from_value(error.clone()));
+            let words = error.map_or_else(|| "an exception".into(), |error| error.to_string());
+            py.detach(|| group.fail(&words));
+        }
+        self.close(py);
+        Ok(())
+    }
+
+    /// This rank's number, from 0 to world_size - 1.
+    #[getter]
+    fn rank(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.get(py)?.rank())
+    }
+
+    /// The number of ranks.
+    #[getter]
+    fn world_size(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.get(py)?.world_size())
+    }
+
+    /// The group's name, or None.
+    #[getter]
+    fn name(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        Ok(self.get(py)?.name().map(String::from))
+    }
+
+    /// "cuda" or "host".
+    #[getter]
+    fn backend(&self, py: Python<'_>) -> PyResult<&'static str> {
+        Ok(match self.get(py)?.backend() {
+            BackendKind::Host => "host",
+            BackendKind::Cuda => "cuda",
+        })
+    }
+
+    /// DLPack's type and number of this rank's device: (1, 0) on the host, (2, ordinal) on a GPU.
+    #[getter]
+    fn device(&self, py: Python<'_>) -> PyResult<(i32, i32)> {
+        let device = self.get(py)?.device();
+        Ok((device.device_type, device.device_id))
+    }
+
+    /// The stream of this rank's operations, a CUstream as a number. 0 on the host, and for the legacy default stream.
+    #[getter]
+    fn stream(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.get(py)?.stream())
+    }
+
+    /// Puts later operations on `stream`, a CUstream as a number, such as `torch.cuda.current_stream().cuda_stream`. It
+    /// must live until the group uses a different one. Does nothing on the host.
+    fn set_stream(&self, py: Python<'_>, stream: usize) -> PyResult<()> {
+        let group = self.get(py)?;
+        // SAFETY: the caller keeps the stream.
+        enqueued(py, &*group, || unsafe { group.set_stream(stream) })
+    }
+
+    /// Waits until this rank's operations are complete.
+    fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
+        let group = self.get(py)?;
+        waited(py, &*group, || group.synchronize())
+    }
+
+    /// Waits until every rank has called it. Collective.
+    fn barrier(&self, py: Python<'_>) -> PyResult<()> {
+        let group = self.get(py)?;
+        waited(py, &*group, || group.barrier())
+    }
+
+    /// Sends `data` to every rank, and returns what each rank sent, by rank. Collective; for small messages.
+    fn all_gather_bytes<'py>(
+        &self,
+        py: Python<'py>,
+        data: &[u8],
+    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let group = self.get(py)?;
+        let all = waited(py, &*group, || group.all_gather_bytes(data))?;
+        Ok(all.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
+    }
+
+    /// Seconds for which this rank has waited for each other rank in operations, by rank.
+    fn wait_times(&self, py: Python<'_>) -> PyResult<Vec<f64>> {
+        let times = self.get(py)?.wait_times();
+        Ok(times.iter().map(Duration::as_secs_f64).collect())
+    }
+
+    /// Raises the group's failure, if it has failed. Waits for nothing.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        let group = self.get(py)?;
+        group
+            .check()
+            .map_err(|error| exception(py, &error, Some(group.rank())))
+    }
+
+    /// Ends the group on every rank, because this rank's program cannot go on. All ranks get `reason`.
+    fn fail(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
+        let group = self.get(py)?;
+        py.detach(|| group.fail(reason));
+        Ok(())
+    }
+
+    /// Writes what all ranks did in a traced call to `path`: as a picture if it ends in .svg, else for Perfetto. Collective.
+    #[pyo3(signature = (trace, path, title=""))]
+    fn write_timeline(
+        &self,
+        py: Python<'_>,
+        trace: &Trace,
+        path: std::path::PathBuf,
+        title: &str,
+    ) -> PyResult<()> {
+        let group = self.get(py)?;
+        let timeline = waited(py, &*group, || group.collect(&trace.0))?;
+        if group.rank() != 0 {
+            return Ok(());
+        }
+        let written = match path.extension().is_some_and(|ending| ending == "svg") {
+            true => timeline.write_svg(&path, title),
+            false => timeline.write_chrome(&path),
+        };
+        written.map_err(|error| exception(py, &error, Some(0)))
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        match self.get(py) {
+            Ok(group) => format!("Group(rank {} of {})", group.rank(), group.world_size()),
+            Err(_) => "Group(closed)".into(),
+        }
+    }
+}
+
+/// Matrices.
+#[pymethods]
+impl Group {
+    /// Allocates a matrix [rows, columns] of zeros. dtype: a name such as "bf16", or a dtype of NumPy or PyTorch.
+    fn zeros(
+        &self,
+        py: Python<'_>,
+        rows: usize,
+        columns: usize,
+        dtype: &Bound<'_, PyAny>,
+    ) -> PyResult<Matrix> {
+        let (group, dtype) = (self.get(py)?, names::dtype(dtype)?);
+        Kept::zeros(py, &group, dtype, [rows, columns]).map(Matrix)
+    }
+
+    /// Makes a matrix of another library's tensor, without a copy. The tensor lives as long as the matrix, and longer
+    /// while operations use it. Calls are faster with it than with the tensor.
+    fn matrix(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<Matrix> {
+        Kept::adopted(tensor, &self.get(py)?).map(Matrix)
+    }
+
+    /// Allocates a sharded matrix [m, k], whose rows are split evenly over the ranks, or as `rows` says. Collective.
+    ///
+    /// rows: the rows of each rank, instead of m. capacity=True: m is the most rows that `set_rows` may give.
+    /// stages: each rank's rows lie in so many blocks, for a gather in stages.
+    #[pyo3(signature = (m, k, dtype, *, rows=None, capacity=false, stages=None))]
+    #[allow(clippy::too_many_arguments)]
+    fn sharded(
+        &self,
+        py: Python<'_>,
+        m: Option<usize>,
+        k: usize,
+        dtype: &Bound<'_, PyAny>,
+        rows: Option<Vec<usize>>,
+        capacity: bool,
+        stages: Option<usize>,
+    ) -> PyResult<Sharded> {
+        let (group, dtype) = (self.get(py)?, names::dtype(dtype)?);
+        let split = match (m, &rows, capacity, stages) {
+            (Some(m), None, false, None) => Split::Even(m),
+            (Some(m), None, true, None) => Split::Capacity(m),
+            (Some(m), None, false, Some(stages)) => Split::Staged(m, stages),
+            (None, Some(rows), false, None) => Split::ByRank(rows),
+            _ => {
+                return Err(PyValueError::new_err(
+                    "give m, or rows with m=None; and of capacity and stages one at most, with m",
+                ));
+            }
+        };
+        let shards = waited(py, &*group, || group.sharded(dtype, split, k))?;
+        Ok(Sharded::new(shards, group))
+    }
+
+    /// How many of `m` rows each rank owns if they are split evenly.
+    fn even_rows(&self, py: Python<'_>, m: usize) -> PyResult<Vec<usize>> {
+        Ok(self.get(py)?.even_rows(m))
+    }
+}
+
+/// Products.
+#[pymethods]
+#[allow(clippy::too_many_arguments)] // Each is an option by name in Python.
+impl Group {
+    /// out[M, N] = act(a[M, K] @ b[N, K].T + bias) + residual, on this rank alone. Returns out.
+    ///
+    /// a, b, out, bias [N] and residual [M, N] are matrices, or tensors of other libraries. b may be a list of up to four
+    /// weights, with a list of outputs. Without out, a new matrix is made, of type dtype if that is given.
+    /// activation: "relu", "gelu", "gelu_tanh" or "silu". gated: b is [gate, up], and out is act(a gate.T) * (a up.T).
+    /// weight_layout: "nk", or "kn" for weights [K, N]. fp8 operands have scales: see Scaled and Quantized.
+    /// constant_weights: every kernel that wrote the weights has ended.
+    #[pyo3(signature = (a, b, out=None, *, bias=None, residual=None, activation=None, gated=false, weight_layout="nk",
+        accumulation="promoted", constant_weights=false, dtype=None))]
+    fn matmul(
+        &self,
+        py: Python<'_>,
+        a: &Bound<'_, PyAny>,
+        b: &Bound<'_, PyAny>,
+        out: Option<&Bound<'_, PyAny>>,
+        bias: Option<&Bound<'_, PyAny>>,
+        residual: Option<&Bound<'_, PyAny>>,
+        activation: Option<&str>,
+        gated: bool,
+        weight_layout: &str,
+        accumulation: &str,
+        constant_weights: bool,
+        dtype: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Py<PyAny>> {
+        let product = product(
+            ProductKind::Matmul,
+            activation,
+            gated,
+            weight_layout,
+            accumulation,
+            constant_weights,
+            dtype,
+        )?;
+        let given = Given {
+            a,
+            b,
+            out,
+            bias,
+            residual,
+        };
+        self.product(py, product, &given)
+    }
+
+    /// Gathers the rows of a from every rank and multiplies them as they arrive. Collective.
+    /// out[M, N] = act(gather(a)[M, K] @ b[N, K].T + bias). Returns out.
+    ///
+    /// a is a Sharded [M, K], or a Scaled of one. N may differ between ranks. Afterwards a holds all rows. stages: gathers
+    /// in so many stages. The other arguments are those of matmul.
+    #[pyo3(signature = (a, b, out=None, *, bias=None, activation=None, gated=false, weight_layout="nk",
+        accumulation="promoted", constant_weights=false, stages=None, dtype=None))]
+    fn all_gather_matmul(
+        &self,
+        py: Python<'_>,
+        a: &Bound<'_, PyAny>,
+        b: &Bound<'_, PyAny>,
+        out: Option<&Bound<'_, PyAny>>,
+        bias: Option<&Bound<'_, PyAny>>,
+        activation: Option<&str>,
+        gated: bool,
+        weight_layout: &str,
+        accumulation: &str,
+        constant_weights: bool,
+        stages: Option<usize>,
+        dtype: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Py<PyAny>> {
+        let kind = ProductKind::AllGatherMatmul;
+        let product = product(
+            kind,
+            activation,
+            gated,
+            weight_layout,
+            accumulation,
+            constant_weights,
+            dtype,
+        )?;
+        let given = Given {
+            a,
+            b,
+            out,
+            bias,
+            residual: None,
+        };
+        self.product(py, Product { stages, ..product }, &given)
+    }
+
+    /// Sums the products of all ranks; each rank gets its rows of the sum. Collective.
+    /// out[rows of this rank, N] = act(sum over ranks of a[M, K] @ b[N, K].T + bias) + residual. Returns out.
+    ///
+    /// K is this rank's slice. out is a matrix, or a Sharded [M, N] of which this rank's own rows are written. rows: the
+    /// rows that each rank gets, instead of an even split. The other arguments are those of matmul.
+    #[pyo3(signature = (a, b, out=None, *, bias=None, residual=None, activation=None, weight_layout="nk",
+        accumulation="promoted", constant_weights=false, rows=None, dtype=None))]
+    fn matmul_reduce_scatter(
+        &self,
+        py: Python<'_>,
+        a: &Bound<'_, PyAny>,
+        b: &Bound<'_, PyAny>,
+        out: Option<&Bound<'_, PyAny>>,
+        bias: Option<&Bound<'_, PyAny>>,
+        residual: Option<&Bound<'_, PyAny>>,
+        activation: Option<&str>,
+        weight_layout: &str,
+        accumulation: &str,
+        constant_weights: bool,
+        rows: Option<Vec<usize>>,
+        dtype: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Py<PyAny>> {
+        let kind = ProductKind::MatmulReduceScatter;
+        let product = product(
+            kind,
+            activation,
+            false,
+            weight_layout,
+            accumulation,
+            constant_weights,
+            dtype,
+        )?;
+        let given = Given {
+            a,
+            b,
+            out,
+            bias,
+            residual,
+        };
+        self.product(py, Product { rows, ..product }, &given)
+    }
+
+    /// Sums the products of all ranks; every rank gets the whole sum. Collective.
+    /// out[M, N] = act(sum over ranks of a[M, K] @ b[N, K].T + bias) + residual. Returns out, a Sharded [M, N].
+    #[pyo3(signature = (a, b, out, *, bias=None, residual=None, activation=None, weight_layout="nk",
+        accumulation="promoted", constant_weights=false))]
+    fn matmul_all_reduce(
+        &self,
+        py: Python<'_>,
+        a: &Bound<'_, PyAny>,
+        b: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+        bias: Option<&Bound<'_, PyAny>>,
+        residual: Option<&Bound<'_, PyAny>>,
+        activation: Option<&str>,
+        weight_layout: &str,
+        accumulation: &str,
+        constant_weights: bool,
+    ) -> PyResult<Py<PyAny>> {
+        let kind = ProductKind::MatmulAllReduce;
+        let product = product(
+            kind,
+            activation,
+            false,
+            weight_layout,
+            accumulation,
+            constant_weights,
+            None,
+        )?;
+        let given = Given {
+            a,
+            b,
+            out: Some(out),
+            bias,
+            residual,
+        };
+        self.product(py, product, &given)
+    }
+
+    /// Plans a product, so that calls need no planning and allocate nothing. Not collective.
+    ///
+    /// operation: "matmul", "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce". a, b and out are examples of the
+    /// arguments that calls will have; the options are those of the operation.
+    #[pyo3(signature = (operation, a, b, out=None, *, activation=None, gated=false, weight_layout="nk",
+        accumulation="promoted", constant_weights=false, stages=None, rows=None, dtype=None))]
+    fn prepare(
+        &self,
+        py: Python<'_>,
+        operation: &str,
+        a: &Bound<'_, PyAny>,
+        b: &Bound<'_, PyAny>,
+        out: Option<&Bound<'_, PyAny>>,
+        activation: Option<&str>,
+        gated: bool,
+        weight_layout: &str,
+        accumulation: &str,
+        constant_weights: bool,
+        stages: Option<usize>,
+        rows: Option<Vec<usize>>,
+        dtype: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Prepared> {
+        let kind = kind_of(operation)?;
+        let product = product(
+            kind,
+            activation,
+            gated,
+            weight_layout,
+            accumulation,
+            constant_weights,
+            dtype,
+        )?;
+        let given = Given {
+            a,
+            b,
+            out,
+            bias: None,
+            residual: None,
+        };
+        prepared::prepare(
+            py,
+            &self.get(py)?,
+            Product {
+                stages,
+                rows,
+                ..product
+            },
+            &given,
+        )
+    }
+
+    /// Raises an ArgumentError if this group cannot multiply rows [M, K] by weights of N = n. It needs no matrix, allocates
+    /// nothing and makes no rank wait. n may be a list of several.
+    ///
+    /// dtype, weight_dtype and out_dtype are those of a, b and out. a_scaling and b_scaling are names as of Scaled;
+    /// sharded_scales: those of a are sharded. quantization: a name as of Quantized.
+    #[pyo3(signature = (operation, m, k, n, dtype="bf16", *, weight_dtype=None, out_dtype=None, activation=None,
+        gated=false, weight_layout="nk", accumulation="promoted", stages=None, rows=None, a_scaling=None,
+        b_scaling=None, first_row=0, sharded_scales=false, quantization=None))]
+    fn check_support(
+        &self,
+        py: Python<'_>,
+        operation: &str,
+        m: usize,
+        k: usize,
+        n: &Bound<'_, PyAny>,
+        dtype: &str,
+        weight_dtype: Option<&Bound<'_, PyAny>>,
+        out_dtype: Option<&Bound<'_, PyAny>>,
+        activation: Option<&str>,
+        gated: bool,
+        weight_layout: &str,
+        accumulation: &str,
+        stages: Option<usize>,
+        rows: Option<Vec<usize>>,
+        a_scaling: Option<&str>,
+        b_scaling: Option<&str>,
+        first_row: usize,
+        sharded_scales: bool,
+        quantization: Option<&str>,
+    ) -> PyResult<()> {
+        let group = self.get(py)?;
+        let product = product(
+            kind_of(operation)?,
+            activation,
+            gated,
+            weight_layout,
+            accumulation,
+            false,
+            out_dtype,
+        )?;
+        let a = a_scaling
+            .map(|word| names::scaling(word, 0, sharded_scales))
+            .transpose()?;
+        let b = b_scaling
+            .map(|word| names::scaling(word, first_row, false))
+            .transpose()?;
+        let product = Product {
+            dtype: names::dtype(pyo3::types::PyString::new(py, dtype).as_any())?,
+            weight_dtype: weight_dtype.map(names::dtype).transpose()?,
+            stages,
+            scaling: (a.unwrap_or_default(), b.into_iter().collect()),
+            quantization: quantization
+                .map(|word| names::quantization(word, false))
+                .transpose()?,
+            rows: rows
+                .clone()
+                .filter(|_| operation == "matmul_reduce_scatter"),
+            ..product
+        };
+        let widths = match n.extract::<usize>() {
+            Ok(n) => vec![n],
+            Err(_) => n.extract::<Vec<usize>>()?,
+        };
+        let split = match &rows {
+            Some(rows) => RowSplit::from((rows, k)),
+            None => RowSplit::from([m, k]),
+        };
+        waited(py, &*group, || group.supports(&product, &split, &widths))
+    }
+
+    /// Quantises x [M, N] of bf16, f16 or f32 to out, a Quantized, on this rank alone.
+    fn quantize(
+        &self,
+        py: Python<'_>,
+        x: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        prepared::quantize(py, &self.get(py)?, x, out)
+    }
+}
+
+/// Collectives and pipelines.
+#[pymethods]
+impl Group {
+    /// Gathers the rows of a, a Sharded, on every rank, in place. Collective.
+    fn all_gather(&self, py: Python<'_>, a: &Bound<'_, PyAny>) -> PyResult<()> {
+        let group = self.get(py)?;
+        let shards = held(&Reader::new(&*group, "all_gather"), a, "a")?;
+        enqueued(py, &*group, || group.all_gather(&shards))
+    }
+
+    /// Copies the whole matrix of rank `root` to every rank, in place. Collective.
+    fn broadcast(&self, py: Python<'_>, a: &Bound<'_, PyAny>, root: usize) -> PyResult<()> {
+        let group = self.get(py)?;
+        let shards = held(&Reader::new(&*group, "broadcast"), a, "a")?;
+        enqueued(py, &*group, || group.broadcast(&shards, root))
+    }
+
+    /// Sums the ranks' a [M, N]; each rank gets its rows of the sum in out [rows of this rank, N]. Collective.
+    fn reduce_scatter(
+        &self,
+        py: Python<'_>,
+        a: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let group = self.get(py)?;
+        let mut reader = Reader::new(&*group, "reduce_scatter");
+        let (a, out) = (reader.memory(a, "a")?, reader.written(out, "out")?);
+        // SAFETY: the objects keep their memory during the call, and the reader until it is complete.
+        enqueued(py, &*group, || unsafe { group.reduce_scatter(a, out) })?;
+        reader.keep();
+        Ok(())
+    }
+
+    /// Sums the ranks' a [M, N]; every rank gets the whole sum in out, a Sharded [M, N]. Collective.
+    fn all_reduce(
+        &self,
+        py: Python<'_>,
+        a: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        prepared::into_sharded(py, &self.get(py)?, "all_reduce", a, out)
+    }
+
+    /// Sends block p of each rank's a [W * rows, N] to rank p, where it becomes the sender's rows of out, a Sharded.
+    /// Collective.
+    fn all_to_all(
+        &self,
+        py: Python<'_>,
+        a: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        prepared::into_sharded(py, &self.get(py)?, "all_to_all", a, out)
+    }
+
+    /// Gathers the rows of a, a Sharded, and calls consume(chunk) for each chunk of rows as it arrives. Collective.
+    ///
+    /// On the host the rows are there. On GPUs the function puts its work on chunk.stream. It must not call the group.
+    #[pyo3(signature = (a, consume, *, chunks=None, stages=None))]
+    fn all_gather_and_consume(
+        &self,
+        py: Python<'_>,
+        a: &Bound<'_, PyAny>,
+        consume: &Bound<'_, PyAny>,
+        chunks: Option<usize>,
+        stages: Option<usize>,
+    ) -> PyResult<()> {
+        let group = self.get(py)?;
+        let shards = held(&Reader::new(&*group, "all_gather_and_consume"), a, "a")?;
+        let mut options = AllGatherAndConsume::new();
+        if let Some(chunks) = chunks {
+            options = options.chunks(chunks);
+        }
+        if let Some(stages) = stages {
+            options = options.stages(stages);
+        }
+        let function = Function::new(consume, &group);
+        let mut call =
+            |rows: raw::Rows| function.call(rows.rows, rows.source, rows.memory, rows.stream);
+        let result = enqueued(py, &*group, || {
+            group.all_gather_and_consume(options, &shards, &mut call)
+        });
+        function.finish(py, result)
+    }
+
+    /// Calls produce(chunk) for blocks of the m rows of this rank's addend, and sums the ranks' rows: each rank gets its
+    /// rows of the sum in out [rows of this rank, N]. Blocks are sent while others are made. Collective.
+    #[pyo3(signature = (m, out, produce, *, rows=None, chunks=None))]
+    fn produce_and_reduce_scatter(
+        &self,
+        py: Python<'_>,
+        m: usize,
+        out: &Bound<'_, PyAny>,
+        produce: &Bound<'_, PyAny>,
+        rows: Option<Vec<usize>>,
+        chunks: Option<usize>,
+    ) -> PyResult<()> {
+        let group = self.get(py)?;
+        let mut reader = Reader::new(&*group, "produce_and_reduce_scatter");
+        let memory = reader.written(out, "out")?;
+        let mut options = ProduceAndReduceScatter::new();
+        if let Some(rows) = &rows {
+            options = options.rows(rows);
+        }
+        if let Some(chunks) = chunks {
+            options = options.chunks(chunks);
+        }
+        let function = Function::new(produce, &group);
+        let mut call =
+            |rows: raw::RowsFor| function.call(rows.rows, rows.owner, rows.memory, rows.stream);
+        // SAFETY: the object keeps its memory during the call, and the reader until it is complete.
+        let result = enqueued(py, &*group, || unsafe {
+            group.produce_and_reduce_scatter(options, m, memory, &mut call)
+        });
+        function.finish(py, result)?;
+        reader.keep();
+        Ok(())
+    }
+
+    /// Calls produce(chunk) for blocks of the rows that each rank gets, and sends them: they become this rank's rows of
+    /// out, a Sharded, on their rank. Collective.
+    #[pyo3(signature = (out, produce, *, chunks=None))]
+    fn produce_and_all_to_all(
+        &self,
+        py: Python<'_>,
+        out: &Bound<'_, PyAny>,
+        produce: &Bound<'_, PyAny>,
+        chunks: Option<usize>,
+    ) -> PyResult<()> {
+        let group = self.get(py)?;
+        let shards = held(&Reader::new(&*group, "produce_and_all_to_all"), out, "out")?;
+        let options = match chunks {
+            Some(chunks) => ProduceAndAllToAll::new().chunks(chunks),
+            None => ProduceAndAllToAll::new(),
+        };
+        let function = Function::new(produce, &group);
+        let mut call =
+            |rows: raw::RowsFor| function.call(rows.rows, rows.owner, rows.memory, rows.stream);
+        let result = enqueued(py, &*group, || {
+            group.produce_and_all_to_all(options, &shards, &mut call)
+        });
+        function.finish(py, result)
+    }
+}

@@ -1,0 +1,65 @@
+//! The native half of the Python package `gemmesh`: Python's objects as [`gemmesh::raw`] takes them, and back.
+#![allow(unsafe_code)]
+
+mod callbacks;
+mod errors;
+mod group;
+mod matrix;
+mod names;
+mod operands;
+mod prepared;
+mod sharded;
+mod tensors;
+mod trace;
+mod waiting;
+
+use pyo3::prelude::*;
+
+/// What the package `gemmesh` makes its public names of.
+#[pymodule]
+mod _native {
+    #[pymodule_export]
+    use super::group::Group;
+    #[pymodule_export]
+    use super::matrix::Matrix;
+    #[pymodule_export]
+    use super::operands::{Quantized, Scaled};
+    #[pymodule_export]
+    use super::prepared::Prepared;
+    #[pymodule_export]
+    use super::sharded::Sharded;
+    #[pymodule_export]
+    use super::trace::Trace;
+
+    use super::*;
+
+    /// True if this build has the CUDA backend.
+    #[pymodule_export]
+    const HAS_CUDA: bool = cfg!(feature = "cuda");
+
+    /// The version of the library.
+    #[pymodule_export]
+    const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+    /// Runs this program once for each of `world` ranks, as processes, and waits for them.
+    #[pyfunction]
+    #[pyo3(signature = (world, args=None))]
+    fn launch(py: Python<'_>, world: usize, args: Option<Vec<String>>) -> PyResult<()> {
+        super::waiting::launch(py, world, args)
+    }
+
+    /// True if a launcher has started this process as a rank.
+    #[pyfunction]
+    fn is_rank() -> bool {
+        gemmesh::launch::is_rank()
+    }
+
+    /// The release of nvcc that compiled the kernels, or None if there are none.
+    #[pyfunction]
+    fn nvcc_release() -> Option<&'static str> {
+        #[cfg(feature = "cuda")]
+        return gemmesh::Cuda::nvcc_release();
+        #[cfg(not(feature = "cuda"))]
+        None
+    }
+}

@@ -1,0 +1,268 @@
+//! Matrices of a rank's own.
+
+use std::any::Any;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use gemmesh::DType;
+use gemmesh::dlpack::DLDevice;
+use gemmesh::raw::{AnyGroup, BackendKind, Memory, Tensor, export, export_versioned};
+use pyo3::exceptions::{PyBufferError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::errors::exception;
+use crate::tensors::{given, legacy_capsule, managed, memory_of, versioned_capsule};
+use crate::waiting::{enqueued, waited};
+
+/// Something that is dropped without the GIL. The last part of a group waits for the other ranks, which may be threads of
+/// this process.
+pub struct Freed<T: Send>(Option<T>);
+
+impl<T: Send> Freed<T> {
+    pub fn new(value: T) -> Freed<T> {
+        Freed(Some(value))
+    }
+}
+
+impl<T: Send> Deref for Freed<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        match &self.0 {
+            Some(value) => value,
+            None => unreachable!("it is taken when it is dropped"),
+        }
+    }
+}
+
+impl<T: Send + Clone> Clone for Freed<T> {
+    fn clone(&self) -> Self {
+        Freed(self.0.clone())
+    }
+}
+
+impl<T: Send> Drop for Freed<T> {
+    fn drop(&mut self) {
+        // At the end of the interpreter nobody else needs the GIL, and the value is dropped with this.
+        let value = &mut self.0;
+        let _ = Python::try_attach(|py| py.detach(|| drop(value.take())));
+    }
+}
+
+/// Memory, and what keeps it. Its group lives as long.
+#[derive(Clone)]
+pub struct Kept {
+    pub memory: Memory,
+    pub group: Freed<Arc<dyn AnyGroup>>,
+    _owner: Freed<Arc<dyn Any + Send + Sync>>,
+}
+
+impl Kept {
+    pub fn new(
+        memory: Memory,
+        group: Arc<dyn AnyGroup>,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Kept {
+        Kept {
+            memory,
+            group: Freed::new(group),
+            _owner: Freed::new(owner),
+        }
+    }
+
+    /// A matrix of zeros.
+    pub fn zeros(
+        py: Python<'_>,
+        group: &Arc<dyn AnyGroup>,
+        dtype: DType,
+        shape: [usize; 2],
+    ) -> PyResult<Kept> {
+        let (memory, owner) = waited(py, &**group, || group.zeros(dtype, shape))?;
+        Ok(Kept::new(memory, group.clone(), Arc::from(owner)))
+    }
+
+    /// A tensor of another library, without a copy.
+    pub fn adopted(object: &Bound<'_, PyAny>, group: &Arc<dyn AnyGroup>) -> PyResult<Kept> {
+        let tensor = managed(object, &**group)?;
+        let memory = memory_of(object.py(), &tensor, &**group, "Group.matrix", "the tensor")?;
+        let adopted = Adopted {
+            tensor: Some(tensor),
+            group: group.clone(),
+        };
+        Ok(Kept::new(memory, group.clone(), Arc::new(adopted)))
+    }
+}
+
+/// A tensor of another library that a matrix keeps. Operations may still use it when the matrix is gone.
+struct Adopted {
+    tensor: Option<Tensor>,
+    group: Arc<dyn AnyGroup>,
+}
+
+impl Drop for Adopted {
+    fn drop(&mut self) {
+        if let Some(tensor) = self.tensor.take() {
+            self.group.keep(Box::new(tensor));
+        }
+    }
+}
+
+/// A row-major matrix [rows, columns] in this rank's memory: on the host, or on its GPU.
+///
+/// `Group.zeros` makes one, `Group.matrix` makes one of another library's tensor without a copy, and operations return
+/// them. Other libraries read it by DLPack: `numpy.from_dlpack(matrix)`, `torch.from_dlpack(matrix)`.
+#[pyclass(frozen, module = "gemmesh")]
+pub struct Matrix(pub Kept);
+
+#[pymethods]
+impl Matrix {
+    /// [rows, columns]
+    #[getter]
+    fn shape(&self) -> (usize, usize) {
+        let [rows, columns] = self.0.memory.shape;
+        (rows, columns)
+    }
+
+    /// The name of the type of its elements, such as "bf16".
+    #[getter]
+    fn dtype(&self) -> String {
+        self.0.memory.dtype.to_string()
+    }
+
+    /// The address of the first element.
+    #[getter]
+    fn address(&self) -> u64 {
+        self.0.memory.address
+    }
+
+    /// Bytes from row to row.
+    #[getter]
+    fn pitch(&self) -> usize {
+        self.0.memory.pitch
+    }
+
+    /// Overwrites the matrix with the values of `source`, a matrix or a tensor of the same shape and type. The copy runs
+    /// after this rank's earlier operations and before its later ones.
+    fn copy_from(&self, py: Python<'_>, source: &Bound<'_, PyAny>) -> PyResult<()> {
+        copy(py, source, &self.0)
+    }
+
+    /// The values as bytes, row by row, when the operations before are complete.
+    fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, pyo3::types::PyBytes>> {
+        let Kept { memory, group, .. } = &self.0;
+        let mut bytes = vec![0; memory.shape[0] * memory.width()];
+        let target = &mut bytes;
+        // SAFETY: the owner keeps the memory.
+        waited(py, &***group, move || unsafe {
+            group.read(*memory, target)
+        })?;
+        Ok(pyo3::types::PyBytes::new(py, &bytes))
+    }
+
+    /// Overwrites the values with as many bytes, row by row, when the operations before are complete.
+    fn frombytes(&self, py: Python<'_>, bytes: &[u8]) -> PyResult<()> {
+        let Kept { memory, group, .. } = &self.0;
+        // SAFETY: the owner keeps the memory.
+        waited(py, &***group, move || unsafe {
+            group.write(*memory, bytes)
+        })
+    }
+
+    /// The matrix as a DLPack tensor, without a copy. It keeps the memory.
+    ///
+    /// On GPUs `stream` waits for the operations so far: a CUstream as a number, 1 for the legacy default stream, 2 for
+    /// the thread's, -1 for none. Without a stream, the legacy default stream waits.
+    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
+    fn __dlpack__(
+        &self,
+        py: Python<'_>,
+        stream: Option<i64>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Py<PyAny>> {
+        let Kept { memory, group, .. } = &self.0;
+        let device = group.device();
+        if dl_device.is_some_and(|asked| asked != (device.device_type, device.device_id)) {
+            return Err(PyBufferError::new_err(
+                "a matrix is exported on its own device only; see __dlpack_device__",
+            ));
+        }
+        if copy == Some(true) {
+            return Err(PyBufferError::new_err(
+                "a matrix is exported without a copy; copy the tensor that you get",
+            ));
+        }
+        order(py, &***group, stream)?;
+        let owner: Box<dyn Any + Send> = Box::new(self.0.clone());
+        match max_version {
+            Some((1.., _)) => versioned_capsule(py, export_versioned(*memory, device, owner)),
+            _ => legacy_capsule(py, export(*memory, device, owner)),
+        }
+    }
+
+    /// DLPack's type and number of the device.
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        let DLDevice {
+            device_type,
+            device_id,
+        } = self.0.group.device();
+        (device_type, device_id)
+    }
+
+    fn __repr__(&self) -> String {
+        let Memory { dtype, shape, .. } = self.0.memory;
+        let DLDevice { device_id, .. } = self.0.group.device();
+        let place = match self.0.group.backend() {
+            BackendKind::Host => "host".into(),
+            BackendKind::Cuda => format!("cuda:{device_id}"),
+        };
+        format!("Matrix({shape:?}, {dtype}, {place})")
+    }
+}
+
+/// Makes a stream of another library wait for the group's operations so far, as DLPack numbers streams.
+fn order(py: Python<'_>, group: &dyn AnyGroup, stream: Option<i64>) -> PyResult<()> {
+    if group.backend() == BackendKind::Host {
+        return match stream {
+            None | Some(-1) => Ok(()),
+            Some(_) => Err(PyValueError::new_err("a matrix on the host has no stream")),
+        };
+    }
+    let stream = match stream {
+        None | Some(1) => 1,
+        Some(-1) => return Ok(()),
+        Some(stream @ 2..) => stream as usize,
+        Some(other) => {
+            return Err(PyValueError::new_err(format!(
+                "stream {other} is ambiguous; give 1 for the legacy default stream, 2 for the thread's, or a CUstream"
+            )));
+        }
+    };
+    // SAFETY: DLPack's consumers name a stream that lives.
+    let ordered = py.detach(|| unsafe { group.order_stream(stream) });
+    ordered.map_err(|error| exception(py, &error, Some(group.rank())))
+}
+
+/// Copies a matrix or a tensor to memory that `target` keeps.
+pub fn copy(py: Python<'_>, source: &Bound<'_, PyAny>, target: &Kept) -> PyResult<()> {
+    let Kept { memory, group, .. } = target;
+    let owner;
+    let from = match source.cast::<Matrix>() {
+        Ok(source) => {
+            owner = None;
+            source.get().0.memory
+        }
+        Err(_) => {
+            let given = given(source, &***group, "copy_from", "the source", false)?;
+            owner = given.owner;
+            given.memory
+        }
+    };
+    // SAFETY: owners keep both memories until the copy is complete.
+    enqueued(py, &***group, || unsafe { group.copy(from, *memory) })?;
+    if let Some(owner) = owner {
+        group.keep(Box::new(owner));
+    }
+    Ok(())
+}

@@ -1,0 +1,115 @@
+//! The words by which Python says types and options.
+
+use gemmesh::{Accumulation, Activation, DType, Numerics, Quantization, Scaling, WeightLayout};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+/// One of several words, or a ValueError that lists them.
+fn one_of<T: Copy>(option: &str, word: &str, known: &[(&str, T)]) -> PyResult<T> {
+    let found = known.iter().find(|(name, _)| *name == word);
+    found.map(|(_, value)| *value).ok_or_else(|| {
+        let names: Vec<_> = known.iter().map(|(name, _)| format!("{name:?}")).collect();
+        let names = names.join(", ");
+        PyValueError::new_err(format!("{option} is {word:?} and must be one of {names}"))
+    })
+}
+
+const DTYPES: [(&str, DType); 17] = [
+    ("bf16", DType::Bf16),
+    ("f16", DType::F16),
+    ("f32", DType::F32),
+    ("f8e4m3", DType::F8E4M3),
+    ("f8e5m2", DType::F8E5M2),
+    ("u8", DType::U8),
+    ("u16", DType::U16),
+    ("u32", DType::U32),
+    ("u64", DType::U64),
+    // The names of NumPy, ml_dtypes and PyTorch.
+    ("bfloat16", DType::Bf16),
+    ("float16", DType::F16),
+    ("float32", DType::F32),
+    ("float8_e4m3fn", DType::F8E4M3),
+    ("float8_e5m2", DType::F8E5M2),
+    ("uint8", DType::U8),
+    ("uint16", DType::U16),
+    ("uint32", DType::U32),
+];
+
+/// The type that a text names, or that `str` of a NumPy or PyTorch dtype does.
+pub fn dtype(given: &Bound<'_, PyAny>) -> PyResult<DType> {
+    let words = given.str()?;
+    let words = words.to_str()?;
+    // str(torch.bfloat16) is "torch.bfloat16", and str(numpy.float16) is "<class 'numpy.float16'>".
+    let word = words.rsplit('.').next().unwrap_or(words);
+    let word = word.trim_end_matches("'>");
+    match word {
+        "uint64" => Ok(DType::U64),
+        _ => one_of("dtype", word, &DTYPES),
+    }
+}
+
+pub fn activation(word: Option<&str>) -> PyResult<Activation> {
+    let known = [
+        ("relu", Activation::Relu),
+        ("gelu", Activation::Gelu),
+        ("gelu_tanh", Activation::GeluTanh),
+        ("silu", Activation::Silu),
+    ];
+    word.map_or(Ok(Activation::Identity), |word| {
+        one_of("activation", word, &known)
+    })
+}
+
+pub fn weight_layout(word: &str) -> PyResult<WeightLayout> {
+    let known = [("nk", WeightLayout::Nk), ("kn", WeightLayout::Kn)];
+    one_of("weight_layout", word, &known)
+}
+
+pub fn accumulation(word: &str) -> PyResult<Accumulation> {
+    let known = [
+        ("promoted", Accumulation::Promoted),
+        ("fast", Accumulation::Fast),
+    ];
+    one_of("accumulation", word, &known)
+}
+
+pub fn numerics(word: &str) -> PyResult<Numerics> {
+    let known = [("fast", Numerics::Fast), ("invariant", Numerics::Invariant)];
+    one_of("numerics", word, &known)
+}
+
+/// How values share scales. `sharded`: the scales are a sharded matrix.
+pub fn scaling(word: &str, first_row: usize, sharded: bool) -> PyResult<Scaling> {
+    let known = match sharded {
+        true => &[
+            ("rows", Scaling::ShardedRows),
+            ("blocks", Scaling::ShardedBlocks),
+        ][..],
+        false => &[
+            ("tensor", Scaling::Tensor),
+            ("rows", Scaling::Rows),
+            ("blocks", Scaling::Blocks),
+            ("transposed_blocks", Scaling::TransposedBlocks),
+        ][..],
+    };
+    match one_of("scaling", word, known)? {
+        Scaling::Blocks if first_row > 0 => Ok(Scaling::BlocksFrom(first_row)),
+        _ if first_row > 0 => Err(PyValueError::new_err(
+            "first_row is for the scales of a weight's blocks",
+        )),
+        scaling => Ok(scaling),
+    }
+}
+
+pub fn quantization(word: &str, power_of_two: bool) -> PyResult<Quantization> {
+    let known = [
+        ("tensor", Quantization::tensor()),
+        ("blocks", Quantization::blocks()),
+        ("transposed_blocks", Quantization::transposed_blocks()),
+    ];
+    let quantization = one_of("scaling", word, &known)?;
+    Ok(match power_of_two {
+        true => quantization.power_of_two(),
+        false => quantization,
+    })
+}

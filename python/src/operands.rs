@@ -1,0 +1,311 @@
+//! The arguments of products: operands with their scales, and outputs.
+
+use std::sync::RwLockReadGuard;
+
+use gemmesh::raw::{
+    AnyGroup, AnyShards, BackendKind, Memory, Operand, Output, Outputs, RowOperand, ShardedScales,
+    Tensor,
+};
+use gemmesh::{Quantization, Scaling};
+use pyo3::prelude::*;
+use pyo3::types::{PyList, PyTuple};
+
+use crate::errors::argument;
+use crate::matrix::Matrix;
+use crate::names;
+use crate::sharded::Sharded;
+use crate::tensors::given;
+
+/// An fp8 operand with its scales, which are f32. A value is its fp8 number times its scale.
+///
+/// `scaling` says how many values share a scale, and its shape:
+/// "tensor": one for all, [1, 1].
+/// "rows": one for each row, [1, M] for `a` and [1, N] for a weight.
+/// "blocks": one for each 1 x 128 values of `a`, [M, ceil(K/128)], and for each 128 x 128 values of a weight,
+/// [ceil(N/128), ceil(K/128)].
+/// "transposed_blocks": those of `a`, [ceil(K/128), M].
+/// The scales of a `Sharded` may be a `Sharded` too ("rows" or "blocks"), which is gathered with it.
+/// `first_row`: the row of its first block at which a weight begins, a multiple of 16.
+#[pyclass(frozen, module = "gemmesh")]
+pub struct Scaled {
+    #[pyo3(get)]
+    values: Py<PyAny>,
+    #[pyo3(get)]
+    scales: Py<PyAny>,
+    scaling: Scaling,
+}
+
+#[pymethods]
+impl Scaled {
+    #[new]
+    #[pyo3(signature = (values, scales, scaling="tensor", *, first_row=0))]
+    fn new(
+        py: Python<'_>,
+        values: Py<PyAny>,
+        scales: Py<PyAny>,
+        scaling: &str,
+        first_row: usize,
+    ) -> PyResult<Scaled> {
+        let sharded = scales.bind(py).is_instance_of::<Sharded>();
+        Ok(Scaled {
+            scaling: names::scaling(scaling, first_row, sharded)?,
+            values,
+            scales,
+        })
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "Scaled({}, {}, {:?})",
+            self.values, self.scales, self.scaling
+        )
+    }
+}
+
+/// An output that is quantised to f8e4m3, and its scales, which are f32.
+///
+/// `scaling`: "tensor" quantises by the one scale that `scales` [1, 1] holds. "blocks" makes a scale for each 128 columns
+/// of a row, [M, ceil(N/128)], and "transposed_blocks" those in columns, [ceil(N/128), M]. With `power_of_two`, scales
+/// that are made are rounded up to powers of two.
+#[pyclass(frozen, module = "gemmesh")]
+pub struct Quantized {
+    #[pyo3(get)]
+    pub values: Py<PyAny>,
+    #[pyo3(get)]
+    pub scales: Py<PyAny>,
+    pub quantization: Quantization,
+}
+
+#[pymethods]
+impl Quantized {
+    #[new]
+    #[pyo3(signature = (values, scales, scaling="blocks", *, power_of_two=false))]
+    fn new(
+        values: Py<PyAny>,
+        scales: Py<PyAny>,
+        scaling: &str,
+        power_of_two: bool,
+    ) -> PyResult<Quantized> {
+        Ok(Quantized {
+            quantization: names::quantization(scaling, power_of_two)?,
+            values,
+            scales,
+        })
+    }
+
+    fn __repr__(&self) -> String {
+        let (values, scales) = (&self.values, &self.scales);
+        format!("Quantized({values}, {scales}, {:?})", self.quantization)
+    }
+}
+
+/// Reads the arguments of one call, and keeps what must live until the call is complete.
+pub struct Reader<'a> {
+    pub group: &'a dyn AnyGroup,
+    pub call: &'static str,
+    kept: Vec<Tensor>,
+}
+
+impl<'a> Reader<'a> {
+    pub fn new(group: &'a dyn AnyGroup, call: &'static str) -> Reader<'a> {
+        Reader {
+            group,
+            call,
+            kept: Vec::new(),
+        }
+    }
+
+    /// The memory of a matrix or of another library's tensor that the call reads.
+    pub fn memory(&mut self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<Memory> {
+        self.memory_for(object, name, false)
+    }
+
+    /// The memory of a matrix or of another library's tensor that the call writes.
+    pub fn written(&mut self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<Memory> {
+        self.memory_for(object, name, true)
+    }
+
+    fn memory_for(
+        &mut self,
+        object: &Bound<'_, PyAny>,
+        name: &str,
+        writes: bool,
+    ) -> PyResult<Memory> {
+        if let Ok(matrix) = object.cast_exact::<Matrix>() {
+            return Ok(matrix.get().0.memory);
+        }
+        if object.is_instance_of::<Sharded>() {
+            return Err(self.refused(&format!(
+                "{name} is a Sharded and must be a matrix of this rank's own, such as its shard or its whole"
+            ), object.py()));
+        }
+        let given = given(object, self.group, self.call, name, writes)?;
+        self.kept.extend(given.owner);
+        Ok(given.memory)
+    }
+
+    pub fn optional(
+        &mut self,
+        object: Option<&Bound<'_, PyAny>>,
+        name: &str,
+    ) -> PyResult<Option<Memory>> {
+        object.map(|object| self.memory(object, name)).transpose()
+    }
+
+    /// An operand of this rank's own, with its scales if it has any.
+    pub fn operand(&mut self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<Operand> {
+        let Ok(scaled) = object.cast_exact::<Scaled>() else {
+            return Ok(Operand {
+                values: self.memory(object, name)?,
+                scales: None,
+            });
+        };
+        let (py, scaled) = (object.py(), scaled.get());
+        let scales = self.memory(scaled.scales.bind(py), &format!("the scales of {name}"))?;
+        Ok(Operand {
+            values: self.memory(scaled.values.bind(py), name)?,
+            scales: Some((scales, scaled.scaling)),
+        })
+    }
+
+    /// One weight, or a list or tuple of several.
+    pub fn weights(&mut self, object: &Bound<'_, PyAny>) -> PyResult<Vec<Operand>> {
+        listed(object)
+            .iter()
+            .map(|one| self.operand(one, "b"))
+            .collect()
+    }
+
+    /// One output, or a list or tuple of several.
+    pub fn outputs(&mut self, object: &Bound<'_, PyAny>) -> PyResult<Vec<Output>> {
+        let outputs = listed(object);
+        let outputs = outputs.iter().map(|one| {
+            let Ok(quantized) = one.cast_exact::<Quantized>() else {
+                return Ok(Output {
+                    values: self.written(one, "out")?,
+                    scales: None,
+                });
+            };
+            let (py, quantized) = (one.py(), quantized.get());
+            let scales = self.written(quantized.scales.bind(py), "the scales of out")?;
+            Ok(Output {
+                values: self.written(quantized.values.bind(py), "out")?,
+                scales: Some((scales, quantized.quantization)),
+            })
+        });
+        outputs.collect()
+    }
+
+    /// The error of an argument of another kind.
+    pub fn refused(&self, sentence: &str, py: Python<'_>) -> PyErr {
+        let rank = self.group.rank();
+        let sentence = format!("rank {rank}: {}: {sentence}", self.call);
+        argument(py, &sentence, rank, self.call)
+    }
+
+    /// Keeps the tensors until the operations so far are complete.
+    pub fn keep(self) {
+        for tensor in self.kept {
+            match self.group.backend() {
+                // The call was complete when it returned.
+                BackendKind::Host => drop(tensor),
+                BackendKind::Cuda => self.group.keep(Box::new(tensor)),
+            }
+        }
+    }
+}
+
+/// The objects of a list or a tuple, or the one that is none.
+fn listed<'py>(object: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
+    if let Ok(list) = object.cast::<PyList>() {
+        return list.iter().collect();
+    }
+    match object.cast::<PyTuple>() {
+        Ok(tuple) => tuple.iter().collect(),
+        Err(_) => vec![object.clone()],
+    }
+}
+
+/// Rows that are sharded, with their layout held.
+pub struct HeldRows<'a> {
+    pub shards: RwLockReadGuard<'a, AnyShards>,
+    scales: Option<HeldScales<'a>>,
+}
+
+enum HeldScales<'a> {
+    Own(Memory, Scaling),
+    Sharded(RwLockReadGuard<'a, AnyShards>, Scaling),
+}
+
+impl<'a> HeldRows<'a> {
+    /// The rows of a `Sharded`, or of a `Scaled` of one.
+    pub fn new<'py>(reader: &mut Reader, object: &'a Bound<'py, PyAny>) -> PyResult<HeldRows<'a>> {
+        let py = object.py();
+        let (values, scaled) = match object.cast_exact::<Scaled>() {
+            Ok(scaled) => (scaled.get().values.bind(py), Some(scaled.get())),
+            Err(_) => (object, None),
+        };
+        let shards = held(reader, values, "a")?;
+        let scales = match scaled {
+            None => None,
+            Some(Scaled {
+                scales, scaling, ..
+            }) => {
+                let scales = scales.bind(py);
+                Some(match scales.is_instance_of::<Sharded>() {
+                    true => HeldScales::Sharded(held(reader, scales, "the scales of a")?, *scaling),
+                    false => HeldScales::Own(reader.memory(scales, "the scales of a")?, *scaling),
+                })
+            }
+        };
+        Ok(HeldRows { shards, scales })
+    }
+
+    pub fn operand(&self) -> RowOperand<'_> {
+        let scales = self.scales.as_ref().map(|scales| match scales {
+            HeldScales::Own(memory, scaling) => ShardedScales::Own(*memory, *scaling),
+            HeldScales::Sharded(shards, scaling) => ShardedScales::Sharded(shards, *scaling),
+        });
+        RowOperand::Sharded(&self.shards, scales)
+    }
+}
+
+/// A sharded matrix with its layout held.
+pub fn held<'a>(
+    reader: &Reader,
+    object: &'a Bound<'_, PyAny>,
+    name: &str,
+) -> PyResult<RwLockReadGuard<'a, AnyShards>> {
+    let py = object.py();
+    match object.cast_exact::<Sharded>() {
+        Ok(sharded) => sharded.get().read(py),
+        Err(_) => {
+            let class = object.get_type().qualname()?;
+            let sentence =
+                format!("{name} is a {class} and must be a gemmesh.Sharded (Group.sharded)");
+            Err(reader.refused(&sentence, py))
+        }
+    }
+}
+
+/// Where a product goes: matrices of this rank's own, or a sharded matrix.
+pub enum HeldOutputs<'a> {
+    Own(Vec<Output>),
+    Sharded(RwLockReadGuard<'a, AnyShards>),
+}
+
+impl<'a> HeldOutputs<'a> {
+    pub fn new(reader: &mut Reader, object: &'a Bound<'_, PyAny>) -> PyResult<HeldOutputs<'a>> {
+        Ok(match object.is_instance_of::<Sharded>() {
+            true => HeldOutputs::Sharded(held(reader, object, "out")?),
+            false => HeldOutputs::Own(reader.outputs(object)?),
+        })
+    }
+
+    pub fn outputs(&self) -> Outputs<'_> {
+        match self {
+            HeldOutputs::Own(outputs) => Outputs::Own(outputs),
+            HeldOutputs::Sharded(shards) => Outputs::Sharded(shards),
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! Matrices whose rows are spread over the ranks.
+
+use std::sync::{Arc, RwLock, RwLockReadGuard, TryLockError};
+
+use gemmesh::raw::{AnyGroup, AnyShards, Memory};
+use pyo3::prelude::*;
+
+use crate::errors::{exception, misuse};
+use crate::matrix::{Freed, Kept, Matrix, copy};
+
+/// A row-major matrix [M, K] of which each rank owns some rows, in memory that all ranks map.
+///
+/// `Group.sharded` makes one. A rank writes its own rows (`shard`, `copy_from`). An operation that gathers fills the other
+/// rows, which stay there afterwards (`whole`).
+#[pyclass(frozen, module = "gemmesh")]
+pub struct Sharded {
+    shards: Freed<Arc<RwLock<AnyShards>>>,
+    group: Freed<Arc<dyn AnyGroup>>,
+}
+
+impl Sharded {
+    pub fn new(shards: AnyShards, group: Arc<dyn AnyGroup>) -> Sharded {
+        Sharded {
+            shards: Freed::new(Arc::new(RwLock::new(shards))),
+            group: Freed::new(group),
+        }
+    }
+
+    /// The matrix, for a call that reads its layout.
+    pub fn read(&self, py: Python<'_>) -> PyResult<RwLockReadGuard<'_, AnyShards>> {
+        self.shards.try_read().map_err(|_| in_use(py))
+    }
+
+    /// Memory of the matrix as a matrix of this rank's own.
+    fn part(&self, memory: Memory) -> Kept {
+        let owner = Arc::clone(&self.shards);
+        Kept::new(memory, Arc::clone(&self.group), owner)
+    }
+
+    fn own_rows(&self, py: Python<'_>) -> PyResult<Kept> {
+        let own = self.read(py)?.own_rows();
+        let memory = own.map_err(|error| exception(py, &error, Some(self.group.rank())))?;
+        Ok(self.part(memory))
+    }
+}
+
+fn in_use(py: Python<'_>) -> PyErr {
+    misuse(
+        py,
+        "another thread is in a call with this sharded matrix, or changes its rows; make one call after the other",
+    )
+}
+
+#[pymethods]
+impl Sharded {
+    /// [M, K]
+    #[getter]
+    fn shape(&self, py: Python<'_>) -> PyResult<(usize, usize)> {
+        let [m, k] = self.read(py)?.shape();
+        Ok((m, k))
+    }
+
+    /// The name of the type of its elements, such as "bf16".
+    #[getter]
+    fn dtype(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(self.read(py)?.dtype().to_string())
+    }
+
+    /// How many rows fit.
+    #[getter]
+    fn capacity(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.read(py)?.capacity())
+    }
+
+    /// The rows that this rank owns, as a range.
+    #[getter]
+    fn rows<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.rows_of(py, self.group.rank())
+    }
+
+    /// The rows that `rank` owns, as a range; empty if the group has no such rank.
+    fn rows_of<'py>(&self, py: Python<'py>, rank: usize) -> PyResult<Bound<'py, PyAny>> {
+        let rows = self.read(py)?.rows_of(rank);
+        let range = py.import("builtins")?.getattr("range")?;
+        range.call1((rows.start, rows.end))
+    }
+
+    /// Changes how many rows each rank owns: `rows[r]` for rank r. All ranks must give the same. The contents are lost.
+    fn set_rows(&self, py: Python<'_>, rows: Vec<usize>) -> PyResult<()> {
+        let mut shards = match self.shards.try_write() {
+            Ok(shards) => shards,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return Err(in_use(py)),
+        };
+        let set = shards.set_rows(&rows);
+        set.map_err(|error| exception(py, &error, Some(self.group.rank())))
+    }
+
+    /// This rank's own rows, as a matrix that may be written.
+    #[getter]
+    fn shard(&self, py: Python<'_>) -> PyResult<Matrix> {
+        Ok(Matrix(self.own_rows(py)?))
+    }
+
+    /// This rank's copy of the whole matrix. Rows of other ranks are there after a gather.
+    #[getter]
+    fn whole(&self, py: Python<'_>) -> PyResult<Matrix> {
+        let memory = self.read(py)?.whole();
+        Ok(Matrix(self.part(memory)))
+    }
+
+    /// Overwrites this rank's own rows with the values of `source`, a matrix or a tensor [rows, K] of the same type. The
+    /// copy runs after this rank's earlier operations and before its later ones.
+    fn copy_from(&self, py: Python<'_>, source: &Bound<'_, PyAny>) -> PyResult<()> {
+        copy(py, source, &self.own_rows(py)?)
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let shards = self.read(py)?;
+        let ([m, k], dtype) = (shards.shape(), shards.dtype());
+        let rows = shards.rows_of(self.group.rank());
+        Ok(format!("Sharded([{m}, {k}], {dtype}, rows {rows:?})"))
+    }
+}
