@@ -1,4 +1,5 @@
-//! Times what a call takes on the host, of rows that are known and of rows that are new, as in a serving loop.
+//! Times what a call takes on the host, of rows that are known and of rows that are new, as in a serving loop; and of one
+//! shape, prepared and not, for comparison with the packages in other languages.
 //!
 //! ```sh
 //! cargo bench --features cuda --bench calls
@@ -7,7 +8,7 @@
 use std::time::Instant;
 
 use gemmesh::testing::KEPT_PROGRAMS;
-use gemmesh::{Cuda, Group, Result, all_gather_matmul, bf16, launch};
+use gemmesh::{AllGatherMatmul, Cuda, Group, Result, all_gather_matmul, bf16, launch};
 
 const CAPACITY: usize = 8192;
 const N: usize = 1792;
@@ -28,6 +29,7 @@ fn main() -> Result<()> {
         return launch::launch(2);
     }
     let group = Group::<Cuda>::from_env()?;
+    one_shape(&group)?;
     // Few rows as in decoding, in every split.
     let few = (1..=64).flat_map(|m| (0..=m).map(move |first| [first, m - first]));
     let few: Vec<[usize; 2]> = few.collect();
@@ -37,6 +39,36 @@ fn main() -> Result<()> {
         let m = 1 + step * 7919 % CAPACITY;
         [step % (m + 1), m - step % (m + 1)]
     })
+}
+
+/// Prints the medians of calls of one shape.
+fn one_shape(group: &Group<Cuda>) -> Result<()> {
+    const M: usize = 128;
+    let a = group.sharded::<bf16>(M, K)?;
+    let b = group.zeros::<bf16>(N, K)?;
+    let mut out = group.zeros::<bf16>(M, N)?;
+    let prepared = AllGatherMatmul::new().prepare(&a, N)?;
+    let mut times = [Vec::new(), Vec::new()];
+    for _ in 0..CALLS / FLIGHT {
+        for (kind, times) in times.iter_mut().enumerate() {
+            group.synchronize()?;
+            group.barrier()?;
+            for _ in 0..FLIGHT {
+                let begin = Instant::now();
+                match kind {
+                    0 => prepared.run(&a, &b, &mut out)?,
+                    _ => all_gather_matmul(&a, &b, &mut out)?,
+                }
+                times.push(begin.elapsed().as_secs_f64() * 1e6);
+            }
+        }
+    }
+    group.synchronize()?;
+    if group.rank() == 0 {
+        let [prepared, planned] = times.map(|times| median(&times[CALLS - KEPT_PROGRAMS..]));
+        println!("M = {M}: prepared {prepared:.2}, not prepared {planned:.2}");
+    }
+    Ok(())
 }
 
 /// Prints the medians for the rows that `rows` gives by the number of a call, each once.

@@ -36,7 +36,7 @@ impl Function {
     ) -> Called {
         Python::attach(|py| {
             let call = || -> PyResult<()> {
-                let matrix = Matrix(Kept::new(memory, self.group.clone(), Arc::new(())));
+                let matrix = Matrix(Kept::of_chunk(memory, self.group.clone(), stream));
                 let range = py.import("builtins")?.getattr("range")?;
                 let rows = range.call1((rows.start, rows.end))?;
                 let chunk = py.import("gemmesh")?.getattr("Chunk")?;

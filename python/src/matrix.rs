@@ -8,6 +8,7 @@ use gemmesh::DType;
 use gemmesh::dlpack::DLDevice;
 use gemmesh::raw::{AnyGroup, BackendKind, Memory, Tensor, export, export_versioned};
 use pyo3::exceptions::{PyBufferError, PyValueError};
+use pyo3::ffi;
 use pyo3::prelude::*;
 
 use crate::errors::exception;
@@ -43,9 +44,19 @@ impl<T: Send + Clone> Clone for Freed<T> {
 
 impl<T: Send> Drop for Freed<T> {
     fn drop(&mut self) {
-        // At the end of the interpreter nobody else needs the GIL, and the value is dropped with this.
-        let value = &mut self.0;
-        let _ = Python::try_attach(|py| py.detach(|| drop(value.take())));
+        let Some(value) = self.0.take() else { return };
+        // SAFETY: the functions of Python's interface are called in their order, and the value holds no Python object.
+        // A library that gives a tensor back may have released the GIL without PyO3's knowledge, so PyO3 is not asked.
+        unsafe {
+            if ffi::Py_IsInitialized() == 0 {
+                return drop(value);
+            }
+            let held = ffi::PyGILState_Ensure();
+            let thread = ffi::PyEval_SaveThread();
+            drop(value);
+            ffi::PyEval_RestoreThread(thread);
+            ffi::PyGILState_Release(held);
+        }
     }
 }
 
@@ -54,6 +65,8 @@ impl<T: Send> Drop for Freed<T> {
 pub struct Kept {
     pub memory: Memory,
     pub group: Freed<Arc<dyn AnyGroup>>,
+    /// The stream on which an operation's function finds the memory. None if it is the group's.
+    stream: Option<usize>,
     _owner: Freed<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -66,7 +79,16 @@ impl Kept {
         Kept {
             memory,
             group: Freed::new(group),
+            stream: None,
             _owner: Freed::new(owner),
+        }
+    }
+
+    /// Rows for a function that an operation calls. The operation keeps them.
+    pub fn of_chunk(memory: Memory, group: Arc<dyn AnyGroup>, stream: usize) -> Kept {
+        Kept {
+            stream: Some(stream),
+            ..Kept::new(memory, group, Arc::new(()))
         }
     }
 
@@ -193,7 +215,10 @@ impl Matrix {
                 "a matrix is exported without a copy; copy the tensor that you get",
             ));
         }
-        order(py, &***group, stream)?;
+        match self.0.stream {
+            Some(own) => require_stream(&***group, own, stream)?,
+            None => order(py, &***group, stream)?,
+        }
         let owner: Box<dyn Any + Send> = Box::new(self.0.clone());
         match max_version {
             Some((1.., _)) => versioned_capsule(py, export_versioned(*memory, device, owner)),
@@ -218,6 +243,25 @@ impl Matrix {
             BackendKind::Cuda => format!("cuda:{device_id}"),
         };
         format!("Matrix({shape:?}, {dtype}, {place})")
+    }
+}
+
+/// Checks that rows for an operation's function are used on their own stream. The function makes no calls of the group,
+/// so it cannot order others.
+fn require_stream(group: &dyn AnyGroup, own: usize, stream: Option<i64>) -> PyResult<()> {
+    let is_own = match stream {
+        Some(-1) => true,
+        _ if group.backend() == BackendKind::Host => stream.is_none(),
+        Some(1) => own <= 1,
+        Some(stream) => stream as usize == own,
+        None => false,
+    };
+    match is_own {
+        true => Ok(()),
+        false => Err(PyBufferError::new_err(
+            "the rows of a chunk are used on chunk.stream; make it the current stream first, such as by \
+             torch.cuda.ExternalStream",
+        )),
     }
 }
 

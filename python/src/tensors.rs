@@ -4,6 +4,7 @@ use std::ffi::{CStr, c_int, c_void};
 use std::sync::Mutex;
 
 use gemmesh::dlpack::{DLDevice, DLManagedTensor, DLTensor};
+use gemmesh::error::called_at;
 use gemmesh::raw::{AnyGroup, BackendKind, Memory, Tensor, VersionedTensor};
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
@@ -166,7 +167,7 @@ fn exchanged(
             return Err(PyErr::fetch(py));
         }
         // SAFETY: the library's streams live as long as its tensors are used.
-        let set = unsafe { group.set_stream(stream as usize) };
+        let set = called_at(None, || unsafe { group.set_stream(stream as usize) });
         set.map_err(|error| exception(py, &error, Some(group.rank())))?;
     }
     Ok(Some(memory))

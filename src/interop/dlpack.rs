@@ -270,7 +270,20 @@ pub(super) fn dtype_of(of: DLDataType) -> Option<DType> {
 pub(super) fn dtype(of: DLDataType) -> String {
     match dtype_of(of) {
         Some(dtype) => dtype.to_string(),
-        None => format!("code {} of {} bits, {} lanes", of.code, of.bits, of.lanes),
+        None => unknown(of),
+    }
+}
+
+/// A DLPack type that this library does not have, in words.
+fn unknown(of: DLDataType) -> String {
+    let DLDataType { code, bits, lanes } = of;
+    match (code, lanes) {
+        (0, 1) => format!("i{bits}"),
+        (1, 1) => format!("u{bits}"),
+        (2, 1) => format!("f{bits}"),
+        (5, 1) => format!("complex{bits}"),
+        (6, 1) => "bool".into(),
+        _ => format!("code {code} of {bits} bits, {lanes} lanes"),
     }
 }
 

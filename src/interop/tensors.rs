@@ -129,12 +129,9 @@ pub unsafe fn memory_of(tensor: &DLTensor, device: DLDevice, argument: &str) -> 
         return Err(unsuitable("the layout", expected, format!("{strides:?}")));
     };
     if columns > 1 && strides[leading.len()] != 1 {
-        let found = format!("a stride of {}", strides[leading.len()]);
-        return Err(unsuitable(
-            "the last dimension",
-            "a stride of 1".into(),
-            found,
-        ));
+        let found = strides[leading.len()].to_string();
+        let what = "the stride of the last dimension";
+        return Err(unsuitable(what, "1".into(), found));
     }
     let extent = |extent: i64| usize::try_from(extent).unwrap_or(usize::MAX);
     let rows = leading.iter().map(|&rows| extent(rows));

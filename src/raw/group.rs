@@ -12,7 +12,7 @@ use super::{Memory, Placed};
 use crate::backend::Cuda;
 use crate::backend::{Backend, Host, Owner};
 use crate::element::{DType, F8E4M3, F8E5M2, bf16, f16};
-use crate::error::{Call, Error, Result};
+use crate::error::{Call, Error, Result, called_at};
 use crate::group::{Builder, GATHERED_BYTES, Group};
 use crate::interop::dlpack::{DLDevice, DLTensor};
 use crate::interop::tensors;
@@ -449,7 +449,7 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
             memory.check::<B>(argument)?;
             Ok(memory)
         });
-        self.judged(call, checked)
+        called_at(None, || self.judged(call, checked))
     }
 
     unsafe fn write(&self, to: Memory, bytes: &[u8]) -> Result<()> {

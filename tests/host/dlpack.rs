@@ -221,7 +221,7 @@ fn tensors_that_do_not_fit_are_refused_and_stay_the_callers() -> Result<()> {
         ("the dtype of a DLPack tensor is f16", |t| {
             t.tensor.dl_tensor.dtype.code = 2;
         }),
-        ("code 0 of 16 bits", |t| t.tensor.dl_tensor.dtype.code = 0),
+        ("i16", |t| t.tensor.dl_tensor.dtype.code = 0),
         ("the number of dimensions", |t| t.tensor.dl_tensor.ndim = 3),
         ("the distance of a row's elements", |t| t.strides = [1, 4]),
         ("the distance of rows", |t| t.strides = [3, 1]),
