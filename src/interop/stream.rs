@@ -40,7 +40,9 @@ impl Group<Cuda> {
 
     /// Puts later operations on `stream`, a CUstream of the device's primary context.
     ///
-    /// They begin after the stream's earlier work.
+    /// They begin after the stream's earlier work, and after the operations on the group's stream before. Operations that
+    /// are captured on `stream` wait for no operation that is not captured. So launch the graph behind those, for example
+    /// on the stream that they are on.
     ///
     /// ```no_run
     /// # fn set(group: gemmesh::Group<gemmesh::Cuda>, mine: *mut std::ffi::c_void) -> gemmesh::Result<()> {

@@ -73,7 +73,12 @@ impl Streams {
     /// has ended.
     pub unsafe fn set_main(&self, stream: Stream) -> Result<()> {
         let mut main = self.lock_main();
-        stream.wait_for(&main, &self.handed_over)?;
+        // Work that is not captured can't be waited for in a graph. Whoever launches the graph orders it behind that
+        // work, as the documentation of `Group::set_stream` says.
+        let begins_capture = stream.is_capturing()? && !main.is_capturing()?;
+        if !begins_capture {
+            stream.wait_for(&main, &self.handed_over)?;
+        }
         *main = Arc::new(stream);
         Ok(())
     }
