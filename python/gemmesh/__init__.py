@@ -16,7 +16,7 @@ Arguments are matrices of the group, or tensors of any library that speaks DLPac
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import errors
 from ._native import (
@@ -64,25 +64,6 @@ class Chunk(NamedTuple):
     stream: int
 
 
-def from_store(store: Any, rank: int, world: int, *, backend: str = "cuda", **options: Any) -> Group:
-    """Joins, as `rank`, a group of `world` ranks that share a `torch.distributed.Store`.
-
-    A job may make several groups with one store: each rank makes them in the same order. Backend and options are those
-    of `Group.from_env`.
-    """
-    name = options.get("name") or ""
-    number = store.add(f"gemmesh/{name}/{rank}", 1)
-
-    def gather(mine: bytes) -> list[bytes]:
-        # Only the bytes of rank 0 say something.
-        key = f"gemmesh/{name}/{number}/address"
-        if rank == 0:
-            store.set(key, mine)
-        return [bytes(store.get(key))] * world
-
-    return Group.from_callback(gather, rank, world, backend=backend, **options)
-
-
 __all__ = [
     "HAS_CUDA",
     "ArgumentError",
@@ -106,7 +87,6 @@ __all__ = [
     "Sharded",
     "Trace",
     "errors",
-    "from_store",
     "is_rank",
     "launch",
     "nvcc_release",

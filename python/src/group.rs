@@ -240,6 +240,25 @@ impl Group {
         })
     }
 
+    /// Joins, as `rank`, a group of `world` ranks that share a `torch.distributed.Store`.
+    ///
+    /// A job may make several groups with one store: all ranks make them in the same order. Backend and options are
+    /// those of `from_env`.
+    #[staticmethod]
+    #[pyo3(signature = (store, rank, world, *, backend="cuda", **options))]
+    fn from_store(
+        py: Python<'_>,
+        store: &Bound<'_, PyAny>,
+        rank: usize,
+        world: usize,
+        backend: &str,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Group> {
+        let gather = py.import("gemmesh._store")?.getattr("gather_by")?;
+        let gather = gather.call1((store, rank, world))?.unbind();
+        Group::from_callback(py, gather, rank, world, backend, options)
+    }
+
     /// Splits the group: ranks that give the same `color` become a group of their own, in the order of their keys.
     /// Collective. Options that are not given are those of this group.
     #[pyo3(signature = (color, key=0, **options))]

@@ -105,8 +105,9 @@ impl Kept {
 
     /// A tensor of another library, without a copy.
     pub fn adopted(object: &Bound<'_, PyAny>, group: &Arc<dyn AnyGroup>) -> PyResult<Kept> {
-        let tensor = managed(object, &**group)?;
-        let memory = memory_of(object.py(), &tensor, &**group, "Group.matrix", "the tensor")?;
+        const CALL: &str = "Group.matrix";
+        let tensor = managed(object, &**group, CALL, "the tensor")?;
+        let memory = memory_of(object.py(), &tensor, &**group, CALL, "the tensor")?;
         let adopted = Adopted {
             tensor: Some(tensor),
             group: group.clone(),

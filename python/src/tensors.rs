@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use gemmesh::dlpack::{DLDevice, DLManagedTensor, DLTensor};
 use gemmesh::error::called_at;
-use gemmesh::raw::{AnyGroup, BackendKind, Memory, Tensor, VersionedTensor};
+use gemmesh::raw::{AnyGroup, BackendKind, Memory, Tensor, VersionedTensor, wrong_device};
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict, PyType};
@@ -101,7 +101,7 @@ pub fn given(
             owner: None,
         });
     }
-    let tensor = managed(object, group)?;
+    let tensor = managed(object, group, call, name)?;
     let py = object.py();
     if writes && tensor.is_read_only() {
         let sentence = format!("{call}: {name} is read-only, and the call writes it");
@@ -174,7 +174,12 @@ fn exchanged(
 }
 
 /// The tensor of an object, by `__dlpack__`.
-pub fn managed(object: &Bound<'_, PyAny>, group: &dyn AnyGroup) -> PyResult<Tensor> {
+pub fn managed(
+    object: &Bound<'_, PyAny>,
+    group: &dyn AnyGroup,
+    call: &str,
+    name: &str,
+) -> PyResult<Tensor> {
     let py = object.py();
     let dlpack = match object.getattr(intern!(py, "__dlpack__")) {
         Ok(dlpack) => dlpack,
@@ -186,6 +191,18 @@ pub fn managed(object: &Bound<'_, PyAny>, group: &dyn AnyGroup) -> PyResult<Tens
             )));
         }
     };
+    // First, because a library refuses the streams of other devices in words of its own.
+    if let Ok(device) = object.call_method0(intern!(py, "__dlpack_device__")) {
+        let (device_type, device_id): (i32, i32) = device.extract()?;
+        let found = DLDevice {
+            device_type,
+            device_id,
+        };
+        if found != group.device() {
+            let error = wrong_device(group, call, name, found);
+            return Err(exception(py, &error, Some(group.rank())));
+        }
+    }
     let stream = match group.backend() {
         BackendKind::Host => py.None(),
         BackendKind::Cuda => group.stream().max(LEGACY_DEFAULT_STREAM).into_py_any(py)?,

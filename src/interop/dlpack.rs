@@ -287,7 +287,8 @@ fn unknown(of: DLDataType) -> String {
     }
 }
 
-pub(super) fn device(of: DLDevice) -> String {
+/// The device in words.
+pub(crate) fn device(of: DLDevice) -> String {
     match of.device_type {
         1 => "the host".into(),
         2 => format!("GPU {}", of.device_id),

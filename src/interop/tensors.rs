@@ -128,7 +128,7 @@ pub unsafe fn memory_of(tensor: &DLTensor, device: DLDevice, argument: &str) -> 
         let expected = "rows a fixed distance apart".into();
         return Err(unsuitable("the layout", expected, format!("{strides:?}")));
     };
-    if columns > 1 && strides[leading.len()] != 1 {
+    if columns > 1 && !extents.contains(&0) && strides[leading.len()] != 1 {
         let found = strides[leading.len()].to_string();
         let what = "the stride of the last dimension";
         return Err(unsuitable(what, "1".into(), found));

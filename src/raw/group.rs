@@ -605,6 +605,12 @@ fn require_bytes(memory: Memory, found: usize) -> refusal::Result<()> {
     refusal::require_count(&what, "byte", expected, "the buffer", found)
 }
 
+/// The refusal of a tensor that is on `found` and not on the group's device.
+pub fn wrong_device(group: &dyn AnyGroup, call: &str, argument: &str, found: DLDevice) -> Error {
+    let [expected, found] = [group.device(), found].map(crate::interop::dlpack::device);
+    unsuitable(group, call, argument, ["the device", &expected, &found])
+}
+
 /// An error of a door's own: an argument of `call` that no [`AnyGroup`] sees.
 pub fn unsuitable(
     group: &dyn AnyGroup,
