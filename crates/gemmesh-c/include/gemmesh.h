@@ -778,14 +778,16 @@ gemmesh_status gemmesh_all_gather_and_consume(const struct gemmesh_group *group,
                                               gemmesh_on_rows consume,
                                               void *context);
 
-// Adds the rows [m, N] that `produce` makes on all ranks. Each rank gets its rows of the sum in `out`, split evenly.
-// `produce` is called block by block, last for this rank's own rows, and a block is sent while the next is made. On the
-// host it writes the block's memory before it returns. On GPUs it puts its work on the block's stream.
+// Adds the rows [m, N] that `produce` makes on all ranks. Each rank gets its rows of the sum in `out`. `produce` is called
+// block by block, last for this rank's own rows, and a block is sent while the next is made. On the host it writes the
+// block's memory before it returns. On GPUs it puts its work on the block's stream.
 //
-// The rows of each other rank are made in at most `chunks` blocks, from 1 to 64, the same on every rank. 0: the default.
+// `rows` is NULL if the rows are split evenly, or says how many each rank gets, `row_count` numbers, m in all. The rows of each other rank are made in at most `chunks` blocks, from 1 to 64, the same on every rank. 0: the default.
 // Collective.
 gemmesh_status gemmesh_produce_and_reduce_scatter(const struct gemmesh_group *group,
                                                   size_t m,
+                                                  const size_t *rows,
+                                                  size_t row_count,
                                                   const struct gemmesh_memory *out,
                                                   size_t chunks,
                                                   gemmesh_on_rows produce,
@@ -802,10 +804,6 @@ gemmesh_status gemmesh_produce_and_all_to_all(const struct gemmesh_group *group,
 #ifdef __cplusplus
 }  // extern "C"
 #endif  // __cplusplus
-
-#ifdef __cplusplus
-extern "C++" {
-#endif
 
 // The default options of a group.
 static inline gemmesh_group_options gemmesh_group_options_default(void) {
@@ -857,7 +855,3 @@ static inline gemmesh_output gemmesh_output_of(gemmesh_memory values) {
     output.values = values;
     return output;
 }
-
-#ifdef __cplusplus
-}  // extern "C++"
-#endif

@@ -127,9 +127,10 @@ thread_local! {
     static LAST: RefCell<Option<Told>> = const { RefCell::new(None) };
 }
 
-/// Looks at the last failure on this thread.
-pub(crate) fn last<R>(f: impl FnOnce(Option<&Told>) -> R) -> R {
-    LAST.with(|last| f(last.borrow().as_ref()))
+/// Looks at the last failure on this thread. There is none while the thread ends.
+pub(crate) fn last<R>(otherwise: R, f: impl FnOnce(&Told) -> R) -> R {
+    let looked = LAST.try_with(|last| last.borrow().as_ref().map(f));
+    looked.ok().flatten().unwrap_or(otherwise)
 }
 
 /// A string of C, without what it cannot hold.

@@ -7,7 +7,7 @@ use gemmesh::raw::{Rows, RowsFor};
 use gemmesh::{AllGatherAndConsume, CallbackResult, ProduceAndAllToAll, ProduceAndReduceScatter};
 
 use crate::calls::{Call, guarded, in_group};
-use crate::convert::{described, memory, words};
+use crate::convert::{described, memory, slice, words};
 use crate::failure::{Failure, Result};
 use crate::group::gemmesh_group;
 use crate::sharded::{gemmesh_sharded, shards};
@@ -112,16 +112,18 @@ pub unsafe extern "C" fn gemmesh_all_gather_and_consume(
     )
 }
 
-/// Adds the rows [m, N] that `produce` makes on all ranks. Each rank gets its rows of the sum in `out`, split evenly.
-/// `produce` is called block by block, last for this rank's own rows, and a block is sent while the next is made. On the
-/// host it writes the block's memory before it returns. On GPUs it puts its work on the block's stream.
+/// Adds the rows [m, N] that `produce` makes on all ranks. Each rank gets its rows of the sum in `out`. `produce` is called
+/// block by block, last for this rank's own rows, and a block is sent while the next is made. On the host it writes the
+/// block's memory before it returns. On GPUs it puts its work on the block's stream.
 ///
-/// The rows of each other rank are made in at most `chunks` blocks, from 1 to 64, the same on every rank. 0: the default.
+/// `rows` is NULL if the rows are split evenly, or says how many each rank gets, `row_count` numbers, m in all. The rows of each other rank are made in at most `chunks` blocks, from 1 to 64, the same on every rank. 0: the default.
 /// Collective.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_produce_and_reduce_scatter(
     group: *const gemmesh_group,
     m: usize,
+    rows: *const usize,
+    row_count: usize,
     out: *const gemmesh_memory,
     chunks: usize,
     produce: gemmesh_on_rows,
@@ -130,10 +132,14 @@ pub unsafe extern "C" fn gemmesh_produce_and_reduce_scatter(
     const CALL: &str = "gemmesh_produce_and_reduce_scatter";
     in_group(CALL, Call::Collective, group, |group| {
         let callback = Callback::new("produce", produce, context)?;
-        let options = match chunks {
-            0 => ProduceAndReduceScatter::new(),
-            chunks => ProduceAndReduceScatter::new().chunks(chunks),
-        };
+        let mut options = ProduceAndReduceScatter::new();
+        if chunks != 0 {
+            options = options.chunks(chunks);
+        }
+        if !rows.is_null() {
+            // SAFETY: as the crate says.
+            options = options.rows(unsafe { slice("rows", rows, row_count)? });
+        }
         let mut produce = |rows: RowsFor| callback.produce(rows);
         // SAFETY: as the crate and the header's gemmesh_memory say.
         unsafe {

@@ -45,18 +45,18 @@ pub extern "C" fn gemmesh_version() -> *const c_char {
 /// It is valid until the next call on this thread fails, or the thread ends.
 #[unsafe(no_mangle)]
 pub extern "C" fn gemmesh_last_error() -> *const c_char {
-    last(|told| told.map_or(c"".as_ptr(), |told| told.sentence.as_ptr()))
+    last(c"".as_ptr(), |told| told.sentence.as_ptr())
 }
 
 /// The first rank at fault of the last call on this thread that failed, or -1 if no rank is.
 #[unsafe(no_mangle)]
 pub extern "C" fn gemmesh_last_error_rank() -> i64 {
-    last(|told| told.map_or(-1, |told| told.rank))
+    last(-1, |told| told.rank)
 }
 
 /// The name of the last call on this thread that failed, or NULL if none has failed. It is valid as long as the sentence.
 /// It may be the name of another rank's call.
 #[unsafe(no_mangle)]
 pub extern "C" fn gemmesh_last_error_call() -> *const c_char {
-    last(|told| told.map_or(ptr::null(), |told| told.call.as_ptr()))
+    last(ptr::null(), |told| told.call.as_ptr())
 }

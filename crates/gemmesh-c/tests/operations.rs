@@ -399,9 +399,13 @@ fn callbacks_get_rows_and_make_them() {
             assert_eq!(sum, 15.0);
             let to = memory(&mut out, 3, 1);
             let produce = Some(produce as _);
+            let rows_of = [3usize, 3];
+            let rows_of = if rank == 0 { null() } else { rows_of.as_ptr() };
             ok(gemmesh_produce_and_reduce_scatter(
                 group,
                 6,
+                rows_of,
+                2,
                 &to,
                 0,
                 produce,
