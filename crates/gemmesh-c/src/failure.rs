@@ -17,7 +17,7 @@ pub(crate) enum Failure {
     /// gemmesh says so.
     Gemmesh(Error),
     /// An argument that only this library sees.
-    Unsuitable(Unsuitable),
+    Unsuitable(Box<Unsuitable>),
     /// The call may not be made now.
     Misuse(String),
 }
@@ -44,12 +44,12 @@ impl Failure {
         expected: impl ToString,
         found: impl ToString,
     ) -> Failure {
-        Failure::Unsuitable(Unsuitable {
+        Failure::Unsuitable(Box::new(Unsuitable {
             argument: argument.into(),
             what,
             expected: expected.to_string(),
             found: found.to_string(),
-        })
+        }))
     }
 
     pub fn null(argument: &str) -> Failure {
@@ -71,7 +71,7 @@ impl Failure {
                     what,
                     expected,
                     found,
-                } = found;
+                } = *found;
                 let sentence =
                     format!("{call}: {what} of {argument} is {found} and must be {expected}");
                 Told::new(gemmesh_status::GEMMESH_ERROR_ARGUMENT, call, &sentence)

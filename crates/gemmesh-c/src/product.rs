@@ -151,8 +151,9 @@ unsafe fn output(output: &gemmesh_output) -> Result<Output> {
 /// A product's arguments as C gives them, of which the sharded matrices are held.
 struct Given {
     a: RowsGiven,
-    weights: SmallVec<[Operand; 4]>,
-    outputs: SmallVec<[Output; 4]>,
+    // Room for the usual numbers. More would take time to move.
+    weights: SmallVec<[Operand; 2]>,
+    outputs: SmallVec<[Output; 1]>,
     sharded_output: Option<Arc<AnyShards>>,
     bias: Option<Memory>,
     residual: Option<Memory>,
@@ -217,6 +218,18 @@ impl RowsGiven {
     }
 }
 
+/// Converts each of these. `collect` takes several times as long, because it moves what is large.
+fn each<C, A: smallvec::Array>(
+    given: &[C],
+    convert: impl Fn(&C) -> Result<A::Item>,
+) -> Result<SmallVec<A>> {
+    let mut converted = SmallVec::new();
+    for one in given {
+        converted.push(convert(one)?);
+    }
+    Ok(converted)
+}
+
 /// Two pointers of which one must be null.
 fn only_one(argument: &str, found: &str) -> Failure {
     Failure::unsuitable(argument, "the pointer", "given once", found)
@@ -229,14 +242,12 @@ impl Given {
         // SAFETY: as this function's, for all that the call points to.
         unsafe {
             let call = sized("the call", pointer)?;
-            let weights = slice("weights", call.weights, call.weight_count)?.iter();
-            let outputs = slice("outputs", call.outputs, call.output_count)?.iter();
+            let weights = slice("weights", call.weights, call.weight_count)?;
+            let outputs = slice("outputs", call.outputs, call.output_count)?;
             let given = Given {
                 a: RowsGiven::new(call)?,
-                weights: weights
-                    .map(|weight| operand("b", weight))
-                    .collect::<Result<_>>()?,
-                outputs: outputs.map(|out| output(out)).collect::<Result<_>>()?,
+                weights: each(weights, |weight| operand("b", weight))?,
+                outputs: each(outputs, |out| output(out))?,
                 sharded_output: shards_if_given("out", call.sharded_output)?,
                 bias: memory_if_given("bias", call.bias)?,
                 residual: memory_if_given("residual", call.residual)?,
