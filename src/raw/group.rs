@@ -187,8 +187,8 @@ pub trait AnyGroup: Any + Send + Sync {
     fn wait_times(&self) -> Vec<Duration>;
     fn check(&self) -> Result<()>;
     fn fail(&self, reason: &str) -> Error;
-    /// The error of a collective call that a door refuses, because of an argument that no other method sees: [`unsuitable`].
-    /// The ranks that wait for this rank in the call are told.
+    /// The error of a collective call that a door refuses, because of an argument that no other method sees:
+    /// [`unsuitable`]. The ranks that wait for this rank in the call are told.
     fn refuse(&self, call: &str, argument: &str, found: [&str; 3]) -> Error;
     fn split(&self, options: Options, color: usize, key: usize) -> Result<Arc<dyn AnyGroup>>;
     /// The stream of operations, a CUstream. Null on the host backend.

@@ -46,7 +46,7 @@ static double x_at(std::size_t i, std::size_t j) { return static_cast<double>((i
 static double weight_at(std::size_t i, std::size_t j) { return static_cast<double>((i * 5 + j) % 13) / 16 - 0.375; }
 
 // This rank's rows of y, of which there are `own.rows`.
-static std::vector<float> forward(gemmesh_group *group, gemmesh_sharded *x, const gemmesh_memory &own, std::size_t rank) {
+static std::vector<float> forward(gemmesh_group *group, gemmesh_sharded *x, gemmesh_memory own, std::size_t rank) {
     const std::size_t first = rank * PART;
     Matrix gate(PART, MODEL, [&](auto i, auto j) { return weight_at(first + i, j); });
     Matrix up(PART, MODEL, [&](auto i, auto j) { return weight_at(first + i, j + 1); });
@@ -83,7 +83,10 @@ static double exact(std::size_t i, std::size_t j, std::size_t world) {
     double y = x_at(i, j);
     for (std::size_t h = 0; h < world * PART; h++) {
         double gate = 0, up = 0;
-        for (std::size_t k = 0; k < MODEL; k++) gate += x_at(i, k) * weight_at(h, k), up += x_at(i, k) * weight_at(h, k + 1);
+        for (std::size_t k = 0; k < MODEL; k++) {
+            gate += x_at(i, k) * weight_at(h, k);
+            up += x_at(i, k) * weight_at(h, k + 1);
+        }
         y += gate / (1 + std::exp(-gate)) * up * weight_at(j, h);
     }
     return y;
@@ -112,7 +115,8 @@ int main(int argc, char **argv) try {
     const auto y = forward(joined, made, own, rank);
     for (std::size_t i = 0; i < y.size(); i++) {
         const double expected = exact(rows.first + i / MODEL, i % MODEL, world);
-        if (!(std::abs(y[i] - expected) < 0.02 * (1 + std::abs(expected)))) must(gemmesh_fail(joined, "a result is wrong"));
+        const bool fits = std::abs(y[i] - expected) < 0.02 * (1 + std::abs(expected));
+        if (!fits) must(gemmesh_fail(joined, "a result is wrong"));
     }
     std::printf("rank %zu: %zu rows are right\n", rank, rows.count);
 } catch (const std::exception &error) {

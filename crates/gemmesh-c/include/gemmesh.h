@@ -1,19 +1,20 @@
 // gemmesh: multi-GPU matrix products that hide their communication.
 //
-// Ranks are the workers of a group, numbered from 0 to W - 1, and each is a process or a thread. A collective call is one
-// that all ranks make, and all make the same collective calls in the same order. Matrices are row-major. M is rows, N is
-// output features, K is input features. A weight is [N, K].
+// Ranks are the workers of a group, numbered from 0 to W - 1, and each is a process or a thread. A collective call is
+// one that all ranks make, and all make the same collective calls in the same order. Matrices are row-major. M is rows,
+// N is output features, K is input features. A weight is [N, K].
 //
-// Errors. A function that can fail returns a gemmesh_status, and writes its results through its last pointers only if it
-// returns GEMMESH_OK. gemmesh_last_error() has the sentence. After GEMMESH_ERROR_ARGUMENT and GEMMESH_ERROR_MISUSE nothing
-// has been done, and the call may be made again with different arguments. Most other failures end the group on every rank,
-// and every rank learns which rank is at fault.
+// Errors. A function that can fail returns a gemmesh_status, and writes its results through its last pointers only if
+// it returns GEMMESH_OK. gemmesh_last_error() has the sentence. After GEMMESH_ERROR_ARGUMENT and GEMMESH_ERROR_MISUSE
+// nothing has been done, and the call may be made again with different arguments. Most other failures end the group on
+// every rank, and every rank learns which rank is at fault.
 //
-// Ownership. A handle is freed once, by its free function. Using a freed handle is an error. Matrices and prepared products
-// keep their group alive, so handles are freed in any order. Structs and arrays are read before a function returns, and
-// are not kept. A gemmesh_memory owns nothing.
+// Ownership. A handle is freed once, by its free function. Using a freed handle is an error. Matrices and prepared
+// products keep their group alive, so handles are freed in any order. Structs and arrays are read before a function
+// returns, and are not kept. A gemmesh_memory owns nothing.
 //
-// Threads. Any thread may use any handle. The calls of one group run one after the other. The error is that of the thread.
+// Threads. Any thread may use any handle. The calls of one group run one after the other. The error is that of the
+// thread.
 //
 // Callbacks run on the thread of the call. They must not throw, and must not call functions of the same group.
 
@@ -146,8 +147,8 @@ enum gemmesh_product_kind
  {
   // out [M, N] = a [M, K] * weight [N, K]^T, on this rank alone.
   GEMMESH_MATMUL = 0,
-  // The same, where a is sharded: its rows are gathered while they are multiplied. Afterwards a holds all rows on every
-  // rank. N may differ between ranks. Collective.
+  // The same, where a is sharded: its rows are gathered while they are multiplied. Afterwards a holds all rows on
+  // every rank. N may differ between ranks. Collective.
   GEMMESH_ALL_GATHER_MATMUL = 1,
   // Each rank has a part of K. Each rank gets its rows of the sum of all ranks' products: out is [own rows, N], or a
   // sharded matrix [M, N], of which this rank's rows are written. Collective.
@@ -305,8 +306,8 @@ typedef struct gemmesh_group_options {
   gemmesh_numerics numerics;
   // How long a rank waits in a call that all ranks have begun, in milliseconds. 0: 30 seconds.
   uint64_t timeout_ms;
-  // How long a rank waits for ranks that have not come to a call, in milliseconds. 0: as long as they live, and ten minutes
-  // until all have joined.
+  // How long a rank waits for ranks that have not come to a call, in milliseconds. 0: as long as they live, and ten
+  // minutes until all have joined.
   uint64_t arrival_timeout_ms;
   // Threads that work for this rank on the host backend. 0: this rank's part of the cores.
   size_t workers;
@@ -383,12 +384,13 @@ typedef struct gemmesh_product {
   int constant_weights;
   // In how many stages GEMMESH_ALL_GATHER_MATMUL gathers. 0: one.
   size_t stages;
-  // How many rows of the sum each rank gets of GEMMESH_MATMUL_REDUCE_SCATTER, one number for each rank. NULL: evenly.
+  // How many rows of the sum each rank gets of GEMMESH_MATMUL_REDUCE_SCATTER, one number for each rank. NULL:
+  // evenly.
   const size_t *rows;
   // How many numbers `rows` has.
   size_t row_count;
-  // For gemmesh_prepare and gemmesh_supported: the type of the weights. GEMMESH_NO_DTYPE: that of a, or GEMMESH_F8E4M3 if
-  // a is fp8.
+  // For gemmesh_prepare and gemmesh_supported: the type of the weights. GEMMESH_NO_DTYPE: that of a, or
+  // GEMMESH_F8E4M3 if a is fp8.
   gemmesh_dtype weight_dtype;
   // For gemmesh_prepare and gemmesh_supported: the type of the outputs. GEMMESH_NO_DTYPE: GEMMESH_F8E4M3 if they are
   // quantised, otherwise that of a, or GEMMESH_BF16 if a is fp8.
@@ -461,8 +463,8 @@ typedef struct gemmesh_product_call {
 
 // Rows that a callback gets.
 typedef struct gemmesh_rows {
-  // Their numbers. Rows that have arrived are numbered in the matrix. Rows to be made are numbered among the rows of the
-  // sum or, for gemmesh_produce_and_all_to_all, among those for the rank.
+  // Their numbers. Rows that have arrived are numbered in the matrix. Rows to be made are numbered among the rows of
+  // the sum or, for gemmesh_produce_and_all_to_all, among those for the rank.
   struct gemmesh_range rows;
   // The rank that owns rows that have arrived, or that gets rows to be made.
   size_t rank;
@@ -483,31 +485,31 @@ extern "C" {
 // The version of the library, such as "0.1.0".
 const char *gemmesh_version(void);
 
-// The whole sentence of the last call on this thread that failed. It names the rank at fault. Empty if none has failed.
-// It is valid until the next call on this thread fails, or the thread ends.
+// The whole sentence of the last call on this thread that failed. It names the rank at fault. Empty if none has
+// failed. It is valid until the next call on this thread fails, or the thread ends.
 const char *gemmesh_last_error(void);
 
 // The first rank at fault of the last call on this thread that failed, or -1 if no rank is.
 int64_t gemmesh_last_error_rank(void);
 
-// The name of the last call on this thread that failed, or NULL if none has failed. It is valid as long as the sentence.
-// It may be the name of another rank's call.
+// The name of the last call on this thread that failed, or NULL if none has failed. It is valid as long as the
+// sentence. It may be the name of another rank's call.
 const char *gemmesh_last_error_call(void);
 
-// Joins the group that a launcher (torchrun, mpirun, srun) describes in the environment. `options` may be NULL. Collective.
-gemmesh_status gemmesh_group_from_env(const struct gemmesh_group_options *options,
-                                      struct gemmesh_group **group);
+// Joins the group that a launcher (torchrun, mpirun, srun) describes in the environment. `options` may be NULL.
+// Collective.
+gemmesh_status gemmesh_group_from_env(const struct gemmesh_group_options *options, struct gemmesh_group **group);
 
-// Joins a group of `world` ranks of one host, which give the same address: a name of their choice. This process is rank
-// `rank`, from 0 to world - 1. `options` may be NULL. Collective.
+// Joins a group of `world` ranks of one host, which give the same address: a name of their choice. This process is
+// rank `rank`, from 0 to world - 1. `options` may be NULL. Collective.
 gemmesh_status gemmesh_group_connect(size_t rank,
                                      size_t world,
                                      const char *address,
                                      const struct gemmesh_group_options *options,
                                      struct gemmesh_group **group);
 
-// Joins a group whose ranks have no common address, but can send one another bytes, as by MPI or by a store. `gather` is
-// called once, with `context`. gemmesh_mpi.h has one for MPI. `options` may be NULL. Collective.
+// Joins a group whose ranks have no common address, but can send one another bytes, as by MPI or by a store. `gather`
+// is called once, with `context`. gemmesh_mpi.h has one for MPI. `options` may be NULL. Collective.
 gemmesh_status gemmesh_group_connect_with(size_t rank,
                                           size_t world,
                                           gemmesh_gather gather,
@@ -544,8 +546,8 @@ gemmesh_status gemmesh_group_device(const struct gemmesh_group *group, int32_t *
 // Addresses and pitches of matrices are multiples of so many bytes.
 gemmesh_status gemmesh_group_row_alignment(const struct gemmesh_group *group, size_t *bytes);
 
-// How many of `m` rows each rank owns, if they are split evenly. `rows` has room for a number for each rank, `count` of
-// them.
+// How many of `m` rows each rank owns, if they are split evenly. `rows` has room for a number for each rank, `count`
+// of them.
 gemmesh_status gemmesh_group_even_rows(const struct gemmesh_group *group, size_t m, size_t *rows, size_t count);
 
 // Waits until this rank's operations are complete.
@@ -554,33 +556,27 @@ gemmesh_status gemmesh_synchronize(const struct gemmesh_group *group);
 // Waits until all ranks have come to the barrier. Collective.
 gemmesh_status gemmesh_barrier(const struct gemmesh_group *group);
 
-// Sends this rank's `bytes` bytes to all ranks, and writes those of all ranks to `all`, by rank. All ranks send the same
-// number of bytes, so `all` has room for W times as many. Collective.
-gemmesh_status gemmesh_all_gather_bytes(const struct gemmesh_group *group,
-                                        const void *mine,
-                                        void *all,
-                                        size_t bytes);
+// Sends this rank's `bytes` bytes to all ranks, and writes those of all ranks to `all`, by rank. All ranks send the
+// same number of bytes, so `all` has room for W times as many. Collective.
+gemmesh_status gemmesh_all_gather_bytes(const struct gemmesh_group *group, const void *mine, void *all, size_t bytes);
 
-// How long this rank has waited for each other rank in operations, in nanoseconds, by rank. `times` has room for `count`
-// numbers, one for each rank.
-gemmesh_status gemmesh_wait_times(const struct gemmesh_group *group,
-                                  uint64_t *times,
-                                  size_t count);
+// How long this rank has waited for each other rank in operations, in nanoseconds, by rank. `times` has room for
+// `count` numbers, one for each rank.
+gemmesh_status gemmesh_wait_times(const struct gemmesh_group *group, uint64_t *times, size_t count);
 
 // Returns the group's failure, if it has failed.
 gemmesh_status gemmesh_check(const struct gemmesh_group *group);
 
-// Says that this rank's program has failed, and why. The group fails on every rank. Returns the status of that failure,
-// so that a program can return it.
+// Says that this rank's program has failed, and why. The group fails on every rank. Returns the status of that
+// failure, so that a program can return it.
 gemmesh_status gemmesh_fail(const struct gemmesh_group *group, const char *reason);
 
 // The CUstream on which the group's operations run. NULL on the host backend.
 gemmesh_status gemmesh_group_stream(const struct gemmesh_group *group, void **stream);
 
-// Puts later operations on a CUstream of the group's device, which stays valid until the group ends or has another. They
-// begin after the earlier ones. Nothing is done on the host backend.
-gemmesh_status gemmesh_group_set_stream(const struct gemmesh_group *group,
-                                        void *stream);
+// Puts later operations on a CUstream of the group's device, which stays valid until the group ends or has another.
+// They begin after the earlier ones. Nothing is done on the host backend.
+gemmesh_status gemmesh_group_set_stream(const struct gemmesh_group *group, void *stream);
 
 // Records a CUevent behind all operations so far. Nothing is done on the host backend.
 gemmesh_status gemmesh_record_event(const struct gemmesh_group *group, void *event);
@@ -608,15 +604,15 @@ gemmesh_status gemmesh_matrix_memory(const struct gemmesh_matrix *matrix, struct
 // Frees a matrix; NULL is none. Its memory is freed when the operations that use it are complete.
 gemmesh_status gemmesh_matrix_free(struct gemmesh_matrix *matrix);
 
-// Copies from the host, when the operations before are complete. The host's rows lie one behind the other, `bytes` bytes
-// in all.
+// Copies from the host, when the operations before are complete. The host's rows lie one behind the other, `bytes`
+// bytes in all.
 gemmesh_status gemmesh_copy_from_host(const struct gemmesh_group *group,
                                       const struct gemmesh_memory *to,
                                       const void *from,
                                       size_t bytes);
 
-// Copies to the host, when the operations before are complete. The host's rows lie one behind the other, `bytes` bytes in
-// all.
+// Copies to the host, when the operations before are complete. The host's rows lie one behind the other, `bytes` bytes
+// in all.
 gemmesh_status gemmesh_copy_to_host(const struct gemmesh_group *group,
                                     const struct gemmesh_memory *from,
                                     void *to,
@@ -634,8 +630,8 @@ gemmesh_status gemmesh_sharded_new(const struct gemmesh_group *group,
                                    size_t k,
                                    struct gemmesh_sharded **matrix);
 
-// Allocates a sharded matrix of which each rank owns as many rows as `rows` says: `count` numbers, by rank, the same on
-// every rank. Collective.
+// Allocates a sharded matrix of which each rank owns as many rows as `rows` says: `count` numbers, by rank, the same
+// on every rank. Collective.
 gemmesh_status gemmesh_sharded_new_by_rank(const struct gemmesh_group *group,
                                            gemmesh_dtype dtype,
                                            const size_t *rows,
@@ -643,16 +639,16 @@ gemmesh_status gemmesh_sharded_new_by_rank(const struct gemmesh_group *group,
                                            size_t k,
                                            struct gemmesh_sharded **matrix);
 
-// Allocates a sharded matrix with room for `capacity` rows, split evenly at first. gemmesh_sharded_set_rows says how many
-// there are. Collective.
+// Allocates a sharded matrix with room for `capacity` rows, split evenly at first. gemmesh_sharded_set_rows says how
+// many there are. Collective.
 gemmesh_status gemmesh_sharded_new_with_capacity(const struct gemmesh_group *group,
                                                  gemmesh_dtype dtype,
                                                  size_t capacity,
                                                  size_t k,
                                                  struct gemmesh_sharded **matrix);
 
-// Allocates a sharded matrix that is gathered in `stages` stages. Each rank's rows are cut into as many blocks, and memory
-// has the first block of each rank, then the second of each: gemmesh_sharded_blocks_of. Collective.
+// Allocates a sharded matrix that is gathered in `stages` stages. Each rank's rows are cut into as many blocks, and
+// memory has the first block of each rank, then the second of each: gemmesh_sharded_blocks_of. Collective.
 gemmesh_status gemmesh_sharded_new_staged(const struct gemmesh_group *group,
                                           gemmesh_dtype dtype,
                                           size_t m,
@@ -667,10 +663,9 @@ gemmesh_status gemmesh_sharded_free(struct gemmesh_sharded *matrix);
 // description is valid until the matrix has other rows or is freed.
 gemmesh_status gemmesh_sharded_whole(const struct gemmesh_sharded *matrix, struct gemmesh_memory *memory);
 
-// Describes the rows that this rank owns, to be read or written. They must lie in one place, so the matrix has one stage.
-// The description is valid until the matrix has other rows or is freed.
-gemmesh_status gemmesh_sharded_own_rows(const struct gemmesh_sharded *matrix,
-                                        struct gemmesh_memory *memory);
+// Describes the rows that this rank owns, to be read or written. They must lie in one place, so the matrix has one
+// stage. The description is valid until the matrix has other rows or is freed.
+gemmesh_status gemmesh_sharded_own_rows(const struct gemmesh_sharded *matrix, struct gemmesh_memory *memory);
 
 // The rows that `rank` owns, counted rank after rank. There are none if the group has no such rank.
 gemmesh_status gemmesh_sharded_rows_of(const struct gemmesh_sharded *matrix, size_t rank, struct gemmesh_range *rows);
@@ -686,21 +681,22 @@ gemmesh_status gemmesh_sharded_blocks_of(const struct gemmesh_sharded *matrix,
 // How many rows fit into the matrix.
 gemmesh_status gemmesh_sharded_capacity(const struct gemmesh_sharded *matrix, size_t *capacity);
 
-// Changes how many rows each rank owns. `rows` has `count` numbers, one for each rank. The contents are lost. It is not
-// collective, but all ranks give the same numbers. No call that uses the matrix may be running on another thread.
+// Changes how many rows each rank owns. `rows` has `count` numbers, one for each rank. The contents are lost. It is
+// not collective, but all ranks give the same numbers. No call that uses the matrix may be running on another thread.
 gemmesh_status gemmesh_sharded_set_rows(struct gemmesh_sharded *matrix, const size_t *rows, size_t count);
 
-// Runs a product: matmul, all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce. It returns when the operation has
-// been begun: wait by gemmesh_synchronize before the host reads the outputs. Collective, unless it is GEMMESH_MATMUL.
+// Runs a product: matmul, all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce. It returns when the operation
+// has been begun: wait by gemmesh_synchronize before the host reads the outputs. Collective, unless it is
+// GEMMESH_MATMUL.
 gemmesh_status gemmesh_run(const struct gemmesh_group *group,
                            const struct gemmesh_product *product,
                            const struct gemmesh_product_call *call);
 
 // Plans a product, so that it can run many times. The weights have the N of `widths`, `width_count` numbers.
 //
-// GEMMESH_MATMUL: a is [m, k], and `sharded` is NULL. GEMMESH_ALL_GATHER_MATMUL: a is like `sharded`, and m and k are not
-// read. GEMMESH_MATMUL_REDUCE_SCATTER: a is [m, k], and `sharded` is NULL, although sums may go to a sharded matrix.
-// GEMMESH_MATMUL_ALL_REDUCE: a is [m, k], and sums go to a matrix like `sharded`.
+// GEMMESH_MATMUL: a is [m, k], and `sharded` is NULL. GEMMESH_ALL_GATHER_MATMUL: a is like `sharded`, and m and k are
+// not read. GEMMESH_MATMUL_REDUCE_SCATTER: a is [m, k], and `sharded` is NULL, although sums may go to a sharded
+// matrix. GEMMESH_MATMUL_ALL_REDUCE: a is [m, k], and sums go to a matrix like `sharded`.
 gemmesh_status gemmesh_prepare(const struct gemmesh_group *group,
                                const struct gemmesh_product *product,
                                size_t m,
@@ -713,17 +709,16 @@ gemmesh_status gemmesh_prepare(const struct gemmesh_group *group,
 // Runs a prepared product, as gemmesh_run.
 gemmesh_status gemmesh_prepared_run(const struct gemmesh_prepared *prepared, const struct gemmesh_product_call *call);
 
-// How a prepared product is cut up, and how long that is expected to take: some lines of text. They are valid until it is
-// freed.
-gemmesh_status gemmesh_prepared_explain(const struct gemmesh_prepared *prepared,
-                                        const char **explanation);
+// How a prepared product is cut up, and how long that is expected to take: some lines of text. They are valid until it
+// is freed.
+gemmesh_status gemmesh_prepared_explain(const struct gemmesh_prepared *prepared, const char **explanation);
 
 // Frees a prepared product; NULL is none.
 gemmesh_status gemmesh_prepared_free(struct gemmesh_prepared *prepared);
 
 // Returns GEMMESH_OK if the group can multiply rows [m, k] with weights of the N of `widths`, `width_count` numbers.
-// Otherwise the status and the sentence are those that the call would give. `rows` is NULL, or says how many rows each rank
-// owns, `row_count` numbers; `m` is not read then. Each rank asks for itself.
+// Otherwise the status and the sentence are those that the call would give. `rows` is NULL, or says how many rows each
+// rank owns, `row_count` numbers; `m` is not read then. Each rank asks for itself.
 gemmesh_status gemmesh_supported(const struct gemmesh_group *group,
                                  const struct gemmesh_product *product,
                                  size_t m,
@@ -733,8 +728,8 @@ gemmesh_status gemmesh_supported(const struct gemmesh_group *group,
                                  const size_t *widths,
                                  size_t width_count);
 
-// Makes fp8 and its scales of bf16, f16 or f32. `out` is GEMMESH_F8E4M3, of the shape of `x`. `scales` is written, unless
-// the quantization is GEMMESH_QUANTIZATION_TENSOR. All three may be own rows of sharded matrices.
+// Makes fp8 and its scales of bf16, f16 or f32. `out` is GEMMESH_F8E4M3, of the shape of `x`. `scales` is written,
+// unless the quantization is GEMMESH_QUANTIZATION_TENSOR. All three may be own rows of sharded matrices.
 gemmesh_status gemmesh_quantize(const struct gemmesh_group *group,
                                 const struct gemmesh_memory *x,
                                 const struct gemmesh_memory *out,
@@ -747,7 +742,8 @@ gemmesh_status gemmesh_all_gather(const struct gemmesh_group *group, const struc
 // Gives every rank all rows of a sharded matrix as rank `root` has them. Collective.
 gemmesh_status gemmesh_broadcast(const struct gemmesh_group *group, const struct gemmesh_sharded *a, size_t root);
 
-// Adds the matrices [M, N] of all ranks. Each rank gets its rows of the sum in `out`, whose rows say how many. Collective.
+// Adds the matrices [M, N] of all ranks. Each rank gets its rows of the sum in `out`, whose rows say how many.
+// Collective.
 gemmesh_status gemmesh_reduce_scatter(const struct gemmesh_group *group,
                                       const struct gemmesh_memory *a,
                                       const struct gemmesh_memory *out);
@@ -757,8 +753,8 @@ gemmesh_status gemmesh_all_reduce(const struct gemmesh_group *group,
                                   const struct gemmesh_memory *a,
                                   const struct gemmesh_sharded *out);
 
-// Sends each rank its block of `a`: block r of rank s becomes block s of rank r, in a sharded matrix of the shape of `a`.
-// Collective.
+// Sends each rank its block of `a`: block r of rank s becomes block s of rank r, in a sharded matrix of the shape of
+// `a`. Collective.
 gemmesh_status gemmesh_all_to_all(const struct gemmesh_group *group,
                                   const struct gemmesh_memory *a,
                                   const struct gemmesh_sharded *out);
@@ -766,8 +762,8 @@ gemmesh_status gemmesh_all_to_all(const struct gemmesh_group *group,
 // Says why the callback that runs on this thread is about to return an error. The words are copied.
 gemmesh_status gemmesh_set_reason(const char *reason);
 
-// Gathers the rows of `a`, and calls `consume` for each chunk of rows that arrives, first for this rank's own. On the host
-// the rows have arrived when it is called. On GPUs it puts its work on the chunk's stream.
+// Gathers the rows of `a`, and calls `consume` for each chunk of rows that arrives, first for this rank's own. On the
+// host the rows have arrived when it is called. On GPUs it puts its work on the chunk's stream.
 //
 // Each other rank's rows are cut into `chunks` chunks, from 1 to 64, and gathered in `stages` stages. 0: the default.
 // Collective.
@@ -778,11 +774,12 @@ gemmesh_status gemmesh_all_gather_and_consume(const struct gemmesh_group *group,
                                               gemmesh_on_rows consume,
                                               void *context);
 
-// Adds the rows [m, N] that `produce` makes on all ranks. Each rank gets its rows of the sum in `out`. `produce` is called
-// block by block, last for this rank's own rows, and a block is sent while the next is made. On the host it writes the
-// block's memory before it returns. On GPUs it puts its work on the block's stream.
+// Adds the rows [m, N] that `produce` makes on all ranks. Each rank gets its rows of the sum in `out`. `produce` is
+// called block by block, last for this rank's own rows, and a block is sent while the next is made. On the host it
+// writes the block's memory before it returns. On GPUs it puts its work on the block's stream.
 //
-// `rows` is NULL if the rows are split evenly, or says how many each rank gets, `row_count` numbers, m in all. The rows of each other rank are made in at most `chunks` blocks, from 1 to 64, the same on every rank. 0: the default.
+// `rows` is NULL if the rows are split evenly, or says how many each rank gets, `row_count` numbers, m in all. The
+// rows of each other rank are made in at most `chunks` blocks, from 1 to 64, the same on every rank. 0: the default.
 // Collective.
 gemmesh_status gemmesh_produce_and_reduce_scatter(const struct gemmesh_group *group,
                                                   size_t m,
@@ -793,8 +790,8 @@ gemmesh_status gemmesh_produce_and_reduce_scatter(const struct gemmesh_group *gr
                                                   gemmesh_on_rows produce,
                                                   void *context);
 
-// Sends the rows that `produce` makes for each rank to that rank. Block s of `out` gets what rank s has made for this rank.
-// `produce` is called as by gemmesh_produce_and_reduce_scatter. Collective.
+// Sends the rows that `produce` makes for each rank to that rank. Block s of `out` gets what rank s has made for this
+// rank. `produce` is called as by gemmesh_produce_and_reduce_scatter. Collective.
 gemmesh_status gemmesh_produce_and_all_to_all(const struct gemmesh_group *group,
                                               const struct gemmesh_sharded *out,
                                               size_t chunks,

@@ -30,7 +30,8 @@ pub unsafe extern "C" fn gemmesh_broadcast(
     })
 }
 
-/// Adds the matrices [M, N] of all ranks. Each rank gets its rows of the sum in `out`, whose rows say how many. Collective.
+/// Adds the matrices [M, N] of all ranks. Each rank gets its rows of the sum in `out`, whose rows say how many.
+/// Collective.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_reduce_scatter(
     group: *const gemmesh_group,
@@ -56,8 +57,8 @@ pub unsafe extern "C" fn gemmesh_all_reduce(
     })
 }
 
-/// Sends each rank its block of `a`: block r of rank s becomes block s of rank r, in a sharded matrix of the shape of `a`.
-/// Collective.
+/// Sends each rank its block of `a`: block r of rank s becomes block s of rank r, in a sharded matrix of the shape of
+/// `a`. Collective.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_all_to_all(
     group: *const gemmesh_group,

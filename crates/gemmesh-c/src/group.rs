@@ -63,7 +63,8 @@ unsafe fn options(pointer: *const gemmesh_group_options) -> Result<(BackendKind,
     Ok((numbers::backend(options.backend)?, converted))
 }
 
-/// Joins the group that a launcher (torchrun, mpirun, srun) describes in the environment. `options` may be NULL. Collective.
+/// Joins the group that a launcher (torchrun, mpirun, srun) describes in the environment. `options` may be NULL.
+/// Collective.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_group_from_env(
     options: *const gemmesh_group_options,
@@ -79,8 +80,8 @@ pub unsafe extern "C" fn gemmesh_group_from_env(
     })
 }
 
-/// Joins a group of `world` ranks of one host, which give the same address: a name of their choice. This process is rank
-/// `rank`, from 0 to world - 1. `options` may be NULL. Collective.
+/// Joins a group of `world` ranks of one host, which give the same address: a name of their choice. This process is
+/// rank `rank`, from 0 to world - 1. `options` may be NULL. Collective.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_group_connect(
     rank: usize,
@@ -105,8 +106,8 @@ pub unsafe extern "C" fn gemmesh_group_connect(
     })
 }
 
-/// Joins a group whose ranks have no common address, but can send one another bytes, as by MPI or by a store. `gather` is
-/// called once, with `context`. gemmesh_mpi.h has one for MPI. `options` may be NULL. Collective.
+/// Joins a group whose ranks have no common address, but can send one another bytes, as by MPI or by a store. `gather`
+/// is called once, with `context`. gemmesh_mpi.h has one for MPI. `options` may be NULL. Collective.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_group_connect_with(
     rank: usize,
@@ -252,8 +253,8 @@ pub unsafe extern "C" fn gemmesh_group_row_alignment(
     })
 }
 
-/// How many of `m` rows each rank owns, if they are split evenly. `rows` has room for a number for each rank, `count` of
-/// them.
+/// How many of `m` rows each rank owns, if they are split evenly. `rows` has room for a number for each rank, `count`
+/// of them.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_group_even_rows(
     group: *const gemmesh_group,
@@ -303,8 +304,8 @@ pub unsafe extern "C" fn gemmesh_barrier(group: *const gemmesh_group) -> gemmesh
     })
 }
 
-/// Sends this rank's `bytes` bytes to all ranks, and writes those of all ranks to `all`, by rank. All ranks send the same
-/// number of bytes, so `all` has room for W times as many. Collective.
+/// Sends this rank's `bytes` bytes to all ranks, and writes those of all ranks to `all`, by rank. All ranks send the
+/// same number of bytes, so `all` has room for W times as many. Collective.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_all_gather_bytes(
     group: *const gemmesh_group,
@@ -334,8 +335,8 @@ pub unsafe extern "C" fn gemmesh_all_gather_bytes(
     })
 }
 
-/// How long this rank has waited for each other rank in operations, in nanoseconds, by rank. `times` has room for `count`
-/// numbers, one for each rank.
+/// How long this rank has waited for each other rank in operations, in nanoseconds, by rank. `times` has room for
+/// `count` numbers, one for each rank.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_wait_times(
     group: *const gemmesh_group,
@@ -361,8 +362,8 @@ pub unsafe extern "C" fn gemmesh_check(group: *const gemmesh_group) -> gemmesh_s
     )
 }
 
-/// Says that this rank's program has failed, and why. The group fails on every rank. Returns the status of that failure,
-/// so that a program can return it.
+/// Says that this rank's program has failed, and why. The group fails on every rank. Returns the status of that
+/// failure, so that a program can return it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_fail(
     group: *const gemmesh_group,
@@ -387,8 +388,8 @@ pub unsafe extern "C" fn gemmesh_group_stream(
     })
 }
 
-/// Puts later operations on a CUstream of the group's device, which stays valid until the group ends or has another. They
-/// begin after the earlier ones. Nothing is done on the host backend.
+/// Puts later operations on a CUstream of the group's device, which stays valid until the group ends or has another.
+/// They begin after the earlier ones. Nothing is done on the host backend.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_group_set_stream(
     group: *const gemmesh_group,

@@ -3,10 +3,9 @@
 //! The library converts C's descriptions to those of `gemmesh::raw` and back. What operations do is said in gemmesh's
 //! own documentation.
 //!
-//! # Safety
-//! All functions ask the same of their caller. A pointer is null or points to what its type and the function's text
-//! say, until the function returns. Null pointers, numbers that no enumeration has, and handles that were freed or never
-//! given are errors. Handles are numbers, which are looked up and never followed.
+//! # Safety All functions ask the same of their caller. A pointer is null or points to what its type and the function's
+//! text say, until the function returns. Null pointers, numbers that no enumeration has, and handles that were freed or
+//! never given are errors. Handles are numbers, which are looked up and never followed.
 #![allow(unsafe_code)]
 // As the module says, for all functions.
 #![allow(clippy::missing_safety_doc)]

@@ -79,8 +79,8 @@ impl Callback {
     }
 }
 
-/// Gathers the rows of `a`, and calls `consume` for each chunk of rows that arrives, first for this rank's own. On the host
-/// the rows have arrived when it is called. On GPUs it puts its work on the chunk's stream.
+/// Gathers the rows of `a`, and calls `consume` for each chunk of rows that arrives, first for this rank's own. On the
+/// host the rows have arrived when it is called. On GPUs it puts its work on the chunk's stream.
 ///
 /// Each other rank's rows are cut into `chunks` chunks, from 1 to 64, and gathered in `stages` stages. 0: the default.
 /// Collective.
@@ -112,11 +112,12 @@ pub unsafe extern "C" fn gemmesh_all_gather_and_consume(
     )
 }
 
-/// Adds the rows [m, N] that `produce` makes on all ranks. Each rank gets its rows of the sum in `out`. `produce` is called
-/// block by block, last for this rank's own rows, and a block is sent while the next is made. On the host it writes the
-/// block's memory before it returns. On GPUs it puts its work on the block's stream.
+/// Adds the rows [m, N] that `produce` makes on all ranks. Each rank gets its rows of the sum in `out`. `produce` is
+/// called block by block, last for this rank's own rows, and a block is sent while the next is made. On the host it
+/// writes the block's memory before it returns. On GPUs it puts its work on the block's stream.
 ///
-/// `rows` is NULL if the rows are split evenly, or says how many each rank gets, `row_count` numbers, m in all. The rows of each other rank are made in at most `chunks` blocks, from 1 to 64, the same on every rank. 0: the default.
+/// `rows` is NULL if the rows are split evenly, or says how many each rank gets, `row_count` numbers, m in all. The
+/// rows of each other rank are made in at most `chunks` blocks, from 1 to 64, the same on every rank. 0: the default.
 /// Collective.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_produce_and_reduce_scatter(
@@ -148,8 +149,8 @@ pub unsafe extern "C" fn gemmesh_produce_and_reduce_scatter(
     })
 }
 
-/// Sends the rows that `produce` makes for each rank to that rank. Block s of `out` gets what rank s has made for this rank.
-/// `produce` is called as by gemmesh_produce_and_reduce_scatter. Collective.
+/// Sends the rows that `produce` makes for each rank to that rank. Block s of `out` gets what rank s has made for this
+/// rank. `produce` is called as by gemmesh_produce_and_reduce_scatter. Collective.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_produce_and_all_to_all(
     group: *const gemmesh_group,

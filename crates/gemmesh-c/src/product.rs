@@ -285,8 +285,9 @@ unsafe fn waiting(product: *const gemmesh_product) -> Call {
     }
 }
 
-/// Runs a product: matmul, all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce. It returns when the operation has
-/// been begun: wait by gemmesh_synchronize before the host reads the outputs. Collective, unless it is GEMMESH_MATMUL.
+/// Runs a product: matmul, all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce. It returns when the operation
+/// has been begun: wait by gemmesh_synchronize before the host reads the outputs. Collective, unless it is
+/// GEMMESH_MATMUL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_run(
     group: *const gemmesh_group,
@@ -306,9 +307,9 @@ pub unsafe extern "C" fn gemmesh_run(
 
 /// Plans a product, so that it can run many times. The weights have the N of `widths`, `width_count` numbers.
 ///
-/// GEMMESH_MATMUL: a is [m, k], and `sharded` is NULL. GEMMESH_ALL_GATHER_MATMUL: a is like `sharded`, and m and k are not
-/// read. GEMMESH_MATMUL_REDUCE_SCATTER: a is [m, k], and `sharded` is NULL, although sums may go to a sharded matrix.
-/// GEMMESH_MATMUL_ALL_REDUCE: a is [m, k], and sums go to a matrix like `sharded`.
+/// GEMMESH_MATMUL: a is [m, k], and `sharded` is NULL. GEMMESH_ALL_GATHER_MATMUL: a is like `sharded`, and m and k are
+/// not read. GEMMESH_MATMUL_REDUCE_SCATTER: a is [m, k], and `sharded` is NULL, although sums may go to a sharded
+/// matrix. GEMMESH_MATMUL_ALL_REDUCE: a is [m, k], and sums go to a matrix like `sharded`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_prepare(
     group: *const gemmesh_group,
@@ -365,8 +366,8 @@ pub unsafe extern "C" fn gemmesh_prepared_run(
     })
 }
 
-/// How a prepared product is cut up, and how long that is expected to take: some lines of text. They are valid until it is
-/// freed.
+/// How a prepared product is cut up, and how long that is expected to take: some lines of text. They are valid until it
+/// is freed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_prepared_explain(
     prepared: *const gemmesh_prepared,
@@ -393,8 +394,8 @@ pub unsafe extern "C" fn gemmesh_prepared_free(prepared: *mut gemmesh_prepared) 
 }
 
 /// Returns GEMMESH_OK if the group can multiply rows [m, k] with weights of the N of `widths`, `width_count` numbers.
-/// Otherwise the status and the sentence are those that the call would give. `rows` is NULL, or says how many rows each rank
-/// owns, `row_count` numbers; `m` is not read then. Each rank asks for itself.
+/// Otherwise the status and the sentence are those that the call would give. `rows` is NULL, or says how many rows each
+/// rank owns, `row_count` numbers; `m` is not read then. Each rank asks for itself.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_supported(
     group: *const gemmesh_group,
@@ -419,8 +420,8 @@ pub unsafe extern "C" fn gemmesh_supported(
     })
 }
 
-/// Makes fp8 and its scales of bf16, f16 or f32. `out` is GEMMESH_F8E4M3, of the shape of `x`. `scales` is written, unless
-/// the quantization is GEMMESH_QUANTIZATION_TENSOR. All three may be own rows of sharded matrices.
+/// Makes fp8 and its scales of bf16, f16 or f32. `out` is GEMMESH_F8E4M3, of the shape of `x`. `scales` is written,
+/// unless the quantization is GEMMESH_QUANTIZATION_TENSOR. All three may be own rows of sharded matrices.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_quantize(
     group: *const gemmesh_group,

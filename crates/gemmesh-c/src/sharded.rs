@@ -70,8 +70,8 @@ pub unsafe extern "C" fn gemmesh_sharded_new(
     unsafe { make("gemmesh_sharded_new", group, (dtype, k), split, matrix) }
 }
 
-/// Allocates a sharded matrix of which each rank owns as many rows as `rows` says: `count` numbers, by rank, the same on
-/// every rank. Collective.
+/// Allocates a sharded matrix of which each rank owns as many rows as `rows` says: `count` numbers, by rank, the same
+/// on every rank. Collective.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_sharded_new_by_rank(
     group: *const gemmesh_group,
@@ -95,8 +95,8 @@ pub unsafe extern "C" fn gemmesh_sharded_new_by_rank(
     }
 }
 
-/// Allocates a sharded matrix with room for `capacity` rows, split evenly at first. gemmesh_sharded_set_rows says how many
-/// there are. Collective.
+/// Allocates a sharded matrix with room for `capacity` rows, split evenly at first. gemmesh_sharded_set_rows says how
+/// many there are. Collective.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_sharded_new_with_capacity(
     group: *const gemmesh_group,
@@ -118,8 +118,8 @@ pub unsafe extern "C" fn gemmesh_sharded_new_with_capacity(
     }
 }
 
-/// Allocates a sharded matrix that is gathered in `stages` stages. Each rank's rows are cut into as many blocks, and memory
-/// has the first block of each rank, then the second of each: gemmesh_sharded_blocks_of. Collective.
+/// Allocates a sharded matrix that is gathered in `stages` stages. Each rank's rows are cut into as many blocks, and
+/// memory has the first block of each rank, then the second of each: gemmesh_sharded_blocks_of. Collective.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_sharded_new_staged(
     group: *const gemmesh_group,
@@ -167,8 +167,8 @@ pub unsafe extern "C" fn gemmesh_sharded_whole(
     })
 }
 
-/// Describes the rows that this rank owns, to be read or written. They must lie in one place, so the matrix has one stage.
-/// The description is valid until the matrix has other rows or is freed.
+/// Describes the rows that this rank owns, to be read or written. They must lie in one place, so the matrix has one
+/// stage. The description is valid until the matrix has other rows or is freed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_sharded_own_rows(
     matrix: *const gemmesh_sharded,
@@ -233,8 +233,8 @@ pub unsafe extern "C" fn gemmesh_sharded_capacity(
     })
 }
 
-/// Changes how many rows each rank owns. `rows` has `count` numbers, one for each rank. The contents are lost. It is not
-/// collective, but all ranks give the same numbers. No call that uses the matrix may be running on another thread.
+/// Changes how many rows each rank owns. `rows` has `count` numbers, one for each rank. The contents are lost. It is
+/// not collective, but all ranks give the same numbers. No call that uses the matrix may be running on another thread.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_sharded_set_rows(
     matrix: *mut gemmesh_sharded,

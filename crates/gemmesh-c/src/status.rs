@@ -41,8 +41,8 @@ pub extern "C" fn gemmesh_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// The whole sentence of the last call on this thread that failed. It names the rank at fault. Empty if none has failed.
-/// It is valid until the next call on this thread fails, or the thread ends.
+/// The whole sentence of the last call on this thread that failed. It names the rank at fault. Empty if none has
+/// failed. It is valid until the next call on this thread fails, or the thread ends.
 #[unsafe(no_mangle)]
 pub extern "C" fn gemmesh_last_error() -> *const c_char {
     last(c"".as_ptr(), |told| told.sentence.as_ptr())
@@ -54,8 +54,8 @@ pub extern "C" fn gemmesh_last_error_rank() -> i64 {
     last(-1, |told| told.rank)
 }
 
-/// The name of the last call on this thread that failed, or NULL if none has failed. It is valid as long as the sentence.
-/// It may be the name of another rank's call.
+/// The name of the last call on this thread that failed, or NULL if none has failed. It is valid as long as the
+/// sentence. It may be the name of another rank's call.
 #[unsafe(no_mangle)]
 pub extern "C" fn gemmesh_last_error_call() -> *const c_char {
     last(ptr::null(), |told| told.call.as_ptr())

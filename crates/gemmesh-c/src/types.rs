@@ -59,8 +59,8 @@ pub enum gemmesh_dtype {
 pub enum gemmesh_product_kind {
     /// out [M, N] = a [M, K] * weight [N, K]^T, on this rank alone.
     GEMMESH_MATMUL = 0,
-    /// The same, where a is sharded: its rows are gathered while they are multiplied. Afterwards a holds all rows on every
-    /// rank. N may differ between ranks. Collective.
+    /// The same, where a is sharded: its rows are gathered while they are multiplied. Afterwards a holds all rows on
+    /// every rank. N may differ between ranks. Collective.
     GEMMESH_ALL_GATHER_MATMUL = 1,
     /// Each rank has a part of K. Each rank gets its rows of the sum of all ranks' products: out is [own rows, N], or a
     /// sharded matrix [M, N], of which this rank's rows are written. Collective.
@@ -179,8 +179,8 @@ pub struct gemmesh_group_options {
     pub numerics: NumericsNumber,
     /// How long a rank waits in a call that all ranks have begun, in milliseconds. 0: 30 seconds.
     pub timeout_ms: u64,
-    /// How long a rank waits for ranks that have not come to a call, in milliseconds. 0: as long as they live, and ten minutes
-    /// until all have joined.
+    /// How long a rank waits for ranks that have not come to a call, in milliseconds. 0: as long as they live, and ten
+    /// minutes until all have joined.
     pub arrival_timeout_ms: u64,
     /// Threads that work for this rank on the host backend. 0: this rank's part of the cores.
     pub workers: usize,
@@ -274,12 +274,13 @@ pub struct gemmesh_product {
     pub constant_weights: c_int,
     /// In how many stages GEMMESH_ALL_GATHER_MATMUL gathers. 0: one.
     pub stages: usize,
-    /// How many rows of the sum each rank gets of GEMMESH_MATMUL_REDUCE_SCATTER, one number for each rank. NULL: evenly.
+    /// How many rows of the sum each rank gets of GEMMESH_MATMUL_REDUCE_SCATTER, one number for each rank. NULL:
+    /// evenly.
     pub rows: *const usize,
     /// How many numbers `rows` has.
     pub row_count: usize,
-    /// For gemmesh_prepare and gemmesh_supported: the type of the weights. GEMMESH_NO_DTYPE: that of a, or GEMMESH_F8E4M3 if
-    /// a is fp8.
+    /// For gemmesh_prepare and gemmesh_supported: the type of the weights. GEMMESH_NO_DTYPE: that of a, or
+    /// GEMMESH_F8E4M3 if a is fp8.
     pub weight_dtype: DtypeNumber,
     /// For gemmesh_prepare and gemmesh_supported: the type of the outputs. GEMMESH_NO_DTYPE: GEMMESH_F8E4M3 if they are
     /// quantised, otherwise that of a, or GEMMESH_BF16 if a is fp8.
@@ -324,8 +325,8 @@ pub struct gemmesh_product_call {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct gemmesh_rows {
-    /// Their numbers. Rows that have arrived are numbered in the matrix. Rows to be made are numbered among the rows of the
-    /// sum or, for gemmesh_produce_and_all_to_all, among those for the rank.
+    /// Their numbers. Rows that have arrived are numbered in the matrix. Rows to be made are numbered among the rows of
+    /// the sum or, for gemmesh_produce_and_all_to_all, among those for the rank.
     pub rows: gemmesh_range,
     /// The rank that owns rows that have arrived, or that gets rows to be made.
     pub rank: usize,
