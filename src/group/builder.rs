@@ -351,6 +351,8 @@ impl<B: Backend> Builder<B> {
         gather: impl FnOnce(&[u8; GATHERED_BYTES]) -> Result<Vec<Vec<u8>>, Box<dyn std::error::Error>>,
     ) -> Result<Group<B>> {
         const CALL: &str = "Group::connect_with";
+        // All ranks give the same size, so all are refused before any waits in its gather.
+        limit("the world size", world, 1, MAX_WORLD).map_err(Refusal::of(rank, CALL))?;
         let drawn = match rank {
             0 => address::draw(),
             _ => Ok(String::new()),
@@ -369,7 +371,7 @@ impl<B: Backend> Builder<B> {
         let gathered = gathered?;
         let bytes: usize = gathered.iter().map(Vec::len).sum();
         let of = Refusal::of(rank, CALL);
-        let expected = world.saturating_mul(GATHERED_BYTES);
+        let expected = world * GATHERED_BYTES;
         require_count("the group", "byte", expected, "what was gathered", bytes).map_err(of)?;
         let first = gathered.concat();
         let address = String::from_utf8_lossy(&first[..GATHERED_BYTES.min(first.len())]);

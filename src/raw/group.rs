@@ -21,7 +21,7 @@ use crate::ops::{
     quantize,
 };
 use crate::refusal::{self, Refusal};
-use crate::schedule::{Numerics, Quantization};
+use crate::schedule::{Numerics, Quantization, Scaling};
 use crate::trace::{Timeline, Trace};
 
 /// Which backend a group has.
@@ -179,6 +179,8 @@ pub trait AnyGroup: Any + Send + Sync {
     /// Rows begin at multiples of so many bytes.
     fn row_alignment(&self) -> usize;
     fn even_rows(&self, m: usize) -> Vec<usize>;
+    /// The columns of sharded scales of rows [M, K], [`Scaling::ShardedRows`] or [`Scaling::ShardedBlocks`].
+    fn scale_columns(&self, scaling: Scaling, k: usize) -> usize;
 
     fn synchronize(&self) -> Result<()>;
     fn barrier(&self) -> Result<()>;
@@ -188,6 +190,9 @@ pub trait AnyGroup: Any + Send + Sync {
     fn collect(&self, trace: &Trace) -> Result<Timeline>;
     fn check(&self) -> Result<()>;
     fn fail(&self, reason: &str) -> Error;
+    /// The error of a collective call that a door refuses, because of an argument that no other method sees:
+    /// [`unsuitable`]. The ranks that wait for this rank in the call are told.
+    fn refuse(&self, call: &str, argument: &str, found: [&str; 3]) -> Error;
     fn split(&self, options: Options, color: usize, key: usize) -> Result<Arc<dyn AnyGroup>>;
     /// The stream of operations, a CUstream. Null on the host backend.
     fn stream(&self) -> usize;
@@ -333,6 +338,13 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
         self.even_rows(m)
     }
 
+    fn scale_columns(&self, scaling: Scaling, k: usize) -> usize {
+        match scaling {
+            Scaling::ShardedBlocks => crate::ShardedScales::<B>::columns_of_blocks(k),
+            _ => crate::ShardedScales::<B>::columns_of_rows(),
+        }
+    }
+
     fn synchronize(&self) -> Result<()> {
         self.synchronize()
     }
@@ -359,6 +371,10 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
 
     fn fail(&self, reason: &str) -> Error {
         self.fail(reason)
+    }
+
+    fn refuse(&self, call: &str, argument: &str, found: [&str; 3]) -> Error {
+        self.refusal(call)(unsuited(argument, found))
     }
 
     fn split(&self, options: Options, color: usize, key: usize) -> Result<Arc<dyn AnyGroup>> {
@@ -612,17 +628,16 @@ pub fn wrong_device(group: &dyn AnyGroup, call: &str, argument: &str, found: DLD
 }
 
 /// An error of a door's own: an argument of `call` that no [`AnyGroup`] sees.
-pub fn unsuitable(
-    group: &dyn AnyGroup,
-    call: &str,
-    argument: &str,
-    [what, expected, found]: [&str; 3],
-) -> Error {
-    let refusal = Refusal::Unsuitable {
+pub fn unsuitable(group: &dyn AnyGroup, call: &str, argument: &str, found: [&str; 3]) -> Error {
+    unsuited(argument, found).into_error(Some(group.rank()), Call::from(call))
+}
+
+/// A property of an argument, what it must be, and what it is.
+fn unsuited(argument: &str, [what, expected, found]: [&str; 3]) -> Refusal {
+    Refusal::Unsuitable {
         argument: argument.into(),
         what: what.into(),
         expected: expected.into(),
         found: found.into(),
-    };
-    refusal.into_error(Some(group.rank()), Call::from(call))
+    }
 }

@@ -15,7 +15,9 @@ mod shards;
 
 pub use crate::interop::tensors::{Tensor, VersionedTensor, export, export_versioned};
 pub use crate::matrix::Memory;
-pub use group::{AnyBackend, AnyGroup, BackendKind, Gather, Joining, Options, join, unsuitable};
+pub use group::{
+    AnyBackend, AnyGroup, BackendKind, Gather, Joining, Options, join, unsuitable, wrong_device,
+};
 pub use kind::ErrorKind;
 pub use pipelines::{Consume, Produce, Rows, RowsFor};
 pub use product::{
