@@ -15,8 +15,8 @@ use crate::callbacks::Function;
 use crate::errors::{exception, misuse};
 use crate::matrix::{Freed, Kept, Matrix};
 use crate::names;
-use crate::operands::{Reader, held};
-use crate::prepared::{self, Given, How, Prepared};
+use crate::operands::Reader;
+use crate::prepared::{self, Given, Prepared};
 use crate::sharded::Sharded;
 use crate::trace::Trace;
 use crate::waiting::{enqueued, left_behind, waited};
@@ -52,7 +52,7 @@ impl Group {
         product: Product,
         given: &Given<'_, '_>,
     ) -> PyResult<Py<PyAny>> {
-        prepared::run(py, &self.get(py)?, product, How::Planned, given)
+        prepared::run(py, &self.get(py)?, product, given)
     }
 }
 
@@ -793,14 +793,14 @@ impl Group {
     /// Gathers the rows of a, a Sharded, on every rank, in place. Collective.
     fn all_gather(&self, py: Python<'_>, a: &Bound<'_, PyAny>) -> PyResult<()> {
         let group = self.get(py)?;
-        let shards = held(&Reader::new(&*group, "all_gather"), a, "a")?;
+        let shards = Reader::collective(&*group, "all_gather").shards(a, "a")?;
         enqueued(py, &*group, || group.all_gather(&shards))
     }
 
     /// Copies the whole matrix of rank `root` to every rank, in place. Collective.
     fn broadcast(&self, py: Python<'_>, a: &Bound<'_, PyAny>, root: usize) -> PyResult<()> {
         let group = self.get(py)?;
-        let shards = held(&Reader::new(&*group, "broadcast"), a, "a")?;
+        let shards = Reader::collective(&*group, "broadcast").shards(a, "a")?;
         enqueued(py, &*group, || group.broadcast(&shards, root))
     }
 
@@ -812,8 +812,11 @@ impl Group {
         out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let group = self.get(py)?;
-        let mut reader = Reader::new(&*group, "reduce_scatter");
-        let (a, out) = (reader.memory(a, "a")?, reader.written(out, "out")?);
+        let mut reader = Reader::collective(&*group, "reduce_scatter");
+        let both = reader
+            .memory(a, "a")
+            .and_then(|a| Ok((a, reader.written(out, "out")?)));
+        let (a, out) = both.map_err(|error| reader.told(error))?;
         // SAFETY: the objects keep their memory during the call, and the reader until it is complete.
         enqueued(py, &*group, || unsafe { group.reduce_scatter(a, out) })?;
         reader.keep();
@@ -854,7 +857,7 @@ impl Group {
         stages: Option<usize>,
     ) -> PyResult<()> {
         let group = self.get(py)?;
-        let shards = held(&Reader::new(&*group, "all_gather_and_consume"), a, "a")?;
+        let shards = Reader::collective(&*group, "all_gather_and_consume").shards(a, "a")?;
         let mut options = AllGatherAndConsume::new();
         if let Some(chunks) = chunks {
             options = options.chunks(chunks);
@@ -884,8 +887,10 @@ impl Group {
         chunks: Option<usize>,
     ) -> PyResult<()> {
         let group = self.get(py)?;
-        let mut reader = Reader::new(&*group, "produce_and_reduce_scatter");
-        let memory = reader.written(out, "out")?;
+        let mut reader = Reader::collective(&*group, "produce_and_reduce_scatter");
+        let memory = reader
+            .written(out, "out")
+            .map_err(|error| reader.told(error))?;
         let mut options = ProduceAndReduceScatter::new();
         if let Some(rows) = &rows {
             options = options.rows(rows);
@@ -916,7 +921,7 @@ impl Group {
         chunks: Option<usize>,
     ) -> PyResult<()> {
         let group = self.get(py)?;
-        let shards = held(&Reader::new(&*group, "produce_and_all_to_all"), out, "out")?;
+        let shards = Reader::collective(&*group, "produce_and_all_to_all").shards(out, "out")?;
         let options = match chunks {
             Some(chunks) => ProduceAndAllToAll::new().chunks(chunks),
             None => ProduceAndAllToAll::new(),

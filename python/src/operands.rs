@@ -103,16 +103,45 @@ impl Quantized {
 pub struct Reader<'a> {
     pub group: &'a dyn AnyGroup,
     pub call: &'static str,
+    /// True if other ranks wait for this one in the call.
+    is_collective: bool,
     kept: Vec<Tensor>,
 }
 
 impl<'a> Reader<'a> {
-    pub fn new(group: &'a dyn AnyGroup, call: &'static str) -> Reader<'a> {
+    /// Of a call that all ranks make.
+    pub fn collective(group: &'a dyn AnyGroup, call: &'static str) -> Reader<'a> {
         Reader {
             group,
             call,
+            is_collective: true,
             kept: Vec::new(),
         }
+    }
+
+    /// Of a call that this rank makes alone.
+    pub fn alone(group: &'a dyn AnyGroup, call: &'static str) -> Reader<'a> {
+        Reader {
+            is_collective: false,
+            ..Reader::collective(group, call)
+        }
+    }
+
+    /// The error of an argument, of which the other ranks are told if they wait for this one in the call.
+    pub fn told(&self, error: PyErr) -> PyErr {
+        if self.is_collective {
+            self.group.refuse_because(self.call, &error.to_string());
+        }
+        error
+    }
+
+    /// A sharded matrix with its layout held, which is the only argument that is read.
+    pub fn shards<'o>(
+        &self,
+        object: &'o Bound<'_, PyAny>,
+        name: &str,
+    ) -> PyResult<RwLockReadGuard<'o, AnyShards>> {
+        held(self, object, name).map_err(|error| self.told(error))
     }
 
     /// The memory of a matrix or of another library's tensor that the call reads.
@@ -271,7 +300,7 @@ impl<'a> HeldRows<'a> {
 }
 
 /// A sharded matrix with its layout held.
-pub fn held<'a>(
+fn held<'a>(
     reader: &Reader,
     object: &'a Bound<'_, PyAny>,
     name: &str,

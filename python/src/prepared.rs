@@ -1,5 +1,6 @@
 //! Products: calls that are planned when they are made, and calls that have been prepared.
 
+use std::cell::OnceCell;
 use std::sync::Arc;
 
 use gemmesh::raw::{
@@ -9,8 +10,9 @@ use gemmesh::{DType, Quantization, Scaling, WeightLayout};
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
+use crate::errors::misuse;
 use crate::matrix::{Freed, Kept, Matrix};
-use crate::operands::{HeldOutputs, HeldRows, Reader, held};
+use crate::operands::{HeldOutputs, HeldRows, Reader};
 use crate::trace::Trace;
 use crate::waiting::{enqueued, waited};
 
@@ -86,51 +88,95 @@ fn n_of(weight: &Operand, layout: WeightLayout) -> usize {
     }
 }
 
-/// How a product is made.
-pub enum How<'a> {
-    /// It is planned, unless the group has its plan.
-    Planned,
-    /// It has been prepared.
-    Prepared(&'a dyn raw::Prepared),
+/// The arguments of a product, read from Python's objects.
+struct Arguments<'a> {
+    rows: GivenRows<'a>,
+    weights: Vec<Operand>,
+    outputs: HeldOutputs<'a>,
+    bias: Option<Memory>,
+    residual: Option<Memory>,
 }
 
-/// Makes a product, and returns its outputs: those that were given, or new ones.
+impl<'a> Arguments<'a> {
+    /// Reads them. Without outputs, new ones are made and put into `made`.
+    fn new<'py>(
+        reader: &mut Reader,
+        group: &Arc<dyn AnyGroup>,
+        product: &Product,
+        given: &Given<'a, 'py>,
+        made: &'a OnceCell<Bound<'py, PyAny>>,
+    ) -> PyResult<Arguments<'a>> {
+        let py = given.a.py();
+        let rows = GivenRows::new(reader, product.kind, given.a)?;
+        let weights = reader.weights(given.b)?;
+        let out = match given.out {
+            Some(out) => out,
+            None => {
+                let new = new_outputs(py, group, product, &rows, &weights)?;
+                made.get_or_init(|| new)
+            }
+        };
+        Ok(Arguments {
+            outputs: HeldOutputs::new(reader, out)?,
+            bias: reader.optional(given.bias, "bias")?,
+            residual: reader.optional(given.residual, "residual")?,
+            rows,
+            weights,
+        })
+    }
+
+    fn call(&self) -> ProductCall<'_> {
+        ProductCall {
+            a: self.rows.operand(),
+            weights: &self.weights,
+            outputs: self.outputs.outputs(),
+            bias: self.bias,
+            residual: self.residual,
+        }
+    }
+}
+
+/// Who reads the arguments of a product.
+fn reader_of<'a>(group: &'a dyn AnyGroup, kind: ProductKind) -> Reader<'a> {
+    match kind {
+        ProductKind::Matmul => Reader::alone(group, kind.name()),
+        _ => Reader::collective(group, kind.name()),
+    }
+}
+
+/// Makes a product of arguments that are read from Python's objects, and returns its outputs: those that were given, or
+/// new ones.
+fn make(
+    py: Python<'_>,
+    group: &Arc<dyn AnyGroup>,
+    product: &Product,
+    given: &Given<'_, '_>,
+    run: impl FnOnce(DType, &ProductCall) -> gemmesh::Result<()> + Send,
+) -> PyResult<Py<PyAny>> {
+    let mut reader = reader_of(&**group, product.kind);
+    let made = OnceCell::new();
+    let arguments = Arguments::new(&mut reader, group, product, given, &made);
+    let arguments = arguments.map_err(|error| reader.told(error))?;
+    let (dtype, call) = (arguments.rows.dtype(), arguments.call());
+    enqueued(py, &**group, || run(dtype, &call))?;
+    reader.keep();
+    let out = given.out.or(made.get());
+    Ok(out.map_or_else(|| py.None(), |out| out.clone().unbind()))
+}
+
+/// Makes a product that is planned now, unless the group has its plan.
 pub fn run(
     py: Python<'_>,
     group: &Arc<dyn AnyGroup>,
     mut product: Product,
-    how: How,
     given: &Given<'_, '_>,
 ) -> PyResult<Py<PyAny>> {
-    let mut reader = Reader::new(&**group, product.kind.name());
-    let rows = GivenRows::new(&mut reader, product.kind, given.a)?;
-    product.dtype = rows.dtype();
-    let weights = reader.weights(given.b)?;
-    let made;
-    let out = match given.out {
-        Some(out) => out,
-        None => {
-            made = new_outputs(py, group, &product, rows.shape(), &weights)?;
-            &made
-        }
-    };
-    let outputs = HeldOutputs::new(&mut reader, out)?;
-    let call = ProductCall {
-        a: rows.operand(),
-        weights: &weights,
-        outputs: outputs.outputs(),
-        bias: reader.optional(given.bias, "bias")?,
-        residual: reader.optional(given.residual, "residual")?,
-    };
-    // SAFETY: the objects keep their memory during the call, and the reader until it is complete.
-    enqueued(py, &**group, || unsafe {
-        match how {
-            How::Planned => group.run(&product, &call),
-            How::Prepared(prepared) => prepared.run(&call),
-        }
-    })?;
-    reader.keep();
-    Ok(out.clone().unbind())
+    let of = product.clone();
+    make(py, group, &of, given, move |dtype, call| {
+        product.dtype = dtype;
+        // SAFETY: the objects keep their memory during the call, and the reader until it is complete.
+        unsafe { group.run(&product, call) }
+    })
 }
 
 /// New outputs for a product of rows [m, k]: a matrix, or a list of one for each of several weights.
@@ -138,15 +184,16 @@ fn new_outputs<'py>(
     py: Python<'py>,
     group: &Arc<dyn AnyGroup>,
     product: &Product,
-    [m, _]: [usize; 2],
+    rows: &GivenRows<'_>,
     weights: &[Operand],
 ) -> PyResult<Bound<'py, PyAny>> {
     if product.kind == ProductKind::MatmulAllReduce {
-        let reader = Reader::new(&**group, product.kind.name());
+        let reader = reader_of(&**group, product.kind);
         return Err(reader.refused("out must be given, a gemmesh.Sharded [M, N]", py));
     }
-    let half = if product.dtype.is_half() {
-        product.dtype
+    let ([m, _], operands) = (rows.shape(), rows.dtype());
+    let half = if operands.is_half() {
+        operands
     } else {
         DType::Bf16
     };
@@ -179,7 +226,7 @@ pub fn prepare(
     mut product: Product,
     given: &Given<'_, '_>,
 ) -> PyResult<Prepared> {
-    let mut reader = Reader::new(&**group, product.kind.name());
+    let mut reader = Reader::alone(&**group, product.kind.name());
     let rows = GivenRows::new(&mut reader, product.kind, given.a)?;
     let weights = reader.weights(given.b)?;
     product.dtype = rows.dtype();
@@ -249,8 +296,10 @@ impl Prepared {
             bias,
             residual,
         };
-        let how = How::Prepared(&**self.planned);
-        run(py, &self.group, self.product.clone(), how, &given)
+        make(py, &self.group, &self.product, &given, |_, call| {
+            // SAFETY: the objects keep their memory during the call, and the reader until it is complete.
+            unsafe { self.planned.run(call) }
+        })
     }
 
     /// As a call, and returns a trace of this rank's work. Either all ranks trace a call or none does.
@@ -264,21 +313,22 @@ impl Prepared {
         bias: Option<&Bound<'_, PyAny>>,
         residual: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Trace> {
-        let group: &dyn AnyGroup = &**self.group;
-        let mut reader = Reader::new(group, self.product.kind.name());
-        let rows = GivenRows::new(&mut reader, self.product.kind, a)?;
-        let weights = reader.weights(b)?;
-        let outputs = HeldOutputs::new(&mut reader, out)?;
-        let call = ProductCall {
-            a: rows.operand(),
-            weights: &weights,
-            outputs: outputs.outputs(),
-            bias: reader.optional(bias, "bias")?,
-            residual: reader.optional(residual, "residual")?,
+        let given = Given {
+            a,
+            b,
+            out: Some(out),
+            bias,
+            residual,
         };
-        // SAFETY: the objects keep their memory during the call, which is complete when it returns.
-        let trace = waited(py, group, || unsafe { self.planned.run_traced(&call) })?;
-        Ok(Trace(trace))
+        let mut traced = None;
+        make(py, &self.group, &self.product, &given, |_, call| {
+            // SAFETY: the objects keep their memory during the call, which is complete when it returns.
+            traced = Some(unsafe { self.planned.run_traced(call)? });
+            Ok(())
+        })?;
+        traced
+            .map(Trace)
+            .ok_or_else(|| misuse(py, "the call has no trace"))
     }
 
     /// How the product is cut up, and how long that is expected to take, in words.
@@ -302,7 +352,7 @@ pub fn quantize(
     x: &Bound<'_, PyAny>,
     out: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
-    let mut reader = Reader::new(&**group, "quantize");
+    let mut reader = Reader::alone(&**group, "quantize");
     let x = reader.memory(x, "x")?;
     let outputs = reader.outputs(out)?;
     let quantized: Option<(Memory, (Memory, Quantization))> = match outputs[..] {
@@ -333,9 +383,9 @@ pub fn into_sharded(
     a: &Bound<'_, PyAny>,
     out: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
-    let mut reader = Reader::new(&**group, call);
-    let memory = reader.memory(a, "a")?;
-    let shards = held(&reader, out, "out")?;
+    let mut reader = Reader::collective(&**group, call);
+    let memory = reader.memory(a, "a").map_err(|error| reader.told(error))?;
+    let shards = reader.shards(out, "out")?;
     // SAFETY: the objects keep their memory during the call, and the reader until it is complete.
     enqueued(py, &**group, || unsafe {
         match call {

@@ -193,6 +193,8 @@ pub trait AnyGroup: Any + Send + Sync {
     /// The error of a collective call that a door refuses, because of an argument that no other method sees:
     /// [`unsuitable`]. The ranks that wait for this rank in the call are told.
     fn refuse(&self, call: &str, argument: &str, found: [&str; 3]) -> Error;
+    /// As [`AnyGroup::refuse`], for what has no property: the other ranks get `reason`.
+    fn refuse_because(&self, call: &str, reason: &str);
     fn split(&self, options: Options, color: usize, key: usize) -> Result<Arc<dyn AnyGroup>>;
     /// The stream of operations, a CUstream. Null on the host backend.
     fn stream(&self) -> usize;
@@ -375,6 +377,12 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
 
     fn refuse(&self, call: &str, argument: &str, found: [&str; 3]) -> Error {
         self.refusal(call)(unsuited(argument, found))
+    }
+
+    fn refuse_because(&self, call: &str, reason: &str) {
+        let what = reason.into();
+        // The rank's own program gets the reason from the caller.
+        drop(self.refusal(call)(Refusal::Unsupported { what }));
     }
 
     fn split(&self, options: Options, color: usize, key: usize) -> Result<Arc<dyn AnyGroup>> {
