@@ -10,6 +10,8 @@ mod operands;
 mod prepared;
 mod sharded;
 mod tensors;
+#[cfg(feature = "timing")]
+mod timing;
 mod trace;
 mod waiting;
 
@@ -30,6 +32,10 @@ mod _native {
     use super::sharded::Sharded;
     #[pymodule_export]
     use super::trace::Trace;
+
+    #[cfg(feature = "timing")]
+    #[pymodule_export]
+    use super::timing::RustCalls;
 
     use super::*;
 

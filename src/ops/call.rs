@@ -1,6 +1,7 @@
 //! Calls of operations without element types. Raw views describe a caller's arguments. The arguments are checked, the
 //! ranks agree on the call, and it runs. The typed operations use this module, and bindings for other languages can use
 //! it too.
+#![allow(unsafe_code)]
 
 use std::panic::Location;
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use crate::error::Result;
 use crate::error::call::place_of;
 use crate::explanation::Explanation;
 use crate::group::{Group, Inner};
-use crate::matrix::{MatrixView, MatrixViewMut, ShardedMatrix, ViewMemory};
+use crate::matrix::{MatrixView, MatrixViewMut, Memory, ShardedMatrix, ViewMemory};
 use crate::profile::nvtx::range;
 use crate::profile::span::Span;
 use crate::protocol::epoch::Epoch;
@@ -27,10 +28,25 @@ pub struct RawView<'a, B: Backend> {
     pub group: &'a Group<B>,
     pub dtype: DType,
     pub shape: [usize; 2],
-    memory: ViewMemory<'a, B>,
-    /// Bytes before the first element.
-    offset: usize,
+    memory: RawMemory<'a, B>,
 }
+
+/// Where a matrix of this rank's own lies.
+enum RawMemory<'a, B: Backend> {
+    /// From a byte on.
+    View(ViewMemory<'a, B>, usize),
+    /// In memory that the caller keeps.
+    Place(Memory),
+}
+
+// Derived, they would need a backend that can be copied.
+impl<B: Backend> Clone for RawMemory<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for RawMemory<'_, B> {}
 
 // A derived `Clone` would need a backend that can be cloned.
 impl<B: Backend> Clone for RawView<'_, B> {
@@ -48,33 +64,48 @@ impl<'a, B: Backend, T: Value> From<MatrixView<'a, B, T>> for RawView<'a, B> {
             group: view.group(),
             dtype: T::DTYPE,
             shape: view.shape(),
-            memory,
-            offset,
+            memory: RawMemory::View(memory, offset),
         }
     }
 }
 
 impl<'a, B: Backend> RawView<'a, B> {
-    /// A matrix of `group` in a buffer of such rows.
-    pub fn of(
+    /// A matrix in memory that the caller keeps. `argument`: its name in messages.
+    ///
+    /// # Safety
+    /// Until the calls that get it are complete, the memory is that of such a matrix, and nobody else writes it.
+    pub unsafe fn at(
         group: &'a Group<B>,
-        buffer: &'a B::Buffer,
-        dtype: DType,
-        shape: [usize; 2],
-    ) -> RawView<'a, B> {
-        RawView {
+        argument: &str,
+        memory: Memory,
+    ) -> refusal::Result<RawView<'a, B>> {
+        memory.check::<B>(argument)?;
+        let Memory { dtype, shape, .. } = memory;
+        Ok(RawView {
             group,
             dtype,
             shape,
-            memory: ViewMemory::Buffer(buffer),
-            offset: 0,
-        }
+            memory: RawMemory::Place(memory),
+        })
     }
 
     /// Binds the view as an input.
     pub fn input(&self) -> Bound<'a, B> {
-        self.memory.input(self.offset)
+        match self.memory {
+            RawMemory::View(memory, offset) => memory.input(offset),
+            RawMemory::Place(memory) => place_of_memory(memory),
+        }
     }
+}
+
+/// Binds memory that the caller keeps, and that has been checked.
+fn place_of_memory<'a, B: Backend>(memory: Memory) -> Bound<'a, B> {
+    // A single row has no pitch of its own.
+    let pitch = match memory.shape[0] {
+        0 | 1 => memory.width().next_multiple_of(B::ROW_ALIGNMENT.max(1)),
+        _ => memory.pitch,
+    };
+    Bound::Place(memory.address, pitch)
 }
 
 /// A matrix of this rank's own that an operation writes.
@@ -97,19 +128,23 @@ impl<'a, B: Backend, T: Value> From<&MatrixViewMut<'a, B, T>> for RawOutput<'a, 
 }
 
 impl<'a, B: Backend> RawOutput<'a, B> {
-    /// A matrix of `group` in a buffer of such rows, which nobody else uses.
-    pub fn of(
+    /// A matrix in memory that the caller keeps. `argument`: its name in messages.
+    ///
+    /// # Safety
+    /// Until the calls that get it are complete, the memory is that of such a matrix, and nobody else uses it.
+    pub unsafe fn at(
         group: &'a Group<B>,
-        buffer: &'a B::Buffer,
-        dtype: DType,
-        shape: [usize; 2],
-    ) -> RawOutput<'a, B> {
-        RawOutput {
+        argument: &str,
+        memory: Memory,
+    ) -> refusal::Result<RawOutput<'a, B>> {
+        memory.check::<B>(argument)?;
+        let Memory { dtype, shape, .. } = memory;
+        Ok(RawOutput {
             group,
             dtype,
             shape,
-            bound: Bound::Output(buffer, 0),
-        }
+            bound: place_of_memory(memory),
+        })
     }
 }
 

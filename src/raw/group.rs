@@ -4,10 +4,10 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::Memory;
 use super::pipelines::{Consume, Produce};
 use super::product::{self, Prepared, PreparedFor, Product, ProductCall};
 use super::shards::{self, AnyShards, ShardsOf, Split, with_type};
-use super::{Memory, Placed};
 #[cfg(feature = "cuda")]
 use crate::backend::Cuda;
 use crate::backend::{Backend, Host, Owner};
@@ -16,6 +16,7 @@ use crate::error::{Call, Error, Result, called_at};
 use crate::group::{Builder, GATHERED_BYTES, Group};
 use crate::interop::dlpack::{DLDevice, DLTensor};
 use crate::interop::tensors;
+use crate::ops::call::{RawOutput, RawShards, RawView, require_alike};
 use crate::ops::{
     AllGatherAndConsume, ProduceAndAllToAll, ProduceAndReduceScatter, RowSplit, collectives,
     quantize,
@@ -275,18 +276,32 @@ fn as_cuda<B: Backend>(group: &Group<B>) -> Option<&Group<Cuda>> {
     (group as &dyn Any).downcast_ref()
 }
 
-/// An argument as a call of a group takes it, or the refusal of that call.
+/// A matrix that a call of a group reads, or the refusal of that call.
 ///
 /// # Safety
-/// As [`Placed::new`].
-unsafe fn placed<'g, B: Backend>(
+/// As [`RawView::at`].
+unsafe fn view<'g, B: Backend>(
     group: &'g Group<B>,
     call: &str,
     argument: &str,
     memory: Memory,
-) -> Result<Placed<'g, B>> {
+) -> Result<RawView<'g, B>> {
     // SAFETY: as this function's.
-    unsafe { Placed::new(group, argument, memory) }.map_err(group.refusal(call))
+    unsafe { RawView::at(group, argument, memory) }.map_err(group.refusal(call))
+}
+
+/// A matrix that a call of a group writes, or the refusal of that call.
+///
+/// # Safety
+/// As [`RawOutput::at`].
+unsafe fn output<'g, B: Backend>(
+    group: &'g Group<B>,
+    call: &str,
+    argument: &str,
+    memory: Memory,
+) -> Result<RawOutput<'g, B>> {
+    // SAFETY: as this function's.
+    unsafe { RawOutput::at(group, argument, memory) }.map_err(group.refusal(call))
 }
 
 /// A sharded argument as a call of a group takes it, or the refusal of that call.
@@ -295,7 +310,7 @@ fn raw<'s, B: AnyBackend>(
     call: &str,
     argument: &str,
     shards: &'s AnyShards,
-) -> Result<crate::ops::call::RawShards<'s, B>> {
+) -> Result<RawShards<'s, B>> {
     let raw = shards.raw(argument).and_then(|raw| {
         group.require_same(argument, raw.group)?;
         Ok(raw)
@@ -477,49 +492,49 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
     }
 
     unsafe fn write(&self, to: Memory, bytes: &[u8]) -> Result<()> {
-        const CALL: &str = "Matrix::copy_from_host";
-        // SAFETY: as this function's.
-        let placed = unsafe { Placed::new(self, "the matrix", to) };
-        let placed = placed.and_then(|placed| {
-            require_bytes(to, bytes.len())?;
-            Ok(placed)
-        });
-        let mut placed = self.judged(CALL, placed)?;
+        let fits = to
+            .check::<B>("the matrix")
+            .and_then(|()| require_bytes(to, bytes.len()));
+        self.judged("Matrix::copy_from_host", fits)?;
         self.synchronize()?;
-        let written = self.inner().backend.write(&mut placed.buffer, bytes);
-        self.noted(written)
+        let backend = &self.inner().backend;
+        // SAFETY: as this function's.
+        let mut buffer =
+            unsafe { backend.adopt(to.address, [to.shape[0], to.width()], to.pitch, None) };
+        self.noted(backend.write(&mut buffer, bytes))
     }
 
     unsafe fn read(&self, from: Memory, bytes: &mut [u8]) -> Result<()> {
-        const CALL: &str = "Matrix::copy_to_host";
         // SAFETY: as this function's.
-        let placed = unsafe { Placed::new(self, "the matrix", from) };
-        let placed = placed.and_then(|placed| {
+        let view = unsafe { RawView::at(self, "the matrix", from) };
+        let view = view.and_then(|view| {
             require_bytes(from, bytes.len())?;
-            Ok(placed)
+            Ok(view)
         });
-        let placed = self.judged(CALL, placed)?;
+        let view = self.judged("Matrix::copy_to_host", view)?;
         self.synchronize()?;
-        let input = placed.view().input();
-        self.noted(self.inner().backend.read(&input, from.width(), bytes))
+        self.noted(
+            self.inner()
+                .backend
+                .read(&view.input(), from.width(), bytes),
+        )
     }
 
     unsafe fn copy(&self, from: Memory, to: Memory) -> Result<()> {
         // SAFETY: as this function's.
         let both = unsafe {
-            Placed::new(self, "the source", from)
-                .and_then(|source| Ok((source, Placed::new(self, "the target", to)?)))
+            RawView::at(self, "the source", from)
+                .and_then(|source| Ok((source, RawOutput::at(self, "the target", to)?)))
         };
         let both = both.and_then(|both| {
             refusal::require_shape("the source", to.shape, from.shape)?;
-            crate::ops::call::require_alike(from.dtype, to.dtype)?;
+            require_alike(from.dtype, to.dtype)?;
             Ok(both)
         });
         let (source, target) = self.judged("Matrix::copy_from", both)?;
-        let (input, output) = (source.view().input(), target.output().bound);
         let (rows, width) = (from.shape[0], from.width());
         let backend = &self.inner().backend;
-        self.exclusively(|_| backend.copy(&input, &output, rows, width))
+        self.exclusively(|_| backend.copy(&source.input(), &target.bound, rows, width))
     }
 
     unsafe fn run(&self, product: &Product, call: &ProductCall) -> Result<()> {
@@ -549,14 +564,13 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
         const CALL: &str = "quantize";
         // SAFETY: as this function's.
         let all = unsafe {
-            Placed::new(self, "x", x).and_then(|x| {
-                let scales = Placed::new(self, "scales of out", scales)?;
-                Ok((x, Placed::new(self, "out", out)?, scales))
+            RawView::at(self, "x", x).and_then(|x| {
+                let scales = product::quantized(self, scales, quantization)?;
+                Ok((x, RawOutput::at(self, "out", out)?, scales))
             })
         };
         let (x, out, scales) = self.judged(CALL, all)?;
-        let scales = self.judged(CALL, product::quantized(&scales, quantization))?;
-        quantize::run(x.view(), out.output(), scales)
+        quantize::run(x, out, scales)
     }
 
     fn all_gather(&self, a: &AnyShards) -> Result<()> {
@@ -570,22 +584,22 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
     unsafe fn reduce_scatter(&self, a: Memory, out: Memory) -> Result<()> {
         const CALL: &str = "reduce_scatter";
         // SAFETY: as this function's.
-        let (a, out) = unsafe { (placed(self, CALL, "a", a)?, placed(self, CALL, "out", out)?) };
-        collectives::scatter_sums(a.view(), out.output())
+        let (a, out) = unsafe { (view(self, CALL, "a", a)?, output(self, CALL, "out", out)?) };
+        collectives::scatter_sums(a, out)
     }
 
     unsafe fn all_reduce(&self, a: Memory, out: &AnyShards) -> Result<()> {
         const CALL: &str = "all_reduce";
         // SAFETY: as this function's.
-        let a = unsafe { placed(self, CALL, "a", a)? };
-        collectives::sum_for_all(a.view(), raw(self, CALL, "out", out)?)
+        let a = unsafe { view(self, CALL, "a", a)? };
+        collectives::sum_for_all(a, raw(self, CALL, "out", out)?)
     }
 
     unsafe fn all_to_all(&self, a: Memory, out: &AnyShards) -> Result<()> {
         const CALL: &str = "all_to_all";
         // SAFETY: as this function's.
-        let a = unsafe { placed(self, CALL, "a", a)? };
-        collectives::exchange_blocks(a.view(), raw(self, CALL, "out", out)?)
+        let a = unsafe { view(self, CALL, "a", a)? };
+        collectives::exchange_blocks(a, raw(self, CALL, "out", out)?)
     }
 
     fn all_gather_and_consume(
@@ -606,9 +620,9 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
         produce: &mut Produce,
     ) -> Result<()> {
         // SAFETY: as this function's.
-        let out = unsafe { placed(self, "produce_and_reduce_scatter", "out", out)? };
+        let out = unsafe { output(self, "produce_and_reduce_scatter", "out", out)? };
         let produce = super::pipelines::producer(produce);
-        options.sum_into(m, out.output(), None, produce)
+        options.sum_into(m, out, None, produce)
     }
 
     fn produce_and_all_to_all(

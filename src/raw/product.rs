@@ -1,16 +1,14 @@
 //! Products of any kind, type and backend.
 
-use smallvec::SmallVec;
-
+use super::Memory;
 use super::group::{AnyBackend, AnyGroup};
 use super::shards::AnyShards;
-use super::{Memory, Placed};
 use crate::backend::Backend;
 use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::ops::call::{RawShards, require_property};
-use crate::ops::gather_product::{GatherProduct, PlannedGather};
+use crate::ops::call::{RawOutput, RawShards, RawView, require_property};
+use crate::ops::gather_product::{GatherProduct, PlannedGather, RawProduct};
 use crate::ops::own_product::{self, PlannedProduct};
 use crate::ops::partial_sums::{PlannedSums, SumOperands};
 use crate::ops::product::{Addends, ProductOptions, RawOutputs, RawWeights};
@@ -21,7 +19,7 @@ use crate::ops::{Quantized, RowSplit};
 use crate::profile::span::Span;
 use crate::refusal::{self, Refusal};
 use crate::schedule::{
-    Accumulation, Activation, MAX_WEIGHTS, Operation, Quantization, Scaling, WeightLayout, Widths,
+    Accumulation, Activation, Operation, Quantization, Scaling, WeightLayout, Widths,
 };
 use crate::trace::Trace;
 
@@ -194,209 +192,133 @@ pub trait Prepared: Send + Sync {
     fn explain(&self) -> String;
 }
 
-/// An operand and its scales, placed.
-struct PlacedOperand<'g, B: Backend> {
-    values: Placed<'g, B>,
-    scales: Option<(Placed<'g, B>, Scaling)>,
-}
-
-impl<'g, B: Backend> PlacedOperand<'g, B> {
-    /// # Safety
-    /// As [`Placed::new`].
-    unsafe fn new(group: &'g Group<B>, name: &str, operand: &Operand) -> refusal::Result<Self> {
-        // SAFETY: as this function's.
-        unsafe {
-            Ok(PlacedOperand {
-                values: Placed::new(group, name, operand.values)?,
-                scales: match operand.scales {
-                    Some((memory, scaling)) => Some((scales_in(group, name, memory)?, scaling)),
-                    None => None,
-                },
-            })
-        }
-    }
-
-    fn raw(&self) -> RawOperand<'_, B> {
-        let scales = self.scales.as_ref();
-        let scales = scales.map(|(placed, scaling)| Scales::raw(placed.view(), *scaling));
-        RawOperand::new(self.values.view(), scales)
-    }
-}
-
-/// Scales in this rank's memory. `of`: what they are scales of.
-///
-/// # Safety
-/// As [`Placed::new`].
-unsafe fn scales_in<'g, B: Backend>(
+/// The arguments of a call as its group takes them. They have the safety of the call that gives them.
+struct Arguments<'g, 'c, B: Backend> {
     group: &'g Group<B>,
-    of: &str,
-    memory: Memory,
-) -> refusal::Result<Placed<'g, B>> {
-    let name = format!("scales of {of}");
-    let is_f32 = memory.dtype == DType::F32;
-    require_property(&name, "the dtype", is_f32, DType::F32, memory.dtype)?;
-    // SAFETY: as this function's.
-    unsafe { Placed::new(group, &name, memory) }
+    call: &'c ProductCall<'c>,
 }
 
-/// The rows of a call, placed.
-enum PlacedRows<'g, 'c, B: Backend> {
-    Own(PlacedOperand<'g, B>),
-    Sharded(RawShards<'c, B>, Option<PlacedShardedScales<'g, 'c, B>>),
-}
+impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
+    fn view(&self, name: &str, memory: Memory) -> refusal::Result<RawView<'g, B>> {
+        // SAFETY: as that of the call.
+        unsafe { RawView::at(self.group, name, memory) }
+    }
 
-enum PlacedShardedScales<'g, 'c, B: Backend> {
-    Own(Placed<'g, B>, Scaling),
-    Sharded(RawShards<'c, B>, Scaling),
-}
+    fn output(&self, name: &str, memory: Memory) -> refusal::Result<RawOutput<'g, B>> {
+        // SAFETY: as that of the call.
+        unsafe { RawOutput::at(self.group, name, memory) }
+    }
 
-/// An output and its scales, placed.
-struct PlacedOutput<'g, B: Backend> {
-    values: Placed<'g, B>,
-    scales: Option<(Placed<'g, B>, Quantization)>,
-}
+    /// Scales in this rank's memory. `name`: theirs in messages.
+    fn scales(&self, name: &str, memory: Memory) -> refusal::Result<RawView<'g, B>> {
+        require_f32(name, memory.dtype)?;
+        self.view(name, memory)
+    }
 
-/// The outputs of a call, placed.
-enum PlacedOutputs<'g, 'c, B: Backend> {
-    Own(SmallVec<[PlacedOutput<'g, B>; MAX_WEIGHTS]>),
-    Sharded(RawShards<'c, B>),
-}
-
-/// The arguments of a call, placed.
-struct PlacedCall<'g, 'c, B: Backend> {
-    rows: PlacedRows<'g, 'c, B>,
-    weights: SmallVec<[PlacedOperand<'g, B>; MAX_WEIGHTS]>,
-    outputs: PlacedOutputs<'g, 'c, B>,
-    bias: Option<Placed<'g, B>>,
-    residual: Option<Placed<'g, B>>,
-}
-
-impl<'g, 'c, B: AnyBackend> PlacedCall<'g, 'c, B> {
-    /// # Safety
-    /// As [`Placed::new`].
-    unsafe fn new(group: &'g Group<B>, call: &ProductCall<'c>) -> refusal::Result<Self> {
-        // SAFETY: as this function's.
-        let place = |name, memory| unsafe { Placed::new(group, name, memory) };
-        // SAFETY: as this function's.
-        let operand = |name, operand| unsafe { PlacedOperand::new(group, name, operand) };
-        let rows = match &call.a {
-            RowOperand::Own(own) => PlacedRows::Own(operand("a", own)?),
-            RowOperand::Sharded(shards, scales) => {
-                let scales = match scales {
-                    None => None,
-                    Some(ShardedScales::Own(memory, scaling)) => {
-                        // SAFETY: as this function's.
-                        let placed = unsafe { scales_in(group, "a", *memory)? };
-                        Some(PlacedShardedScales::Own(placed, *scaling))
-                    }
-                    Some(ShardedScales::Sharded(shards, scaling)) => {
-                        let shards = shards.raw("scales of a")?;
-                        Some(PlacedShardedScales::Sharded(shards, *scaling))
-                    }
-                };
-                let shards = shards.raw("a")?;
-                group.require_same("a", shards.group)?;
-                PlacedRows::Sharded(shards, scales)
-            }
+    fn operand(
+        &self,
+        [name, scales]: [&str; 2],
+        operand: &Operand,
+    ) -> refusal::Result<RawOperand<'g, B>> {
+        let scales = match operand.scales {
+            Some((memory, scaling)) => Some(Scales::raw(self.scales(scales, memory)?, scaling)),
+            None => None,
         };
-        let outputs = match call.outputs {
-            Outputs::Own(outputs) => {
-                let outputs = outputs.iter().map(|output| {
-                    Ok(PlacedOutput {
-                        values: place("out", output.values)?,
-                        scales: match output.scales {
-                            // SAFETY: as this function's.
-                            Some((memory, how)) => unsafe {
-                                Some((scales_in(group, "out", memory)?, how))
-                            },
-                            None => None,
-                        },
-                    })
-                });
-                PlacedOutputs::Own(outputs.collect::<refusal::Result<_>>()?)
-            }
-            Outputs::Sharded(shards) => PlacedOutputs::Sharded(shards.raw("out")?),
-        };
-        let weights = call.weights.iter().map(|weight| operand("b", weight));
-        Ok(PlacedCall {
-            rows,
-            weights: weights.collect::<refusal::Result<_>>()?,
-            outputs,
-            bias: call.bias.map(|bias| place("bias", bias)).transpose()?,
-            residual: call
-                .residual
-                .map(|residual| place("residual", residual))
+        Ok(RawOperand::new(self.view(name, operand.values)?, scales))
+    }
+
+    fn addends(&self) -> refusal::Result<Addends<'g, B>> {
+        let ProductCall { bias, residual, .. } = self.call;
+        Ok(Addends {
+            bias: bias.map(|bias| self.view("bias", bias)).transpose()?,
+            residual: residual
+                .map(|residual| self.view("residual", residual))
                 .transpose()?,
         })
     }
 
-    fn addends(&self) -> Addends<'_, B> {
-        Addends {
-            bias: self.bias.as_ref().map(Placed::view),
-            residual: self.residual.as_ref().map(Placed::view),
-        }
-    }
-
-    fn weights(&self) -> RawWeights<'_, B> {
-        self.weights.iter().map(PlacedOperand::raw).collect()
+    fn weights(&self) -> refusal::Result<RawWeights<'g, B>> {
+        let weights = self.call.weights.iter();
+        weights
+            .map(|weight| self.operand(["b", SCALES_OF_B], weight))
+            .collect()
     }
 
     /// The rows, which must be this rank's own.
-    fn own(&self) -> refusal::Result<RawOperand<'_, B>> {
-        match &self.rows {
-            PlacedRows::Own(operand) => Ok(operand.raw()),
-            PlacedRows::Sharded(..) => Err(misplaced("a", "a matrix of this rank's own")),
+    fn own(&self) -> refusal::Result<RawOperand<'g, B>> {
+        match &self.call.a {
+            RowOperand::Own(own) => self.operand(["a", SCALES_OF_A], own),
+            RowOperand::Sharded(..) => Err(misplaced("a", "a matrix of this rank's own")),
         }
     }
 
     /// The rows, which must be sharded.
-    fn sharded(&self) -> refusal::Result<RawShardedOperand<'_, B>> {
-        let PlacedRows::Sharded(shards, scales) = &self.rows else {
+    fn sharded(&self) -> refusal::Result<RawShardedOperand<'g, B>> {
+        let RowOperand::Sharded(shards, scales) = &self.call.a else {
             return Err(misplaced("a", "a sharded matrix"));
         };
         let scales = match scales {
             None => None,
-            Some(PlacedShardedScales::Own(placed, scaling)) => {
-                Some(PlacedScales::Own(Scales::raw(placed.view(), *scaling)))
+            Some(ShardedScales::Own(memory, scaling)) => {
+                let scales = self.scales(SCALES_OF_A, *memory)?;
+                Some(PlacedScales::Own(Scales::raw(scales, *scaling)))
             }
-            Some(PlacedShardedScales::Sharded(shards, scaling)) => {
-                Some(PlacedScales::sharded(*shards, *scaling)?)
+            Some(ShardedScales::Sharded(shards, scaling)) => {
+                Some(PlacedScales::sharded(shards.raw(SCALES_OF_A)?, *scaling)?)
             }
         };
-        Ok(RawShardedOperand::new(*shards, scales))
+        let shards = shards.raw("a")?;
+        self.group.require_same("a", shards.group)?;
+        Ok(RawShardedOperand::new(shards, scales))
     }
 
-    fn operands(&self) -> refusal::Result<SumOperands<'_, '_, B>> {
+    fn operands(&self) -> refusal::Result<SumOperands<'g, 'g, B>> {
         Ok(SumOperands {
             a: self.own()?,
-            weights: self.weights(),
-            addends: self.addends(),
+            weights: self.weights()?,
+            addends: self.addends()?,
         })
     }
 
     /// The outputs, which must be this rank's own.
-    fn outputs(&self) -> refusal::Result<RawOutputs<'_, B>> {
-        let PlacedOutputs::Own(outputs) = &self.outputs else {
+    fn outputs(&self) -> refusal::Result<RawOutputs<'g, B>> {
+        let Outputs::Own(outputs) = self.call.outputs else {
             return Err(misplaced("out", "a matrix of this rank's own"));
         };
         let outputs = outputs.iter().map(|output| {
-            let scales = output.scales.as_ref();
-            let scales = scales.map(|(placed, how)| quantized(placed, *how));
+            let scales = match output.scales {
+                // SAFETY: as that of the call.
+                Some((memory, how)) => Some(unsafe { quantized(self.group, memory, how)? }),
+                None => None,
+            };
             Ok(ProductOutput::new(
-                output.values.output(),
-                scales.transpose()?,
+                self.output("out", output.values)?,
+                scales,
             ))
         });
         outputs.collect()
     }
 
-    /// The sums for all ranks, which must be sharded.
-    fn sums(&self) -> refusal::Result<RawShards<'_, B>> {
-        match &self.outputs {
-            PlacedOutputs::Sharded(shards) => Ok(*shards),
-            PlacedOutputs::Own(_) => Err(misplaced("out", "a sharded matrix")),
+    /// The weights and the outputs, which must be this rank's own.
+    fn product(&self) -> refusal::Result<RawProduct<'g, 'g, B>> {
+        Ok((self.weights()?, self.outputs()?))
+    }
+
+    /// The sums, which must go to a sharded matrix.
+    fn sums(&self) -> refusal::Result<RawShards<'g, B>> {
+        match self.call.outputs {
+            Outputs::Sharded(shards) => shards.raw("out"),
+            Outputs::Own(_) => Err(misplaced("out", "a sharded matrix")),
         }
     }
+}
+
+const SCALES_OF_A: &str = "scales of a";
+const SCALES_OF_B: &str = "scales of b";
+const SCALES_OF_OUT: &str = "scales of out";
+
+fn require_f32(name: &str, found: DType) -> refusal::Result<()> {
+    require_property(name, "the dtype", found == DType::F32, DType::F32, found)
 }
 
 fn misplaced(argument: &str, expected: &str) -> Refusal {
@@ -413,19 +335,21 @@ fn misplaced(argument: &str, expected: &str) -> Refusal {
 }
 
 /// Scales of an output, which are made or given as `how` says.
-pub(super) fn quantized<'p, B: Backend>(
-    placed: &'p Placed<'_, B>,
+///
+/// # Safety
+/// As [`RawOutput::at`].
+pub(super) unsafe fn quantized<B: Backend>(
+    group: &Group<B>,
+    memory: Memory,
     how: Quantization,
-) -> refusal::Result<Quantized<'p, B>> {
-    let Memory { dtype, .. } = placed.memory;
-    require_property(
-        "scales of out",
-        "the dtype",
-        dtype == DType::F32,
-        DType::F32,
-        dtype,
-    )?;
-    Ok(Quantized::raw(placed.view(), placed.output(), how))
+) -> refusal::Result<Quantized<'_, B>> {
+    require_f32(SCALES_OF_OUT, memory.dtype)?;
+    // SAFETY: as this function's.
+    unsafe {
+        let given = RawView::at(group, SCALES_OF_OUT, memory)?;
+        let made = RawOutput::at(group, SCALES_OF_OUT, memory)?;
+        Ok(Quantized::raw(given, made, how))
+    }
 }
 
 /// The error of a product that is refused. The other ranks are told, unless the product is this rank's alone.
@@ -440,7 +364,7 @@ fn refused<B: Backend>(group: &Group<B>, kind: ProductKind, refusal: Refusal) ->
     }
 }
 
-/// Places the arguments of a call and makes it.
+/// Makes a product.
 ///
 /// # Safety
 /// As the calls of [`AnyGroup`].
@@ -449,44 +373,46 @@ pub(super) unsafe fn run<B: AnyBackend>(
     product: &Product,
     call: &ProductCall,
 ) -> Result<()> {
-    // SAFETY: as this function's.
-    let placed = unsafe { PlacedCall::new(group, call) };
     let refuse = |refusal| refused(group, product.kind, refusal);
-    let placed = placed.map_err(refuse)?;
     let options = product.options().map_err(refuse)?;
+    let arguments = Arguments { group, call };
     match product.kind {
         ProductKind::Matmul => {
-            let a = placed.own().map_err(refuse)?;
-            let outputs = placed.outputs().map_err(refuse)?;
-            let call = (placed.weights(), outputs);
-            own_product::run(&options, placed.addends(), a, call)
+            let a = arguments.own().map_err(refuse)?;
+            let addends = arguments.addends().map_err(refuse)?;
+            let product = arguments.product().map_err(refuse)?;
+            own_product::run(&options, addends, a, product)
         }
         ProductKind::AllGatherMatmul => {
-            let a = placed.sharded().map_err(refuse)?;
-            let outputs = placed.outputs().map_err(refuse)?;
+            let a = arguments.sharded().map_err(refuse)?;
+            let addends = arguments.addends().map_err(refuse)?;
+            let operands = arguments.product().map_err(refuse)?;
             let gather = GatherProduct {
                 options,
                 stages: product.stages,
             };
-            gather.run(placed.addends(), a, (placed.weights(), outputs))
+            gather.run(addends, a, operands)
         }
         ProductKind::MatmulReduceScatter => {
-            let operands = placed.operands().map_err(refuse)?;
+            let operands = arguments.operands().map_err(refuse)?;
             let scatter = ScatterProduct {
                 options,
                 rows: product.rows.as_deref(),
             };
-            match &placed.outputs {
-                PlacedOutputs::Own(_) => {
-                    let outputs = placed.outputs().map_err(refuse)?;
+            match call.outputs {
+                Outputs::Own(_) => {
+                    let outputs = arguments.outputs().map_err(refuse)?;
                     scatter.run(operands, outputs)
                 }
-                PlacedOutputs::Sharded(out) => scatter.run_into(operands, *out),
+                Outputs::Sharded(_) => {
+                    let out = arguments.sums().map_err(refuse)?;
+                    scatter.run_into(operands, out)
+                }
             }
         }
         ProductKind::MatmulAllReduce => {
-            let operands = placed.operands().map_err(refuse)?;
-            let out = placed.sums().map_err(refuse)?;
+            let operands = arguments.operands().map_err(refuse)?;
+            let out = arguments.sums().map_err(refuse)?;
             sum_product::all_reduce(&options, operands, out)
         }
     }
@@ -589,11 +515,11 @@ pub(super) fn supports<B: AnyBackend>(
 /// A planned product with the group whose calls it makes.
 struct Bound<B: Backend, P>(Group<B>, ProductKind, P);
 
-/// A product that has been planned, as it takes arguments that have been placed.
+/// A product that has been planned, as it takes arguments.
 trait Planned<B: Backend>: Send + Sync {
     fn run(
         &self,
-        call: &PlacedCall<'_, '_, B>,
+        arguments: &Arguments<'_, '_, B>,
         refuse: &dyn Fn(Refusal) -> Error,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()>;
@@ -606,9 +532,7 @@ impl<B: AnyBackend, P: Planned<B>> Bound<B, P> {
     unsafe fn call(&self, call: &ProductCall, trace: Option<&mut Vec<Span>>) -> Result<()> {
         let Bound(group, kind, planned) = self;
         let refuse = |refusal| refused(group, *kind, refusal);
-        // SAFETY: as this function's.
-        let placed = unsafe { PlacedCall::new(group, call) };
-        planned.run(&placed.map_err(refuse)?, &refuse, trace)
+        planned.run(&Arguments { group, call }, &refuse, trace)
     }
 }
 
@@ -633,7 +557,7 @@ impl<B: AnyBackend, P: Planned<B>> Prepared for Bound<B, P> {
 impl<B: AnyBackend> Planned<B> for PlannedProduct<B> {
     fn run(
         &self,
-        call: &PlacedCall<'_, '_, B>,
+        arguments: &Arguments<'_, '_, B>,
         refuse: &dyn Fn(Refusal) -> Error,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
@@ -641,9 +565,9 @@ impl<B: AnyBackend> Planned<B> for PlannedProduct<B> {
             let what = "a product of one rank has no trace".into();
             return Err(refuse(Refusal::Unsupported { what }));
         }
-        let a = call.own().map_err(refuse)?;
-        let outputs = call.outputs().map_err(refuse)?;
-        self.run(call.addends(), a, (call.weights(), outputs))
+        let a = arguments.own().map_err(refuse)?;
+        let addends = arguments.addends().map_err(refuse)?;
+        self.run(addends, a, arguments.product().map_err(refuse)?)
     }
 
     fn explain(&self) -> String {
@@ -654,13 +578,13 @@ impl<B: AnyBackend> Planned<B> for PlannedProduct<B> {
 impl<B: AnyBackend> Planned<B> for PlannedGather<B> {
     fn run(
         &self,
-        call: &PlacedCall<'_, '_, B>,
+        arguments: &Arguments<'_, '_, B>,
         refuse: &dyn Fn(Refusal) -> Error,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let a = call.sharded().map_err(refuse)?;
-        let outputs = call.outputs().map_err(refuse)?;
-        self.run(call.addends(), a, (call.weights(), outputs), trace)
+        let a = arguments.sharded().map_err(refuse)?;
+        let addends = arguments.addends().map_err(refuse)?;
+        self.run(addends, a, arguments.product().map_err(refuse)?, trace)
     }
 
     fn explain(&self) -> String {
@@ -671,17 +595,20 @@ impl<B: AnyBackend> Planned<B> for PlannedGather<B> {
 impl<B: AnyBackend> Planned<B> for PlannedSums<B> {
     fn run(
         &self,
-        call: &PlacedCall<'_, '_, B>,
+        arguments: &Arguments<'_, '_, B>,
         refuse: &dyn Fn(Refusal) -> Error,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let operands = call.operands().map_err(refuse)?;
-        match &call.outputs {
-            PlacedOutputs::Own(_) => {
-                let outputs = call.outputs().map_err(refuse)?;
+        let operands = arguments.operands().map_err(refuse)?;
+        match arguments.call.outputs {
+            Outputs::Own(_) => {
+                let outputs = arguments.outputs().map_err(refuse)?;
                 self.scatter(&operands, outputs, trace)
             }
-            PlacedOutputs::Sharded(out) => self.scatter_into(&operands, *out, trace),
+            Outputs::Sharded(_) => {
+                let out = arguments.sums().map_err(refuse)?;
+                self.scatter_into(&operands, out, trace)
+            }
         }
     }
 
@@ -693,12 +620,12 @@ impl<B: AnyBackend> Planned<B> for PlannedSums<B> {
 impl<B: AnyBackend> Planned<B> for PlannedAllReduce<B> {
     fn run(
         &self,
-        call: &PlacedCall<'_, '_, B>,
+        arguments: &Arguments<'_, '_, B>,
         refuse: &dyn Fn(Refusal) -> Error,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let operands = call.operands().map_err(refuse)?;
-        let out = call.sums().map_err(refuse)?;
+        let operands = arguments.operands().map_err(refuse)?;
+        let out = arguments.sums().map_err(refuse)?;
         self.run(&operands, out, trace)
     }
 

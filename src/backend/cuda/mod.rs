@@ -272,6 +272,12 @@ impl sealed::Implementation for Cuda {
             Bound::Input(memory, offset) | Bound::Output(memory, offset) => {
                 (memory.region(), *offset, memory.pitch)
             }
+            Bound::Place(address, pitch) => {
+                let rows = to.len() / width.max(1);
+                // SAFETY: the caller keeps the memory, which has these rows.
+                let memory = unsafe { self.gpu.view(*address, [rows, width], *pitch, None) };
+                return memory.region().read_rows(0, *pitch, width, to);
+            }
         };
         memory.read_rows(offset, pitch, width, to)
     }
@@ -348,6 +354,7 @@ fn operand<'a>(bound: &Bound<'a, Cuda>, shared: usize) -> Option<Operand<'a>> {
         Bound::Nothing => return None,
         Bound::Symmetric(memory) => (memory.own(), shared),
         Bound::Rows(memory, offset, pitch) => (memory.own() + *offset as u64, *pitch),
+        Bound::Place(address, pitch) => (*address, *pitch),
         Bound::Input(memory, offset) | Bound::Output(memory, offset) => {
             let (ptr, pitch) = memory.place();
             (ptr + *offset as u64, pitch)

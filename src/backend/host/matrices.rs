@@ -94,6 +94,7 @@ impl MatrixPlace {
             Bound::Nothing => return None,
             Bound::Symmetric(memory) => (memory.own(), 0, shared),
             Bound::Rows(memory, offset, pitch) => (memory.own(), *offset, *pitch),
+            Bound::Place(address, pitch) => (*address as *mut u8, 0, *pitch),
             Bound::Input(memory, offset) | Bound::Output(memory, offset) => {
                 (memory.memory.as_ptr(), *offset, memory.pitch)
             }
