@@ -1,0 +1,561 @@
+"""Products of tensors: what is planned for each shape, and what a call does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .. import ArgumentError, Prepared, Scaled, Sharded
+from ._groups import Joined, joined, refuse_capture
+from ._shards import LENT, Own, shards_of
+
+#: An operand of gemmesh: a tensor, or fp8 with its scales.
+Operand: TypeAlias = "Tensor | Scaled"
+
+#: How many weights one product takes.
+_MAX_WEIGHTS = 4
+#: How many planned calls a group keeps. The oldest go first.
+_MAX_PLANS = 1024
+
+
+def refused(call: str, sentence: str) -> ArgumentError:
+    return ArgumentError(f"{call}: {sentence}", call=call)
+
+
+def check(call: str, a: Tensor, bs: Sequence[Tensor], dim: int, named: str) -> None:
+    """Refuses what no operation takes, as all ranks do that give the same shapes."""
+    if a.dim() < 2:
+        raise refused(call, f"A has the shape {list(a.shape)} and must have two dimensions or more")
+    if not 0 <= dim < a.dim():
+        raise refused(call, f"{named} is {dim} and must be from 0 to {a.dim() - 1}")
+    for b in bs:
+        if b.dim() != 2:
+            raise refused(call, f"B has the shape {list(b.shape)} and must be a matrix [K, N]")
+        if b.device != a.device:
+            raise refused(call, f"B is on {b.device} and A on {a.device}; both must be on one device")
+        if b.dtype != a.dtype and not (a.dtype.itemsize == b.dtype.itemsize == 1):
+            raise refused(call, f"B has the dtype {b.dtype} and A {a.dtype}; both must be alike, or of fp8")
+
+
+def remember(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: object) -> None:
+    if len(plans) >= _MAX_PLANS:
+        del plans[next(iter(plans))]
+    plans[key] = plan
+
+
+def empty_rows(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor without values."""
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def _layout_of(b: Tensor) -> str | None:
+    """The layout of a weight [K, N] in memory: "nk" if its columns are contiguous, "kn" if its rows are, else None."""
+    (k, n), (along_k, along_n) = b.shape, b.stride()
+    if along_k == 1 and (along_n >= k or n == 1):
+        return "nk"
+    if along_n == 1 and (along_k >= n or k == 1):
+        return "kn"
+    return None
+
+
+class Weight:
+    """How a weight [K, N] of a given layout becomes an operand."""
+
+    __slots__ = ("_dense", "_transposed", "layout")
+
+    def __init__(self, b: Tensor) -> None:
+        layout = _layout_of(b)
+        self._dense = layout is not None
+        self.layout = layout or "kn"
+        self._transposed = layout == "nk"
+
+    def of(self, b: Tensor) -> Tensor:
+        if self._transposed:
+            return b.t()
+        return b if self._dense else b.contiguous()
+
+
+def strided_rows(a: Tensor) -> bool:
+    """True if gemmesh takes the tensor: its rows are contiguous and lie a fixed distance apart."""
+    if a.is_contiguous():
+        return True
+    return a.dim() == 2 and a.stride(1) == 1 and a.stride(0) >= a.shape[1]
+
+
+class Gather:
+    """Products of gathered rows and weights, planned for one list of shapes.
+
+    Weights that don't fit into the first product multiply the gathered rows on this rank alone, behind it.
+    """
+
+    __slots__ = (
+        "_alone",
+        "_dim",
+        "_fused",
+        "_joined",
+        "_options",
+        "_outputs",
+        "_own",
+        "_prepared",
+        "_shape",
+        "_weights",
+    )
+
+    def __init__(
+        self, joined: Joined, a: Tensor, bs: Sequence[Tensor], dim: int, dtypes: Sequence[torch.dtype], options: Sequence[Any]
+    ) -> None:
+        moved = a.movedim(dim, 0)
+        self._joined = joined
+        self._dim = dim
+        #: [W * d, ..., K], with the gathered dimension in front.
+        self._shape = (moved.shape[0] * joined.world, *moved.shape[1:])
+        rows = math.prod(moved.shape[:-1])
+        shards = shards_of(joined, a.dtype, moved.shape[-1], rows * joined.world)
+        self._own = Own(shards, moved.shape)
+        self._weights = [Weight(b) for b in bs]
+        self._outputs = [((*self._shape[:-1], b.shape[1]), dtype) for b, dtype in zip(bs, dtypes, strict=True)]
+        #: What the weights of one product have in common.
+        self._options = list(options)
+        alike = [
+            index
+            for index, b in enumerate(bs)
+            if self._options[index] == self._options[0]
+            and (self._weights[index].layout, b.dtype, dtypes[index]) == (self._weights[0].layout, bs[0].dtype, dtypes[0])
+        ]
+        takes_bias = bool(options) and bool(options[0].get("bias"))
+        self._fused = alike[: 1 if takes_bias else _MAX_WEIGHTS]
+        self._alone = [index for index in range(len(bs)) if index not in self._fused]
+        self._prepared: Prepared | None = None
+
+    def __call__(
+        self,
+        a: Tensor,
+        bs: Sequence[Tensor],
+        return_a: bool,
+        scaled: Callable[[Tensor | Sharded], Any] | None = None,
+        scales: Sequence[Callable[[Tensor], Operand]] = (),
+        biases: Sequence[Tensor | None] = (),
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        joined = self._joined
+        own = self._own
+        dim = self._dim
+        moved = a.movedim(dim, 0) if dim else a
+        lent = LENT.get(moved.data_ptr()) if LENT else None
+        if joined.cuda:
+            joined.enter(self, own.shards.sharded, lent)
+        if lent is not None and lent.fits(joined, moved):
+            sharded, whole = lent.sharded, lent.whole
+        else:
+            sharded = own.put(moved)
+            whole = own.shards.whole
+        weights = [weight.of(b) for weight, b in zip(self._weights, bs, strict=True)]
+        outputs = [empty_rows(a, shape, dtype) for shape, dtype in self._outputs]
+        if scaled is None:
+            self._run(sharded, weights, outputs, None)
+        else:
+            operands = [scale(weight) for scale, weight in zip(scales, weights, strict=True)]
+            self._run(scaled(sharded), operands, outputs, biases[self._fused[0]] if self._fused else None)
+            weights = operands
+        gathered = whole[: own.m]
+        for index in self._alone:
+            bias = biases[index] if biases else None
+            self._multiply(scaled(gathered) if scaled else gathered, weights[index], outputs[index], index, bias)
+        if dim:
+            outputs = [output.movedim(0, dim) for output in outputs]
+        if not return_a:
+            return None, outputs
+        full = gathered.clone().view(self._shape)
+        return full.movedim(0, dim) if dim else full, outputs
+
+    def _run(self, rows: Any, weights: Sequence[Any], outputs: Sequence[Tensor], bias: Tensor | None) -> None:
+        """Gathers the rows and multiplies them by the weights of the first product."""
+        fused = self._fused
+        if not fused:
+            self._joined.group.all_gather(rows.values if isinstance(rows, Scaled) else rows)
+            return
+        b: Any
+        out: Any
+        if len(fused) == 1:
+            b, out = weights[fused[0]], outputs[fused[0]]
+        else:
+            b, out = [weights[index] for index in fused], [outputs[index] for index in fused]
+        prepared = self._prepared
+        if prepared is None:
+            refuse_capture("plan a product")
+            prepared = self._joined.group.prepare("all_gather_matmul", rows, b, out, **self._words(fused[0]))
+            self._prepared = prepared
+        if bias is None:
+            prepared(rows, b, out)
+        else:
+            prepared(rows, b, out, bias=bias)
+
+    def _multiply(self, rows: Any, weight: Any, output: Tensor, index: int, bias: Tensor | None) -> None:
+        """Multiplies rows that are on this rank."""
+        self._joined.group.matmul(rows, weight, output, bias=bias, **self._words(index))
+
+    def _words(self, index: int) -> dict[str, Any]:
+        options = {key: value for key, value in self._options[index].items() if key == "accumulation"}
+        return {"weight_layout": self._weights[index].layout, **options}
+
+
+_NO_OPTIONS: dict[str, Any] = {}
+
+
+def all_gather_matmul(
+    a: Tensor, bs: Sequence[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
+) -> tuple[Tensor | None, list[Tensor]]:
+    found = joined(group_name, a)
+    if len(bs) == 1:
+        b = bs[0]
+        key: tuple[Any, ...] = (gather_dim, a.shape, a.dtype, b.shape, b.stride(), b.dtype)
+    else:
+        key = (gather_dim, a.shape, a.dtype, *((b.shape, b.stride(), b.dtype) for b in bs))
+    plan = found.gathers.get(key)
+    if plan is None:
+        check("fused_all_gather_matmul", a, bs, gather_dim, "gather_dim")
+        if gather_dim == a.dim() - 1:
+            return _gather_columns(found, a, bs, return_A)
+        refuse_capture("plan a product")
+        plan = Gather(found, a, bs, gather_dim, [b.dtype for b in bs], [_NO_OPTIONS] * len(bs))
+        remember(found.gathers, key, plan)
+    return plan(a, bs, return_A)
+
+
+def _gather_columns(joined: Joined, a: Tensor, bs: Sequence[Tensor], return_a: bool) -> tuple[Tensor | None, list[Tensor]]:
+    """Gathers the last dimension, K. Only gathered rows are multiplied as they arrive, so the product follows the gather."""
+    world = joined.world
+    rows, columns = math.prod(a.shape[:-1]), a.shape[-1]
+    own = Own(shards_of(joined, a.dtype, columns, rows * world), (rows, columns))
+    if joined.cuda:
+        joined.enter(own.shards.sharded)
+    joined.group.all_gather(own.put(a.reshape(rows, columns)))
+    parts = own.shards.whole[: own.m].view(world, rows, columns)
+    full = parts.movedim(0, 1).reshape(*a.shape[:-1], world * columns).contiguous()
+    if full.data_ptr() == parts.data_ptr():
+        full = full.clone()
+    products = [torch.matmul(full, b) for b in bs]
+    return (full if return_a else None), products
+
+
+def _flat(scale: Tensor) -> Tensor:
+    """Scales as a contiguous row [1, n]."""
+    return scale.reshape(1, -1).contiguous()
+
+
+def _scaling_of_weight(scale: Tensor) -> Callable[[Tensor], Scaled]:
+    row = _flat(scale)
+    scaling = "tensor" if scale.numel() == 1 else "rows"
+    return lambda weight: Scaled(weight, row, scaling)
+
+
+_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
+#: The numbers by which the dispatcher passes lists of types.
+_NUMBERED = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
+
+
+def output_type(call: str, dtype: torch.dtype | int | None) -> torch.dtype:
+    """The type of a scaled product."""
+    found = _NUMBERED.get(dtype) if isinstance(dtype, int) else dtype
+    if found not in _OUTPUTS:
+        raise refused(call, f"out_dtype is {dtype} and must be torch.bfloat16, torch.float16 or torch.float32")
+    return found
+
+
+def rows_scaling(call: str, shard: Tensor, scale: Tensor, dim: int, world: int) -> str:
+    """Whose scales those of A are, as PyTorch tells by their shape: "sharded", "tensor" or "all" rows."""
+    full = list(shard.shape)
+    full[dim] *= world
+    if scale.dim() and scale.shape[-1] == 1:
+        leading = list(scale.shape[:-1])
+        if leading == list(shard.shape[:-1]):
+            return "sharded"
+        if scale.numel() != 1 and leading == full[:-1]:
+            return "all"
+    if scale.numel() == 1:
+        return "tensor"
+    raise refused(
+        call,
+        f"A_scale has the shape {list(scale.shape)} and must have one element or be {[*shard.shape[:-1], 1]} or "
+        f"{[*full[:-1], 1]}",
+    )
+
+
+def check_lists(call: str, bs: Sequence[Tensor], **lists: Sequence[object]) -> None:
+    for name, values in lists.items():
+        if len(values) != len(bs):
+            raise refused(call, f"{name} has {len(values)} elements and Bs has {len(bs)}; they must be as many")
+
+
+def all_gather_scaled_matmul(
+    a: Tensor,
+    bs: Sequence[Tensor],
+    a_scale: Tensor,
+    b_scales: Sequence[Tensor],
+    gather_dim: int,
+    group_name: str,
+    biases: Sequence[Tensor | None],
+    result_scales: Sequence[Tensor | None],
+    out_dtypes: Sequence[torch.dtype | int | None],
+    use_fast_accum: Sequence[bool],
+) -> tuple[Tensor, list[Tensor]]:
+    call = "fused_all_gather_scaled_matmul"
+    found = joined(group_name, a)
+    check_lists(
+        call,
+        bs,
+        B_scales=b_scales,
+        biases=biases,
+        result_scales=result_scales,
+        out_dtypes=out_dtypes,
+        use_fast_accum=use_fast_accum,
+    )
+    key = (
+        call,
+        gather_dim,
+        a.shape,
+        a.dtype,
+        a_scale.shape,
+        *((b.shape, b.stride(), b.dtype, scale.shape) for b, scale in zip(bs, b_scales, strict=True)),
+        *(bias is None for bias in biases),
+        *out_dtypes,
+        *use_fast_accum,
+    )
+    plan = found.gathers.get(key)
+    scaling = rows_scaling(call, a, a_scale, gather_dim, found.world) if 0 <= gather_dim < a.dim() else ""
+    if plan is None:
+        check(call, a, bs, gather_dim, "gather_dim")
+        if gather_dim == a.dim() - 1:
+            raise refused(call, "gather_dim is the last one, along which scaled rows cannot be gathered")
+        refuse_capture("plan a product")
+        options = [
+            {"accumulation": "fast" if fast else "promoted", "bias": bias is not None, "one_scale": scale.numel() == 1}
+            for fast, bias, scale in zip(use_fast_accum, biases, b_scales, strict=True)
+        ]
+        dtypes = [output_type(call, dtype) for dtype in out_dtypes]
+        plan = Gather(found, a, bs, gather_dim, dtypes, options)
+        remember(found.gathers, key, plan)
+    if any(scale is not None for scale in result_scales):
+        raise refused(call, "result_scales must be None")
+    if found.cuda:
+        found.enter()
+    scaled = _scaled_rows(found, a, a_scale, gather_dim, scaling)
+    full, outputs = plan(a, bs, True, scaled, [_scaling_of_weight(scale) for scale in b_scales], biases)
+    assert full is not None
+    return full, outputs
+
+
+def _scaled_rows(joined: Joined, a: Tensor, scale: Tensor, dim: int, scaling: str) -> Callable[[Any], Scaled]:
+    """A function that gives rows their scales: a sharded matrix before the gather, and all rows behind it."""
+    if scaling == "tensor":
+        one = _flat(scale)
+        return lambda rows: Scaled(rows, one, "tensor")
+    moved = scale.movedim(dim, 0)
+    if scaling == "all":
+        every = _flat(moved)
+        return lambda rows: Scaled(rows, every, "rows")
+    count = math.prod(moved.shape)
+    # Rows of sharded matrices are whole pieces of 16 bytes on GPUs.
+    columns = 4 if joined.cuda else 1
+    own = Own(shards_of(joined, torch.float32, columns, count * joined.world), (count, 1))
+    if scale.dtype != torch.float32:
+        raise refused("fused_all_gather_scaled_matmul", f"A_scale is of {scale.dtype} and must be of torch.float32")
+    sharded = own.put(moved.reshape(count, 1))
+    whole = own.shards.whole
+
+    def scaled(rows: Any) -> Scaled:
+        if isinstance(rows, Sharded):
+            return Scaled(rows, sharded, "rows")
+        return Scaled(rows, _flat(whole[: own.m, 0]), "rows")
+
+    return scaled
+
+
+class Scatter:
+    """A product whose sums are scattered, planned for one shape."""
+
+    __slots__ = ("_dense", "_dim", "_dtype", "_joined", "_options", "_out", "_prepared", "_shape", "_divisor", "_weight")
+
+    def __init__(
+        self,
+        joined: Joined,
+        a: Tensor,
+        b: Tensor,
+        dim: int,
+        average: bool,
+        dtype: torch.dtype,
+        options: dict[str, Any],
+    ) -> None:
+        moved = a.movedim(dim, 0)
+        self._joined = joined
+        self._dim = dim
+        self._dense = strided_rows(moved)
+        #: [d / W, ..., N], with the scattered dimension in front.
+        self._shape = (moved.shape[0] // joined.world, *moved.shape[1:-1], b.shape[1])
+        self._dtype = dtype
+        self._divisor = joined.world if average else 1
+        # A sum of bf16 is divided by a power of two without rounding. One of f16 might be too large before it is divided.
+        exact = dtype != torch.float16 and joined.world & (joined.world - 1) == 0
+        self._out = dtype if exact or not average else torch.float32
+        self._weight = Weight(b)
+        self._options = options
+        self._prepared: Prepared | None = None
+
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        scaled: tuple[Callable[[Tensor], Operand], Callable[[Tensor], Operand]] | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        joined = self._joined
+        if joined.cuda:
+            joined.enter(self)
+        dim = self._dim
+        rows: Any = a.movedim(dim, 0) if dim else a
+        if not self._dense:
+            rows = rows.contiguous()
+        weight: Any = self._weight.of(b)
+        if scaled is not None:
+            rows, weight = scaled[0](rows), scaled[1](weight)
+        out = empty_rows(a, self._shape, self._out)
+        prepared = self._prepared
+        if prepared is None:
+            refuse_capture("plan a product")
+            prepared = joined.group.prepare(
+                "matmul_reduce_scatter", rows, weight, out, weight_layout=self._weight.layout, **self._options
+            )
+            self._prepared = prepared
+        if bias is None:
+            prepared(rows, weight, out)
+        else:
+            prepared(rows, weight, out, bias=bias)
+        if self._divisor != 1:
+            out = out.div_(self._divisor).to(self._dtype)
+        return out.movedim(0, dim).contiguous() if dim else out
+
+
+def _check_scatter(call: str, joined: Joined, extent: int, dim: int, reduce_op: str, named: str) -> None:
+    if reduce_op not in ("sum", "avg"):
+        raise refused(call, f"reduce_op is {reduce_op!r} and must be 'sum' or 'avg'")
+    if extent % joined.world:
+        raise refused(
+            call, f"dimension {dim} ({named}) has {extent} elements and must be a multiple of the {joined.world} ranks"
+        )
+
+
+def matmul_reduce_scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+    found = joined(group_name, a)
+    key = (scatter_dim, reduce_op, a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype)
+    plan = found.scatters.get(key)
+    if plan is None:
+        call = "fused_matmul_reduce_scatter"
+        check(call, a, [b], scatter_dim, "scatter_dim")
+        last = scatter_dim == a.dim() - 1
+        extent = b.shape[1] if last else a.shape[scatter_dim]
+        _check_scatter(call, found, extent, scatter_dim, reduce_op, "scatter_dim")
+        if last:
+            # Columns of a product are rows of the transposed one: Bᵀ [N, K] times A [M, K].
+            columns = matmul_reduce_scatter(b.t(), a.reshape(-1, a.shape[-1]).t(), reduce_op, 0, group_name)
+            return columns.t().contiguous().view(*a.shape[:-1], -1)
+        refuse_capture("plan a product")
+        plan = Scatter(found, a, b, scatter_dim, reduce_op == "avg", a.dtype, _NO_OPTIONS)
+        remember(found.scatters, key, plan)
+    return plan(a, b)
+
+
+def scaled_matmul_reduce_scatter(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int,
+    group_name: str,
+    output_shape: Sequence[int] | None,
+    bias: Tensor | None = None,
+    result_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    call = "fused_scaled_matmul_reduce_scatter"
+    found = joined(group_name, a)
+    check(call, a, [b], scatter_dim_after_maybe_reshape, "scatter_dim_after_maybe_reshape")
+    leading = scattered_shape(call, a, b, orig_scatter_dim, output_shape)[:-1]
+    if result_scale is not None:
+        raise refused(call, "result_scale must be None")
+    dtype = output_type(call, out_dtype)
+    by_rows = a_scale.numel() != 1
+    if by_rows and list(a_scale.shape) != [*a.shape[:-1], 1]:
+        raise refused(
+            call, f"A_scale has the shape {list(a_scale.shape)} and must have one element or be {[*a.shape[:-1], 1]}"
+        )
+    rows = a.reshape(*leading, a.shape[-1])
+    key = (
+        orig_scatter_dim,
+        reduce_op,
+        rows.shape,
+        rows.stride(),
+        a.dtype,
+        b.shape,
+        b.stride(),
+        b.dtype,
+        by_rows,
+        b_scale.shape,
+        bias is None,
+        dtype,
+        use_fast_accum,
+    )
+    plan = found.scatters.get(key)
+    if plan is None:
+        _check_scatter(call, found, leading[orig_scatter_dim], orig_scatter_dim, reduce_op, "orig_scatter_dim")
+        refuse_capture("plan a product")
+        options = {"accumulation": "fast" if use_fast_accum else "promoted"}
+        plan = Scatter(found, rows, b, orig_scatter_dim, reduce_op == "avg", dtype, options)
+        remember(found.scatters, key, plan)
+    if found.cuda:
+        found.enter()
+    scales = _flat(a_scale.reshape(*leading, 1).movedim(orig_scatter_dim, 0) if by_rows else a_scale)
+    scaling = "rows" if by_rows else "tensor"
+    of_rows: Callable[[Tensor], Operand] = lambda values: Scaled(values, scales, scaling)  # noqa: E731
+    if bias is not None:
+        bias = _sum_of_biases(found, bias)
+    return plan(rows, b, (of_rows, _scaling_of_weight(b_scale)), bias)
+
+
+def scattered_shape(
+    call: str, a: Tensor, b: Tensor, dim: int, output_shape: Sequence[int] | None
+) -> list[int]:
+    """The shape of A @ B before it is scattered."""
+    shape = list(output_shape) if output_shape is not None else [*a.shape[:-1], b.shape[1]]
+    if not 0 <= dim < len(shape) - 1:
+        raise refused(call, f"orig_scatter_dim is {dim} and must be from 0 to {len(shape) - 2}: a dimension of rows")
+    if math.prod(shape[:-1]) != math.prod(a.shape[:-1]):
+        raise refused(call, f"output_shape is {shape}, and A has {math.prod(a.shape[:-1])} rows; they must be as many")
+    return shape
+
+
+def _sum_of_biases(joined: Joined, bias: Tensor) -> Tensor:
+    """The sum of the ranks' biases: each rank adds its own to its product."""
+    n = bias.numel()
+    own = Own(shards_of(joined, bias.dtype, n, joined.world), (1, n))
+    joined.group.all_gather(own.put(bias.reshape(1, n)))
+    return own.shards.whole[: joined.world].sum(0, dtype=torch.float32).to(bias.dtype)
+
+
+def reduce_scatter(a: Tensor, dim: int, group_name: str) -> Tensor:
+    """This rank's part, along a dimension, of the sum of the ranks' tensors."""
+    found = joined(group_name, a)
+    if found.cuda:
+        found.enter()
+    moved = a.movedim(dim, 0)
+    extent = moved.shape[0]
+    _check_scatter("reduce_scatter", found, extent, dim, "sum", "dim")
+    shape = (extent // found.world, *moved.shape[1:])
+    out = empty_rows(a, shape, a.dtype)
+    found.group.reduce_scatter(moved.reshape(extent, -1).contiguous(), out.view(shape[0], -1))
+    return out.movedim(0, dim).contiguous()
