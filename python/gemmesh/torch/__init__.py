@@ -30,7 +30,8 @@ The operations take tensors of bf16 and f16, and the scaled ones those of fp8. T
 two ways. Sums over ranks are made in f32 and rounded once. An average is the sum, divided by W: in its own type if
 that is bf16 and W is a power of two, because then the division is exact, and in f32 otherwise.
 
-Weights are best column-major, as `weight.t()` is. Weights of fp8 must be.
+Weights are best column-major, as `weight.t()` is. Weights of fp8 must be. On GPUs K and N are multiples of 8, and of 16 for
+fp8. A CUDA graph may capture an operation that has run with the same shapes before.
 """
 
 from __future__ import annotations

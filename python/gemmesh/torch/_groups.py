@@ -135,7 +135,8 @@ def use(group_name: str, group: Group) -> None:
 
 def refuse_capture(what: str) -> None:
     """Raises an error if PyTorch captures a CUDA graph."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    # A program without CUDA must not get a context by this.
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         raise MisuseError(
             f"a CUDA graph is being captured, and the operation would have to {what}; run it once with the same shapes "
             "before the capture"
@@ -179,14 +180,14 @@ def _join(name: str, device: torch.device) -> Joined:
     on_cuda = device.type == "cuda"
     if device.type not in ("cuda", "cpu"):
         raise ArgumentError(f"the tensor is on {device}; gemmesh has operations for cuda and cpu")
-    groups = _ON_CUDA if on_cuda else _ON_HOST
-    stale = groups.pop(name, None)
+    for known in (_ON_HOST, _ON_CUDA):
+        for old in [each for each, group in known.items() if not group.is_of_now()]:
+            del known[old]
     process_group = _registered(name)
     if process_group is None:
         raise _unknown(name)
     if on_cuda:
         refuse_capture("join the ranks of a process group")
-    del stale
     rank, world = process_group.rank(), process_group.size()
     index = device.index if device.index is not None else (torch.cuda.current_device() if on_cuda else 0)
 
@@ -199,8 +200,10 @@ def _join(name: str, device: torch.device) -> Joined:
 
     options: dict[str, Any] = {"device": index} if on_cuda else {}
     if process_group is not dist.group.WORLD:
-        options["name"] = process_group.group_desc
+        described = process_group.group_desc
+        options["name"] = name if described == "undefined" else described
     backend = "cuda" if on_cuda else "host"
     group = Group.from_callback(gather, rank, world, backend=backend, **options)
-    made = groups[name] = Joined(name, group, process_group)
+    made = Joined(name, group, process_group)
+    (_ON_CUDA if on_cuda else _ON_HOST)[name] = made
     return made

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
+from torch import Tensor, is_grad_enabled
+from torch._C import DispatchKey, DispatchKeySet, _any_requires_grad
 
 from . import _products
 from ._groups import world_of
@@ -241,7 +241,7 @@ class _MatmulScatter(torch.autograd.Function):
 def _with_gradients_of_gather(
     keys: DispatchKeySet, A: Tensor, Bs: Sequence[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(A, Bs):
+    if is_grad_enabled() and _any_requires_grad(A, Bs):
         full, *products = _GatherMatmul.apply(keys, gather_dim, group_name, return_A, A, *Bs)
         return full, products
     if _is_straight(keys):
@@ -255,7 +255,7 @@ def _with_gradients_of_gather(
 def _with_gradients_of_scatter(
     keys: DispatchKeySet, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> Tensor:
-    if torch.is_grad_enabled() and (A.requires_grad or B.requires_grad):
+    if is_grad_enabled() and (A.requires_grad or B.requires_grad):
         product: Tensor = _MatmulScatter.apply(keys, reduce_op, scatter_dim, group_name, A, B)
         return product
     if _is_straight(keys):
@@ -268,7 +268,7 @@ def _without_gradients(name: str, kernel: Callable[..., Any]) -> Callable[..., A
     """A kernel that refuses tensors that require gradients."""
 
     def checked(keys: DispatchKeySet, *args: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if is_grad_enabled() and _any_requires_grad(*args):
             raise refused(name, "a tensor requires a gradient, and products of fp8 have none; detach it")
         return kernel(*args) if _is_straight(keys) else _below(keys, name, *args)
 

@@ -47,9 +47,20 @@ def remember(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: obje
     plans[key] = plan
 
 
-def empty_rows(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A contiguous tensor without values."""
-    return torch.empty(shape, dtype=dtype, device=like.device)
+class Output:
+    """A contiguous tensor of a given shape, without values."""
+
+    __slots__ = ("_device", "_dtype", "_shape", "_strides")
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self._shape = tuple(shape)
+        self._strides = tuple(max(1, math.prod(self._shape[axis + 1 :])) for axis in range(len(self._shape)))
+        self._dtype = dtype
+        self._device = device
+
+    def make(self) -> Tensor:
+        # This takes less time than torch.empty.
+        return torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
 
 
 def _layout_of(b: Tensor) -> str | None:
@@ -117,7 +128,9 @@ class Gather:
         shards = shards_of(joined, a.dtype, moved.shape[-1], rows * joined.world)
         self._own = Own(shards, moved.shape)
         self._weights = [Weight(b) for b in bs]
-        self._outputs = [((*self._shape[:-1], b.shape[1]), dtype) for b, dtype in zip(bs, dtypes, strict=True)]
+        self._outputs = [
+            Output((*self._shape[:-1], b.shape[1]), dtype, a.device) for b, dtype in zip(bs, dtypes, strict=True)
+        ]
         #: What the weights of one product have in common.
         self._options = list(options)
         alike = [
@@ -140,36 +153,51 @@ class Gather:
         scales: Sequence[Callable[[Tensor], Operand]] = (),
         biases: Sequence[Tensor | None] = (),
     ) -> tuple[Tensor | None, list[Tensor]]:
-        joined = self._joined
-        own = self._own
-        dim = self._dim
-        moved = a.movedim(dim, 0) if dim else a
-        lent = LENT.get(moved.data_ptr()) if LENT else None
-        if joined.cuda:
-            joined.enter(self, own.shards.sharded, lent)
-        if lent is not None and lent.fits(joined, moved):
-            sharded, whole = lent.sharded, lent.whole
-        else:
-            sharded = own.put(moved)
-            whole = own.shards.whole
+        sharded, whole = self._place(a)
         weights = [weight.of(b) for weight, b in zip(self._weights, bs, strict=True)]
-        outputs = [empty_rows(a, shape, dtype) for shape, dtype in self._outputs]
+        outputs = [output.make() for output in self._outputs]
         if scaled is None:
             self._run(sharded, weights, outputs, None)
         else:
             operands = [scale(weight) for scale, weight in zip(scales, weights, strict=True)]
             self._run(scaled(sharded), operands, outputs, biases[self._fused[0]] if self._fused else None)
             weights = operands
-        gathered = whole[: own.m]
         for index in self._alone:
+            rows = whole[: self._own.m]
             bias = biases[index] if biases else None
-            self._multiply(scaled(gathered) if scaled else gathered, weights[index], outputs[index], index, bias)
-        if dim:
-            outputs = [output.movedim(0, dim) for output in outputs]
-        if not return_a:
-            return None, outputs
-        full = gathered.clone().view(self._shape)
-        return full.movedim(0, dim) if dim else full, outputs
+            self._multiply(scaled(rows) if scaled else rows, weights[index], outputs[index], index, bias)
+        if self._dim:
+            outputs = [output.movedim(0, self._dim) for output in outputs]
+        return (self._all_rows(whole) if return_a else None), outputs
+
+    def one(self, a: Tensor, b: Tensor, return_a: bool) -> tuple[Tensor | None, list[Tensor]]:
+        """As a call with one weight and no scales, in less time."""
+        prepared = self._prepared
+        if prepared is None:
+            return self(a, (b,), return_a)
+        sharded, whole = self._place(a)
+        output = self._outputs[0].make()
+        prepared(sharded, self._weights[0].of(b), output)
+        if self._dim:
+            output = output.movedim(0, self._dim)
+        return (self._all_rows(whole) if return_a else None), [output]
+
+    def _place(self, a: Tensor) -> tuple[Sharded, Tensor]:
+        """The sharded matrix that has these rows, and the memory of all its rows."""
+        own = self._own
+        if self._dim:
+            a = a.movedim(self._dim, 0)
+        lent = LENT.get(a.data_ptr()) if LENT else None
+        if self._joined.cuda:
+            self._joined.enter(self, own.shards.sharded, lent)
+        if lent is not None and lent.fits(self._joined, a):
+            return lent.sharded, lent.whole
+        return own.put(a), own.shards.whole
+
+    def _all_rows(self, whole: Tensor) -> Tensor:
+        """A copy of the rows that have been gathered."""
+        full = whole[: self._own.m].clone().view(self._shape)
+        return full.movedim(0, self._dim) if self._dim else full
 
     def _run(self, rows: Any, weights: Sequence[Any], outputs: Sequence[Tensor], bias: Tensor | None) -> None:
         """Gathers the rows and multiplies them by the weights of the first product."""
@@ -222,7 +250,7 @@ def all_gather_matmul(
         refuse_capture("plan a product")
         plan = Gather(found, a, bs, gather_dim, [b.dtype for b in bs], [_NO_OPTIONS] * len(bs))
         remember(found.gathers, key, plan)
-    return plan(a, bs, return_A)
+    return plan.one(a, bs[0], return_A) if len(bs) == 1 else plan(a, bs, return_A)
 
 
 def _gather_columns(joined: Joined, a: Tensor, bs: Sequence[Tensor], return_a: bool) -> tuple[Tensor | None, list[Tensor]]:
@@ -340,8 +368,6 @@ def all_gather_scaled_matmul(
         remember(found.gathers, key, plan)
     if any(scale is not None for scale in result_scales):
         raise refused(call, "result_scales must be None")
-    if found.cuda:
-        found.enter()
     scaled = _scaled_rows(found, a, a_scale, gather_dim, scaling)
     full, outputs = plan(a, bs, True, scaled, [_scaling_of_weight(scale) for scale in b_scales], biases)
     assert full is not None
@@ -363,6 +389,8 @@ def _scaled_rows(joined: Joined, a: Tensor, scale: Tensor, dim: int, scaling: st
     own = Own(shards_of(joined, torch.float32, columns, count * joined.world), (count, 1))
     if scale.dtype != torch.float32:
         raise refused("fused_all_gather_scaled_matmul", f"A_scale is of {scale.dtype} and must be of torch.float32")
+    if joined.cuda:
+        joined.enter(own.shards.sharded)
     sharded = own.put(moved.reshape(count, 1))
     whole = own.shards.whole
 
@@ -377,7 +405,7 @@ def _scaled_rows(joined: Joined, a: Tensor, scale: Tensor, dim: int, scaling: st
 class Scatter:
     """A product whose sums are scattered, planned for one shape."""
 
-    __slots__ = ("_dense", "_dim", "_dtype", "_joined", "_options", "_out", "_prepared", "_shape", "_divisor", "_weight")
+    __slots__ = ("_dense", "_dim", "_dtype", "_joined", "_options", "_out", "_prepared", "_divisor", "_weight")
 
     def __init__(
         self,
@@ -393,13 +421,13 @@ class Scatter:
         self._joined = joined
         self._dim = dim
         self._dense = strided_rows(moved)
-        #: [d / W, ..., N], with the scattered dimension in front.
-        self._shape = (moved.shape[0] // joined.world, *moved.shape[1:-1], b.shape[1])
         self._dtype = dtype
         self._divisor = joined.world if average else 1
         # A sum of bf16 is divided by a power of two without rounding. One of f16 might be too large before it is divided.
         exact = dtype != torch.float16 and joined.world & (joined.world - 1) == 0
-        self._out = dtype if exact or not average else torch.float32
+        # [d / W, ..., N], with the scattered dimension in front.
+        shape = (moved.shape[0] // joined.world, *moved.shape[1:-1], b.shape[1])
+        self._out = Output(shape, dtype if exact or not average else torch.float32, a.device)
         self._weight = Weight(b)
         self._options = options
         self._prepared: Prepared | None = None
@@ -421,7 +449,7 @@ class Scatter:
         weight: Any = self._weight.of(b)
         if scaled is not None:
             rows, weight = scaled[0](rows), scaled[1](weight)
-        out = empty_rows(a, self._shape, self._out)
+        out = self._out.make()
         prepared = self._prepared
         if prepared is None:
             refuse_capture("plan a product")
@@ -517,8 +545,6 @@ def scaled_matmul_reduce_scatter(
         options = {"accumulation": "fast" if use_fast_accum else "promoted"}
         plan = Scatter(found, rows, b, orig_scatter_dim, reduce_op == "avg", dtype, options)
         remember(found.scatters, key, plan)
-    if found.cuda:
-        found.enter()
     scales = _flat(a_scale.reshape(*leading, 1).movedim(orig_scatter_dim, 0) if by_rows else a_scale)
     scaling = "rows" if by_rows else "tensor"
     of_rows: Callable[[Tensor], Operand] = lambda values: Scaled(values, scales, scaling)  # noqa: E731
@@ -543,6 +569,8 @@ def _sum_of_biases(joined: Joined, bias: Tensor) -> Tensor:
     """The sum of the ranks' biases: each rank adds its own to its product."""
     n = bias.numel()
     own = Own(shards_of(joined, bias.dtype, n, joined.world), (1, n))
+    if joined.cuda:
+        joined.enter(own.shards.sharded)
     joined.group.all_gather(own.put(bias.reshape(1, n)))
     return own.shards.whole[: joined.world].sum(0, dtype=torch.float32).to(bias.dtype)
 
@@ -555,7 +583,6 @@ def reduce_scatter(a: Tensor, dim: int, group_name: str) -> Tensor:
     moved = a.movedim(dim, 0)
     extent = moved.shape[0]
     _check_scatter("reduce_scatter", found, extent, dim, "sum", "dim")
-    shape = (extent // found.world, *moved.shape[1:])
-    out = empty_rows(a, shape, a.dtype)
-    found.group.reduce_scatter(moved.reshape(extent, -1).contiguous(), out.view(shape[0], -1))
+    out = Output((extent // found.world, *moved.shape[1:]), a.dtype, a.device).make()
+    found.group.reduce_scatter(moved.contiguous(), out)
     return out.movedim(0, dim).contiguous()
