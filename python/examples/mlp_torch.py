@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import gemmesh.torch  # the operations torch.ops.gemmesh
+import gemmesh.torch  # noqa: F401  It makes the operations torch.ops.gemmesh.
 
 TOKENS, MODEL, HIDDEN = 64, 128, 256
 
 
 def mlp(x: Tensor, up: Tensor, down: Tensor, group: str) -> Tensor:
-    """The own tokens x [tokens, MODEL] become the own tokens of the output. up [hidden, MODEL], down [MODEL, hidden]."""
+    """The own tokens x [tokens, MODEL] become those of the output. up [hidden, MODEL], down [MODEL, hidden]."""
     _, (h,) = torch.ops.gemmesh.fused_all_gather_matmul(x, [up.t()], 0, group, return_A=False)
     return torch.ops.gemmesh.fused_matmul_reduce_scatter(torch.relu(h), down.t(), "sum", 0, group)
 

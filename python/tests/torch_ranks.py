@@ -215,7 +215,7 @@ def lent_rows_are_not_copied() -> None:
     b, full = weight(32, 16), gathered(2, 3, 32)
     before = x.data_ptr()
     put, copies = _shards.Own.put, []
-    _shards.Own.put = lambda *given: copies.append(given) or put(*given)  # type: ignore[method-assign, func-returns-value]
+    _shards.Own.put = lambda *given: copies.append(given) or put(*given)
     try:
         for rows in (x, x.view(6, 32)):
             found, (c,) = OPS.fused_all_gather_matmul(rows, [b], 0, name())
@@ -225,7 +225,7 @@ def lent_rows_are_not_copied() -> None:
         OPS.fused_all_gather_matmul(x.view(6, 32)[:2], [b], 0, name())  # a part: it is copied
         assert len(copies) == 1
     finally:
-        _shards.Own.put = put  # type: ignore[method-assign]
+        _shards.Own.put = put
     assert x.data_ptr() == before and before in _shards.LENT
     freed = weakref.ref(x.untyped_storage())
     view = x[1]
@@ -320,9 +320,24 @@ def scatters_fp8() -> None:
                 assert isinstance(total, Tensor) and isinstance(size, Tensor)
                 a, b, of_a, of_b, bias = mine
                 for dim in (0, 1):
-                    c = OPS.fused_scaled_matmul_reduce_scatter(
-                        a, b, of_a, of_b, op, dim, 0, name(), list(shape), bias if with_bias else None, None, torch.bfloat16
-                    ) if shape[dim] % world() == 0 else None
+                    c = (
+                        OPS.fused_scaled_matmul_reduce_scatter(
+                            a,
+                            b,
+                            of_a,
+                            of_b,
+                            op,
+                            dim,
+                            0,
+                            name(),
+                            list(shape),
+                            bias if with_bias else None,
+                            None,
+                            torch.bfloat16,
+                        )
+                        if shape[dim] % world() == 0
+                        else None
+                    )
                     if c is not None:
                         near(c, scattered(total, dim) / divisor, scattered(size, dim) / divisor)
 
@@ -332,7 +347,12 @@ def scatters_fp8() -> None:
 
 @case
 def gathers_have_gradients() -> None:
-    for shape, dim, count, return_a in (((4, 32), 0, 1, False), ((4, 32), 0, 3, True), ((2, 4, 32), 1, 2, True), ((4, 32), 1, 1, True)):
+    for shape, dim, count, return_a in (
+        ((4, 32), 0, 1, False),
+        ((4, 32), 0, 3, True),
+        ((2, 4, 32), 1, 2, True),
+        ((4, 32), 1, 1, True),
+    ):
         k = 32 * (world() if dim == len(shape) - 1 else 1)
         a = made(*shape, of=rank()).requires_grad_()
         bs = [weight(k, 16, seed).requires_grad_() for seed in range(count)]
@@ -530,7 +550,7 @@ def bad_arguments_are_refused() -> None:
     refuses(wrong, "multiple of", lambda: scatter(a[:3], b, "sum", 0, name()))
     refuses(wrong, "dtype", lambda: gather(a.float(), [b.float()], 0, name()))
     refuses(wrong, "dtype", lambda: scatter(a.float(), b.float(), "sum", 0, name()))
-    refuses(wrong, "dtype", lambda: gather(a, [b.half()], 0, name()))
+    refuses(wrong, "weights of f16", lambda: gather(a, [b.half()], 0, name()))
     refuses(wrong, "16", lambda: gather(a, [weight(16, 16)], 0, name()))
     refuses(wrong, "16", lambda: scatter(a, weight(16, 16), "sum", 0, name()))
     refuses(Exception, "meta", lambda: scatter(a, b.to("meta"), "sum", 0, name()))
@@ -546,8 +566,9 @@ def bad_scales_are_refused() -> None:
 
     def gather(**changed: Any) -> object:
         given: dict[str, Any] = {
-            "A": a, "Bs": [b], "A_scale": one, "B_scales": [one], "gather_dim": 0, "group_name": name(), "biases": [None],
-            "result_scales": [None], "out_dtypes": [torch.bfloat16], "use_fast_accum": [False], **changed,
+            "A": a, "Bs": [b], "A_scale": one, "B_scales": [one], "gather_dim": 0, "group_name": name(),
+            "biases": [None], "result_scales": [None], "out_dtypes": [torch.bfloat16], "use_fast_accum": [False],
+            **changed,
         }  # fmt: skip
         return OPS.fused_all_gather_scaled_matmul(**given)
 
@@ -586,6 +607,20 @@ def ranks_with_different_shapes_all_fail() -> None:
     gemmesh.torch.group_of(own, DEVICE)
     a, b = made(4 + rank(), 32, of=rank()), weight(32, 16)
     refuses(gemmesh.Error, "", lambda: OPS.fused_all_gather_matmul(a, [b], 0, own.group_name))
+
+
+@case
+def one_ranks_refusal_reaches_all() -> None:
+    for operation in (
+        lambda b, group: OPS.fused_all_gather_matmul(made(4, 32), [b], 0, group),
+        lambda b, group: OPS.fused_matmul_reduce_scatter(made(4, 32), b, "sum", 0, group),
+    ):
+        for bad in (weight(32, 16).half(), weight(16, 16)):
+            # It fails the group, so it has one of its own.
+            own = dist.new_group(list(range(world()))).group_name
+            gemmesh.torch.group_of(own, DEVICE)
+            b = bad if rank() == 1 else weight(32, 16)
+            refuses(gemmesh.Error, "rank 1", lambda: operation(b, own))  # noqa: B023
 
 
 @case

@@ -18,20 +18,23 @@ collectively. All ranks give the same shapes.
 `fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name) -> C`
     C is this rank's part, along scatter_dim, of the sum or average of the ranks' A [..., K] @ B [K, N]. K may differ
     between ranks. It has gradients.
-`fused_all_gather_scaled_matmul(A_shard, Bs, A_scale, B_scales, gather_dim, group_name, biases, result_scales, out_dtypes,
-use_fast_accum) -> (A, [C, ...])`
+`fused_all_gather_scaled_matmul(A_shard, Bs, A_scale, B_scales, gather_dim, group_name, biases, result_scales,
+out_dtypes, use_fast_accum) -> (A, [C, ...])`
     The same for fp8. A_scale has one element, or a scale for each row: of A_shard [..., 1] or of A [..., 1]. A scale of
     B has one element or is [1, N].
-`fused_scaled_matmul_reduce_scatter(A, B, A_scale, B_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape,
-group_name, output_shape, bias=None, result_scale=None, out_dtype=None, use_fast_accum=False) -> C`
-    The same for fp8. output_shape is that of A @ B, and orig_scatter_dim one of its dimensions.
+`fused_scaled_matmul_reduce_scatter(A, B, A_scale, B_scale, reduce_op, orig_scatter_dim,
+scatter_dim_after_maybe_reshape, group_name, output_shape, bias=None, result_scale=None, out_dtype=None,
+use_fast_accum=False) -> C`
+    The same for fp8. output_shape is that of A @ B, and orig_scatter_dim one of its dimensions. Each rank adds its
+    bias [N] to its product, so the biases of all ranks are in the sum.
 
 The operations take tensors of bf16 and f16, and the scaled ones those of fp8. Their numbers differ from `symm_mem`'s in
 two ways. Sums over ranks are made in f32 and rounded once. An average is the sum, divided by W: in its own type if
 that is bf16 and W is a power of two, because then the division is exact, and in f32 otherwise.
 
-Weights are best column-major, as `weight.t()` is. Weights of fp8 must be. On GPUs K and N are multiples of 8, and of 16 for
-fp8. A CUDA graph may capture an operation that has run with the same shapes before.
+Weights are best column-major, as `weight.t()` is. Weights of fp8 must be. Biases are of bf16. On GPUs K and N are
+multiples of 8. For fp8 they are multiples of 16, everywhere. A CUDA graph may capture an operation that has run with
+the same shapes before.
 """
 
 from __future__ import annotations

@@ -21,7 +21,19 @@ if TYPE_CHECKING:
 class Joined:
     """A group, and what the operations keep for it."""
 
-    __slots__ = ("cuda", "gathers", "group", "index", "kept", "name", "process_group", "rank", "scatters", "shards", "world")
+    __slots__ = (
+        "cuda",
+        "gathers",
+        "group",
+        "index",
+        "kept",
+        "name",
+        "process_group",
+        "rank",
+        "scatters",
+        "shards",
+        "world",
+    )
 
     def __init__(self, name: str, group: Group, process_group: ProcessGroup | None) -> None:
         #: The name under which operations find it.
@@ -89,8 +101,8 @@ def world_of(name: str) -> int:
 def group_of(group: ProcessGroup | str | None = None, device: torch.device | str | None = None) -> Group:
     """The gemmesh group of a process group, or of its name. None is the default process group.
 
-    It is made at its first use, collectively. A group takes tensors of one kind of device: "cuda" or "cpu". The default is
-    "cuda" if the process group has NCCL.
+    It is made at its first use, collectively. A group takes tensors of one kind of device, "cuda" or "cpu". The default
+    is "cuda" if the process group has NCCL.
     """
     return joined_of(group, device).group
 
@@ -125,8 +137,8 @@ def use(group_name: str, group: Group) -> None:
         ours = (group.rank, group.world_size)
         if theirs != ours:
             raise ArgumentError(
-                f"gemmesh.torch.use: the group's rank {ours[0]} of {ours[1]} is rank {theirs[0]} of {theirs[1]} in process "
-                f"group {group_name!r}; both must have the same ranks",
+                f"gemmesh.torch.use: the group's rank {ours[0]} of {ours[1]} is rank {theirs[0]} of {theirs[1]} in "
+                f"process group {group_name!r}; both must have the same ranks",
                 rank=ours[0],
                 call="use",
             )
@@ -155,8 +167,8 @@ def _name_of(process_group: ProcessGroup | None) -> str:
     name = getattr(process_group, "group_name", None)
     if not isinstance(name, str):
         raise ArgumentError(
-            f"{process_group!r} is no process group of this rank; give a ProcessGroup of which this rank is a member, or "
-            "its group_name"
+            f"{process_group!r} is no process group of this rank; give a ProcessGroup of which this rank is a member, "
+            "or its group_name"
         )
     return name
 

@@ -21,9 +21,7 @@ _SCHEMAS = {
         "(Tensor A, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, int gather_dim, str group_name, Tensor?[] biases, "
         "Tensor?[] result_scales, ScalarType?[] out_dtypes, bool[] use_fast_accum) -> (Tensor, Tensor[])"
     ),
-    "fused_matmul_reduce_scatter": (
-        "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor"
-    ),
+    "fused_matmul_reduce_scatter": ("(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor"),
     "fused_scaled_matmul_reduce_scatter": (
         "(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, str reduce_op, int orig_scatter_dim, "
         "int scatter_dim_after_maybe_reshape, str group_name, SymInt[]? output_shape, Tensor? bias = None, "
@@ -84,7 +82,7 @@ def _fake_gather(
     else:
         moved = A.movedim(gather_dim, 0)
         shape, dim = [moved.shape[0] * world, *moved.shape[1:]], gather_dim
-    products = [_new(A, [*shape[:-1], B.shape[1]], B.dtype, dim) for B in Bs]
+    products = [_new(A, [*shape[:-1], B.shape[1]], A.dtype, dim) for B in Bs]
     return (_new(A, shape, A.dtype, dim) if return_A else None), products
 
 
@@ -216,9 +214,7 @@ class _MatmulScatter(torch.autograd.Function):
     """A's gradient is a product of gathered rows, which the gradient of the weight takes, too."""
 
     @staticmethod
-    def forward(
-        ctx: Any, keys: DispatchKeySet, reduce_op: str, dim: int, name: str, a: Tensor, b: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, keys: DispatchKeySet, reduce_op: str, dim: int, name: str, a: Tensor, b: Tensor) -> Tensor:
         product: Tensor = _below(keys, "fused_matmul_reduce_scatter", a, b, reduce_op, dim, name)
         ctx.save_for_backward(a, b)
         ctx.reduce_op, ctx.dim, ctx.name = reduce_op, dim, name

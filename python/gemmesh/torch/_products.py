@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import ArgumentError, Prepared, Scaled, Sharded
+from .. import ArgumentError, Group, Prepared, Scaled, Sharded
 from ._groups import Joined, joined, refuse_capture
 from ._shards import LENT, Own, shards_of
 
@@ -37,14 +37,22 @@ def check(call: str, a: Tensor, bs: Sequence[Tensor], dim: int, named: str) -> N
             raise refused(call, f"B has the shape {list(b.shape)} and must be a matrix [K, N]")
         if b.device != a.device:
             raise refused(call, f"B is on {b.device} and A on {a.device}; both must be on one device")
-        if b.dtype != a.dtype and not (a.dtype.itemsize == b.dtype.itemsize == 1):
-            raise refused(call, f"B has the dtype {b.dtype} and A {a.dtype}; both must be alike, or of fp8")
 
 
 def remember(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: object) -> None:
     if len(plans) >= _MAX_PLANS:
         del plans[next(iter(plans))]
     plans[key] = plan
+
+
+def prepare(group: Group, operation: str, a: Any, b: Any, out: Any, options: dict[str, Any]) -> Prepared:
+    """As `Group.prepare`. If this rank's arguments are refused, the other ranks learn it."""
+    try:
+        return group.prepare(operation, a, b, out, **options)
+    except ArgumentError:
+        # The call is refused for the same reason, and the ranks that wait for it are told.
+        getattr(group, operation)(a, b, out, **options)
+        raise
 
 
 class Output:
@@ -117,7 +125,13 @@ class Gather:
     )
 
     def __init__(
-        self, joined: Joined, a: Tensor, bs: Sequence[Tensor], dim: int, dtypes: Sequence[torch.dtype], options: Sequence[Any]
+        self,
+        joined: Joined,
+        a: Tensor,
+        bs: Sequence[Tensor],
+        dim: int,
+        dtypes: Sequence[torch.dtype],
+        options: Sequence[Any],
     ) -> None:
         moved = a.movedim(dim, 0)
         self._joined = joined
@@ -137,7 +151,8 @@ class Gather:
             index
             for index, b in enumerate(bs)
             if self._options[index] == self._options[0]
-            and (self._weights[index].layout, b.dtype, dtypes[index]) == (self._weights[0].layout, bs[0].dtype, dtypes[0])
+            and (self._weights[index].layout, b.dtype, dtypes[index])
+            == (self._weights[0].layout, bs[0].dtype, dtypes[0])
         ]
         takes_bias = bool(options) and bool(options[0].get("bias"))
         self._fused = alike[: 1 if takes_bias else _MAX_WEIGHTS]
@@ -214,7 +229,7 @@ class Gather:
         prepared = self._prepared
         if prepared is None:
             refuse_capture("plan a product")
-            prepared = self._joined.group.prepare("all_gather_matmul", rows, b, out, **self._words(fused[0]))
+            prepared = prepare(self._joined.group, "all_gather_matmul", rows, b, out, self._words(fused[0]))
             self._prepared = prepared
         if bias is None:
             prepared(rows, b, out)
@@ -248,13 +263,15 @@ def all_gather_matmul(
         if gather_dim == a.dim() - 1:
             return _gather_columns(found, a, bs, return_A)
         refuse_capture("plan a product")
-        plan = Gather(found, a, bs, gather_dim, [b.dtype for b in bs], [_NO_OPTIONS] * len(bs))
+        plan = Gather(found, a, bs, gather_dim, [a.dtype] * len(bs), [_NO_OPTIONS] * len(bs))
         remember(found.gathers, key, plan)
     return plan.one(a, bs[0], return_A) if len(bs) == 1 else plan(a, bs, return_A)
 
 
-def _gather_columns(joined: Joined, a: Tensor, bs: Sequence[Tensor], return_a: bool) -> tuple[Tensor | None, list[Tensor]]:
-    """Gathers the last dimension, K. Only gathered rows are multiplied as they arrive, so the product follows the gather."""
+def _gather_columns(
+    joined: Joined, a: Tensor, bs: Sequence[Tensor], return_a: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Gathers the last dimension, K. Only rows are multiplied as they arrive, so the product follows the gather."""
     world = joined.world
     rows, columns = math.prod(a.shape[:-1]), a.shape[-1]
     own = Own(shards_of(joined, a.dtype, columns, rows * world), (rows, columns))
@@ -423,7 +440,7 @@ class Scatter:
         self._dense = strided_rows(moved)
         self._dtype = dtype
         self._divisor = joined.world if average else 1
-        # A sum of bf16 is divided by a power of two without rounding. One of f16 might be too large before it is divided.
+        # A sum of bf16 is divided by a power of two without rounding. One of f16 might be too large before that.
         exact = dtype != torch.float16 and joined.world & (joined.world - 1) == 0
         # [d / W, ..., N], with the scattered dimension in front.
         shape = (moved.shape[0] // joined.world, *moved.shape[1:-1], b.shape[1])
@@ -453,9 +470,8 @@ class Scatter:
         prepared = self._prepared
         if prepared is None:
             refuse_capture("plan a product")
-            prepared = joined.group.prepare(
-                "matmul_reduce_scatter", rows, weight, out, weight_layout=self._weight.layout, **self._options
-            )
+            options = {"weight_layout": self._weight.layout, **self._options}
+            prepared = prepare(joined.group, "matmul_reduce_scatter", rows, weight, out, options)
             self._prepared = prepared
         if bias is None:
             prepared(rows, weight, out)
@@ -553,9 +569,7 @@ def scaled_matmul_reduce_scatter(
     return plan(rows, b, (of_rows, _scaling_of_weight(b_scale)), bias)
 
 
-def scattered_shape(
-    call: str, a: Tensor, b: Tensor, dim: int, output_shape: Sequence[int] | None
-) -> list[int]:
+def scattered_shape(call: str, a: Tensor, b: Tensor, dim: int, output_shape: Sequence[int] | None) -> list[int]:
     """The shape of A @ B before it is scattered."""
     shape = list(output_shape) if output_shape is not None else [*a.shape[:-1], b.shape[1]]
     if not 0 <= dim < len(shape) - 1:

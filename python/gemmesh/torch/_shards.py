@@ -129,12 +129,14 @@ def empty(
 ) -> Tensor:
     """A tensor [..., K] that `fused_all_gather_matmul` gathers without copying it. Collective.
 
-    It is this rank's own rows of a sharded matrix. All ranks give the same shape. It has no values yet. An operation with
-    gather_dim 0 recognises the tensor and its views that have all its elements and the same K. The memory is freed with
-    the last of them. Group and device are those of `group_of`.
+    It is this rank's own rows of a sharded matrix. All ranks give the same shape. It has no values yet. Operations
+    recognise the tensor, and its views that have all its elements and the same K. The memory is freed with the last of
+    them. Group and device are those of `group_of`.
     """
     if len(shape) < 2 or shape[-1] < 1:
-        raise ArgumentError(f"gemmesh.torch.empty: the shape is {tuple(shape)} and must be [..., K], with K of 1 or more")
+        raise ArgumentError(
+            f"gemmesh.torch.empty: the shape is {tuple(shape)} and must be [..., K], with K of 1 or more"
+        )
     refuse_capture("allocate symmetric memory")
     joined = joined_of(group, device)
     rows, k = math.prod(shape[:-1]), shape[-1]
