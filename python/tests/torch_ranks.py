@@ -580,7 +580,7 @@ def bad_scales_are_refused() -> None:
     refuses(wrong, "B_scales has 2 elements", lambda: gather(B_scales=[one, one]))
     refuses(wrong, "scales of b", lambda: gather(B_scales=[scalar(1, 1, 8)]))
     refuses(wrong, "last one", lambda: gather(gather_dim=1, A_scale=one))
-    refuses(wrong, "f32", lambda: gather(A_scale=one.double()))
+    refuses(wrong, "float32", lambda: gather(A_scale=one.double()))
     refuses(wrong, "float32", lambda: gather(A_scale=scalar(1, 4, 1).double()))
     refuses(wrong, "", lambda: gather(Bs=[b.contiguous()]))
     refuses(wrong, "have none", lambda: gather(A_scale=one.clone().requires_grad_()))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ._products import Gather, Scatter
+    from ._scaled import ScaledGather, ScaledScatter
     from ._shards import Shards
 
 
@@ -30,6 +31,8 @@ class Joined:
         "name",
         "process_group",
         "rank",
+        "scaled_gathers",
+        "scaled_scatters",
         "scatters",
         "shards",
         "world",
@@ -49,6 +52,8 @@ class Joined:
         #: Planned calls, by shapes, types and strides.
         self.gathers: dict[tuple[Any, ...], Gather] = {}
         self.scatters: dict[tuple[Any, ...], Scatter] = {}
+        self.scaled_gathers: dict[tuple[Any, ...], ScaledGather] = {}
+        self.scaled_scatters: dict[tuple[Any, ...], ScaledScatter] = {}
         #: Matrices that the rows of inputs are copied to, by type and K.
         self.shards: dict[tuple[torch.dtype, int], Shards] = {}
         #: What CUDA graphs use.

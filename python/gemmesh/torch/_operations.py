@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import DispatchKey, DispatchKeySet, _any_requires_grad
 
-from . import _products
+from . import _products, _scaled
 from ._groups import world_of
-from ._products import check, check_lists, output_type, refused, rows_scaling, scattered_shape
+from ._products import check, refused
+from ._scaled import check_lists, output_type, rows_scaling, scattered_shape
 
 _SCHEMAS = {
     "fused_all_gather_matmul": (
@@ -45,15 +46,15 @@ def register() -> None:
         ("fused_matmul_reduce_scatter", _products.matmul_reduce_scatter, _fake_scatter, _with_gradients_of_scatter),
         (
             "fused_all_gather_scaled_matmul",
-            _products.all_gather_scaled_matmul,
+            _scaled.all_gather_scaled_matmul,
             _fake_scaled_gather,
-            _without_gradients("fused_all_gather_scaled_matmul", _products.all_gather_scaled_matmul),
+            _without_gradients("fused_all_gather_scaled_matmul", _scaled.all_gather_scaled_matmul),
         ),
         (
             "fused_scaled_matmul_reduce_scatter",
-            _products.scaled_matmul_reduce_scatter,
+            _scaled.scaled_matmul_reduce_scatter,
             _fake_scaled_scatter,
-            _without_gradients("fused_scaled_matmul_reduce_scatter", _products.scaled_matmul_reduce_scatter),
+            _without_gradients("fused_scaled_matmul_reduce_scatter", _scaled.scaled_matmul_reduce_scatter),
         ),
         ("_reduce_scatter", _products.reduce_scatter, _fake_reduce_scatter, None),
     ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch import Tensor
 from .. import ArgumentError, Group, Prepared, Scaled, Sharded
 from ._groups import Joined, joined, refuse_capture
 from ._shards import LENT, Own, shards_of
-
-#: An operand of gemmesh: a tensor, or fp8 with its scales.
-Operand: TypeAlias = "Tensor | Scaled"
 
 #: How many weights one product takes.
 _MAX_WEIGHTS = 4
@@ -105,6 +102,19 @@ def strided_rows(a: Tensor) -> bool:
     return a.dim() == 2 and a.stride(1) == 1 and a.stride(0) >= a.shape[1]
 
 
+class Scales(NamedTuple):
+    """The scales of a gathered product of fp8, and what is added to it."""
+
+    #: Those of A, as the gather takes them.
+    rows: Tensor | Sharded
+    scaling: str
+    #: Makes those of all rows of A, behind the gather.
+    every: Callable[[], Tensor]
+    #: Those of each weight.
+    weights: Sequence[tuple[Tensor, str]]
+    biases: Sequence[Tensor | None]
+
+
 class Gather:
     """Products of gathered rows and weights, planned for one list of shapes.
 
@@ -160,27 +170,28 @@ class Gather:
         self._prepared: Prepared | None = None
 
     def __call__(
-        self,
-        a: Tensor,
-        bs: Sequence[Tensor],
-        return_a: bool,
-        scaled: Callable[[Tensor | Sharded], Any] | None = None,
-        scales: Sequence[Callable[[Tensor], Operand]] = (),
-        biases: Sequence[Tensor | None] = (),
+        self, a: Tensor, bs: Sequence[Tensor], return_a: bool, scales: Scales | None = None
     ) -> tuple[Tensor | None, list[Tensor]]:
         sharded, whole = self._place(a)
-        weights = [weight.of(b) for weight, b in zip(self._weights, bs, strict=True)]
+        rows: Any = sharded
+        weights: list[Any] = [weight.of(b) for weight, b in zip(self._weights, bs, strict=True)]
         outputs = [output.make() for output in self._outputs]
-        if scaled is None:
-            self._run(sharded, weights, outputs, None)
+        biases: Sequence[Tensor | None] = [None] * len(bs)
+        if scales is not None:
+            rows = Scaled(sharded, scales.rows, scales.scaling)
+            weights = [Scaled(weight, *of) for weight, of in zip(weights, scales.weights, strict=True)]
+            biases = scales.biases
+        if self._fused:
+            self._multiply_arriving(rows, weights, outputs, biases[self._fused[0]])
         else:
-            operands = [scale(weight) for scale, weight in zip(scales, weights, strict=True)]
-            self._run(scaled(sharded), operands, outputs, biases[self._fused[0]] if self._fused else None)
-            weights = operands
-        for index in self._alone:
+            self._joined.group.all_gather(sharded)
+        if self._alone:
             rows = whole[: self._own.m]
-            bias = biases[index] if biases else None
-            self._multiply(scaled(rows) if scaled else rows, weights[index], outputs[index], index, bias)
+            if scales is not None:
+                rows = Scaled(rows, scales.every(), scales.scaling)
+            for index in self._alone:
+                words = self._words(index)
+                self._joined.group.matmul(rows, weights[index], outputs[index], bias=biases[index], **words)
         if self._dim:
             outputs = [output.movedim(0, self._dim) for output in outputs]
         return (self._all_rows(whole) if return_a else None), outputs
@@ -214,38 +225,28 @@ class Gather:
         full = whole[: self._own.m].clone().view(self._shape)
         return full.movedim(0, self._dim) if self._dim else full
 
-    def _run(self, rows: Any, weights: Sequence[Any], outputs: Sequence[Tensor], bias: Tensor | None) -> None:
+    def _multiply_arriving(
+        self, rows: Any, weights: Sequence[Any], outputs: Sequence[Tensor], bias: Tensor | None
+    ) -> None:
         """Gathers the rows and multiplies them by the weights of the first product."""
         fused = self._fused
-        if not fused:
-            self._joined.group.all_gather(rows.values if isinstance(rows, Scaled) else rows)
-            return
-        b: Any
-        out: Any
-        if len(fused) == 1:
-            b, out = weights[fused[0]], outputs[fused[0]]
-        else:
+        b: Any = weights[fused[0]]
+        out: Any = outputs[fused[0]]
+        if len(fused) > 1:
             b, out = [weights[index] for index in fused], [outputs[index] for index in fused]
         prepared = self._prepared
         if prepared is None:
             refuse_capture("plan a product")
             prepared = prepare(self._joined.group, "all_gather_matmul", rows, b, out, self._words(fused[0]))
             self._prepared = prepared
-        if bias is None:
-            prepared(rows, b, out)
-        else:
-            prepared(rows, b, out, bias=bias)
-
-    def _multiply(self, rows: Any, weight: Any, output: Tensor, index: int, bias: Tensor | None) -> None:
-        """Multiplies rows that are on this rank."""
-        self._joined.group.matmul(rows, weight, output, bias=bias, **self._words(index))
+        prepared(rows, b, out, bias=bias)
 
     def _words(self, index: int) -> dict[str, Any]:
         options = {key: value for key, value in self._options[index].items() if key == "accumulation"}
         return {"weight_layout": self._weights[index].layout, **options}
 
 
-_NO_OPTIONS: dict[str, Any] = {}
+NO_OPTIONS: dict[str, Any] = {}
 
 
 def all_gather_matmul(
@@ -263,7 +264,7 @@ def all_gather_matmul(
         if gather_dim == a.dim() - 1:
             return _gather_columns(found, a, bs, return_A)
         refuse_capture("plan a product")
-        plan = Gather(found, a, bs, gather_dim, [a.dtype] * len(bs), [_NO_OPTIONS] * len(bs))
+        plan = Gather(found, a, bs, gather_dim, [a.dtype] * len(bs), [NO_OPTIONS] * len(bs))
         remember(found.gathers, key, plan)
     return plan.one(a, bs[0], return_A) if len(bs) == 1 else plan(a, bs, return_A)
 
@@ -284,139 +285,6 @@ def _gather_columns(
         full = full.clone()
     products = [torch.matmul(full, b) for b in bs]
     return (full if return_a else None), products
-
-
-def _flat(scale: Tensor) -> Tensor:
-    """Scales as a contiguous row [1, n]."""
-    return scale.reshape(1, -1).contiguous()
-
-
-def _scaling_of_weight(scale: Tensor) -> Callable[[Tensor], Scaled]:
-    row = _flat(scale)
-    scaling = "tensor" if scale.numel() == 1 else "rows"
-    return lambda weight: Scaled(weight, row, scaling)
-
-
-_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
-#: The numbers by which the dispatcher passes lists of types.
-_NUMBERED = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
-
-
-def output_type(call: str, dtype: torch.dtype | int | None) -> torch.dtype:
-    """The type of a scaled product."""
-    found = _NUMBERED.get(dtype) if isinstance(dtype, int) else dtype
-    if found not in _OUTPUTS:
-        raise refused(call, f"out_dtype is {dtype} and must be torch.bfloat16, torch.float16 or torch.float32")
-    return found
-
-
-def rows_scaling(call: str, shard: Tensor, scale: Tensor, dim: int, world: int) -> str:
-    """Whose scales those of A are, as PyTorch tells by their shape: "sharded", "tensor" or "all" rows."""
-    full = list(shard.shape)
-    full[dim] *= world
-    if scale.dim() and scale.shape[-1] == 1:
-        leading = list(scale.shape[:-1])
-        if leading == list(shard.shape[:-1]):
-            return "sharded"
-        if scale.numel() != 1 and leading == full[:-1]:
-            return "all"
-    if scale.numel() == 1:
-        return "tensor"
-    raise refused(
-        call,
-        f"A_scale has the shape {list(scale.shape)} and must have one element or be {[*shard.shape[:-1], 1]} or "
-        f"{[*full[:-1], 1]}",
-    )
-
-
-def check_lists(call: str, bs: Sequence[Tensor], **lists: Sequence[object]) -> None:
-    for name, values in lists.items():
-        if len(values) != len(bs):
-            raise refused(call, f"{name} has {len(values)} elements and Bs has {len(bs)}; they must be as many")
-
-
-def all_gather_scaled_matmul(
-    a: Tensor,
-    bs: Sequence[Tensor],
-    a_scale: Tensor,
-    b_scales: Sequence[Tensor],
-    gather_dim: int,
-    group_name: str,
-    biases: Sequence[Tensor | None],
-    result_scales: Sequence[Tensor | None],
-    out_dtypes: Sequence[torch.dtype | int | None],
-    use_fast_accum: Sequence[bool],
-) -> tuple[Tensor, list[Tensor]]:
-    call = "fused_all_gather_scaled_matmul"
-    found = joined(group_name, a)
-    check_lists(
-        call,
-        bs,
-        B_scales=b_scales,
-        biases=biases,
-        result_scales=result_scales,
-        out_dtypes=out_dtypes,
-        use_fast_accum=use_fast_accum,
-    )
-    key = (
-        call,
-        gather_dim,
-        a.shape,
-        a.dtype,
-        a_scale.shape,
-        *((b.shape, b.stride(), b.dtype, scale.shape) for b, scale in zip(bs, b_scales, strict=True)),
-        *(bias is None for bias in biases),
-        *out_dtypes,
-        *use_fast_accum,
-    )
-    plan = found.gathers.get(key)
-    scaling = rows_scaling(call, a, a_scale, gather_dim, found.world) if 0 <= gather_dim < a.dim() else ""
-    if plan is None:
-        check(call, a, bs, gather_dim, "gather_dim")
-        if gather_dim == a.dim() - 1:
-            raise refused(call, "gather_dim is the last one, along which scaled rows cannot be gathered")
-        refuse_capture("plan a product")
-        options = [
-            {"accumulation": "fast" if fast else "promoted", "bias": bias is not None, "one_scale": scale.numel() == 1}
-            for fast, bias, scale in zip(use_fast_accum, biases, b_scales, strict=True)
-        ]
-        dtypes = [output_type(call, dtype) for dtype in out_dtypes]
-        plan = Gather(found, a, bs, gather_dim, dtypes, options)
-        remember(found.gathers, key, plan)
-    if any(scale is not None for scale in result_scales):
-        raise refused(call, "result_scales must be None")
-    scaled = _scaled_rows(found, a, a_scale, gather_dim, scaling)
-    full, outputs = plan(a, bs, True, scaled, [_scaling_of_weight(scale) for scale in b_scales], biases)
-    assert full is not None
-    return full, outputs
-
-
-def _scaled_rows(joined: Joined, a: Tensor, scale: Tensor, dim: int, scaling: str) -> Callable[[Any], Scaled]:
-    """A function that gives rows their scales: a sharded matrix before the gather, and all rows behind it."""
-    if scaling == "tensor":
-        one = _flat(scale)
-        return lambda rows: Scaled(rows, one, "tensor")
-    moved = scale.movedim(dim, 0)
-    if scaling == "all":
-        every = _flat(moved)
-        return lambda rows: Scaled(rows, every, "rows")
-    count = math.prod(moved.shape)
-    # Rows of sharded matrices are whole pieces of 16 bytes on GPUs.
-    columns = 4 if joined.cuda else 1
-    own = Own(shards_of(joined, torch.float32, columns, count * joined.world), (count, 1))
-    if scale.dtype != torch.float32:
-        raise refused("fused_all_gather_scaled_matmul", f"A_scale is of {scale.dtype} and must be of torch.float32")
-    if joined.cuda:
-        joined.enter(own.shards.sharded)
-    sharded = own.put(moved.reshape(count, 1))
-    whole = own.shards.whole
-
-    def scaled(rows: Any) -> Scaled:
-        if isinstance(rows, Sharded):
-            return Scaled(rows, sharded, "rows")
-        return Scaled(rows, _flat(whole[: own.m, 0]), "rows")
-
-    return scaled
 
 
 class Scatter:
@@ -453,7 +321,7 @@ class Scatter:
         self,
         a: Tensor,
         b: Tensor,
-        scaled: tuple[Callable[[Tensor], Operand], Callable[[Tensor], Operand]] | None = None,
+        scales: tuple[tuple[Tensor, str], tuple[Tensor, str]] | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
         joined = self._joined
@@ -464,8 +332,8 @@ class Scatter:
         if not self._dense:
             rows = rows.contiguous()
         weight: Any = self._weight.of(b)
-        if scaled is not None:
-            rows, weight = scaled[0](rows), scaled[1](weight)
+        if scales is not None:
+            rows, weight = Scaled(rows, *scales[0]), Scaled(weight, *scales[1])
         out = self._out.make()
         prepared = self._prepared
         if prepared is None:
@@ -482,7 +350,7 @@ class Scatter:
         return out.movedim(0, dim).contiguous() if dim else out
 
 
-def _check_scatter(call: str, joined: Joined, extent: int, dim: int, reduce_op: str, named: str) -> None:
+def check_scatter(call: str, joined: Joined, extent: int, dim: int, reduce_op: str, named: str) -> None:
     if reduce_op not in ("sum", "avg"):
         raise refused(call, f"reduce_op is {reduce_op!r} and must be 'sum' or 'avg'")
     if extent % joined.world:
@@ -500,93 +368,15 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int
         check(call, a, [b], scatter_dim, "scatter_dim")
         last = scatter_dim == a.dim() - 1
         extent = b.shape[1] if last else a.shape[scatter_dim]
-        _check_scatter(call, found, extent, scatter_dim, reduce_op, "scatter_dim")
+        check_scatter(call, found, extent, scatter_dim, reduce_op, "scatter_dim")
         if last:
             # Columns of a product are rows of the transposed one: Bᵀ [N, K] times A [M, K].
             columns = matmul_reduce_scatter(b.t(), a.reshape(-1, a.shape[-1]).t(), reduce_op, 0, group_name)
             return columns.t().contiguous().view(*a.shape[:-1], -1)
         refuse_capture("plan a product")
-        plan = Scatter(found, a, b, scatter_dim, reduce_op == "avg", a.dtype, _NO_OPTIONS)
+        plan = Scatter(found, a, b, scatter_dim, reduce_op == "avg", a.dtype, NO_OPTIONS)
         remember(found.scatters, key, plan)
     return plan(a, b)
-
-
-def scaled_matmul_reduce_scatter(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    reduce_op: str,
-    orig_scatter_dim: int,
-    scatter_dim_after_maybe_reshape: int,
-    group_name: str,
-    output_shape: Sequence[int] | None,
-    bias: Tensor | None = None,
-    result_scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    use_fast_accum: bool = False,
-) -> Tensor:
-    call = "fused_scaled_matmul_reduce_scatter"
-    found = joined(group_name, a)
-    check(call, a, [b], scatter_dim_after_maybe_reshape, "scatter_dim_after_maybe_reshape")
-    leading = scattered_shape(call, a, b, orig_scatter_dim, output_shape)[:-1]
-    if result_scale is not None:
-        raise refused(call, "result_scale must be None")
-    dtype = output_type(call, out_dtype)
-    by_rows = a_scale.numel() != 1
-    if by_rows and list(a_scale.shape) != [*a.shape[:-1], 1]:
-        raise refused(
-            call, f"A_scale has the shape {list(a_scale.shape)} and must have one element or be {[*a.shape[:-1], 1]}"
-        )
-    rows = a.reshape(*leading, a.shape[-1])
-    key = (
-        orig_scatter_dim,
-        reduce_op,
-        rows.shape,
-        rows.stride(),
-        a.dtype,
-        b.shape,
-        b.stride(),
-        b.dtype,
-        by_rows,
-        b_scale.shape,
-        bias is None,
-        dtype,
-        use_fast_accum,
-    )
-    plan = found.scatters.get(key)
-    if plan is None:
-        _check_scatter(call, found, leading[orig_scatter_dim], orig_scatter_dim, reduce_op, "orig_scatter_dim")
-        refuse_capture("plan a product")
-        options = {"accumulation": "fast" if use_fast_accum else "promoted"}
-        plan = Scatter(found, rows, b, orig_scatter_dim, reduce_op == "avg", dtype, options)
-        remember(found.scatters, key, plan)
-    scales = _flat(a_scale.reshape(*leading, 1).movedim(orig_scatter_dim, 0) if by_rows else a_scale)
-    scaling = "rows" if by_rows else "tensor"
-    of_rows: Callable[[Tensor], Operand] = lambda values: Scaled(values, scales, scaling)  # noqa: E731
-    if bias is not None:
-        bias = _sum_of_biases(found, bias)
-    return plan(rows, b, (of_rows, _scaling_of_weight(b_scale)), bias)
-
-
-def scattered_shape(call: str, a: Tensor, b: Tensor, dim: int, output_shape: Sequence[int] | None) -> list[int]:
-    """The shape of A @ B before it is scattered."""
-    shape = list(output_shape) if output_shape is not None else [*a.shape[:-1], b.shape[1]]
-    if not 0 <= dim < len(shape) - 1:
-        raise refused(call, f"orig_scatter_dim is {dim} and must be from 0 to {len(shape) - 2}: a dimension of rows")
-    if math.prod(shape[:-1]) != math.prod(a.shape[:-1]):
-        raise refused(call, f"output_shape is {shape}, and A has {math.prod(a.shape[:-1])} rows; they must be as many")
-    return shape
-
-
-def _sum_of_biases(joined: Joined, bias: Tensor) -> Tensor:
-    """The sum of the ranks' biases: each rank adds its own to its product."""
-    n = bias.numel()
-    own = Own(shards_of(joined, bias.dtype, n, joined.world), (1, n))
-    if joined.cuda:
-        joined.enter(own.shards.sharded)
-    joined.group.all_gather(own.put(bias.reshape(1, n)))
-    return own.shards.whole[: joined.world].sum(0, dtype=torch.float32).to(bias.dtype)
 
 
 def reduce_scatter(a: Tensor, dim: int, group_name: str) -> Tensor:
@@ -596,7 +386,7 @@ def reduce_scatter(a: Tensor, dim: int, group_name: str) -> Tensor:
         found.enter()
     moved = a.movedim(dim, 0)
     extent = moved.shape[0]
-    _check_scatter("reduce_scatter", found, extent, dim, "sum", "dim")
+    check_scatter("reduce_scatter", found, extent, dim, "sum", "dim")
     out = Output((extent // found.world, *moved.shape[1:]), a.dtype, a.device).make()
     found.group.reduce_scatter(moved.contiguous(), out)
     return out.movedim(0, dim).contiguous()
