@@ -28,7 +28,6 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import gemmesh  # noqa: E402
 import gemmesh.torch  # noqa: E402
 import torch_ranks as ranks  # noqa: E402
-from gemmesh.torch import _groups  # noqa: E402
 from torch_ranks import OPS, case, made, name, near, rank, refuses, weight, world  # noqa: E402
 
 
@@ -65,11 +64,7 @@ def operations_follow_the_current_stream() -> None:
             total = found.float().sum()
         torch.cuda.current_stream().wait_stream(stream)
         assert torch.equal(found, expected) and total.isfinite()
-    assert joined().group.stream == torch.cuda.current_stream().cuda_stream
-
-
-def joined() -> _groups.Joined:
-    return _groups._ON_CUDA[name()]
+    assert gemmesh.torch.group_of(None, "cuda").stream == torch.cuda.current_stream().cuda_stream
 
 
 @case
@@ -161,7 +156,7 @@ def host_time(call: Callable[[], object]) -> float:
 
 @case
 def host_times_are_short() -> None:
-    group = joined().group
+    group = gemmesh.torch.group_of(None, "cuda")
     m, k, n = 16 * world(), 512, 256
     x, lent = made(16, k, of=rank()), gemmesh.torch.empty((16, k), torch.bfloat16, name(), "cuda")
     lent.copy_(x)

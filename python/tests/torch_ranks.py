@@ -447,6 +447,34 @@ def programs_compile_without_graph_breaks() -> None:
         assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
 
 
+@case
+def a_pass_swaps_the_namespace() -> None:
+    import torch.distributed._symmetric_memory  # noqa: F401  It makes the operations of symm_mem.
+
+    theirs = torch.ops.symm_mem
+    for operation in (
+        "all_gather_matmul",
+        "all_gather_scaled_matmul",
+        "matmul_reduce_scatter",
+        "scaled_matmul_reduce_scatter",
+    ):
+        one, other = getattr(OPS, f"fused_{operation}").default, getattr(theirs, f"fused_{operation}").default
+        assert str(one._schema) == str(other._schema).replace("symm_mem::", "gemmesh::"), operation
+    # Their shapes, without values.
+    for shape, dim in (((4, 32), 0), ((2, 4, 32), 1), ((2, 4, 32), 0), ((3, 32), 1)):
+        k = 32 * (world() if dim == len(shape) - 1 else 1)
+        a, b = torch.empty(shape, device="meta"), torch.empty(8 * world(), k, device="meta").t()
+        full, (c,) = OPS.fused_all_gather_matmul(a, [b], dim, name())
+        their_full, (their_c,) = theirs.fused_all_gather_matmul(a, [b], dim, name())
+        assert (full.shape, c.shape) == (their_full.shape, their_c.shape)
+        assert (full.stride(), c.stride()) == (their_full.stride(), their_c.stride())
+        whole, b = torch.empty([each * world() for each in shape], device="meta"), b[: 32 * world()]
+        if b.shape[0] == whole.shape[-1]:
+            d = OPS.fused_matmul_reduce_scatter(whole, b, "sum", dim, name())
+            their_d = theirs.fused_matmul_reduce_scatter(whole, b, "sum", dim, name())
+            assert (d.shape, d.stride()) == (their_d.shape, their_d.stride())
+
+
 # Modes and kinds of tensors.
 
 
