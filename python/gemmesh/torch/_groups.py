@@ -1,0 +1,226 @@
+"""Groups of gemmesh for process groups of PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+
+from .. import ArgumentError, Group, MisuseError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ._products import Gather, Scatter
+    from ._scaled import ScaledGather, ScaledScatter
+    from ._shards import Shards
+
+
+class Joined:
+    """A group, and what the operations keep for it."""
+
+    __slots__ = (
+        "cuda",
+        "gathers",
+        "group",
+        "index",
+        "kept",
+        "name",
+        "process_group",
+        "rank",
+        "scaled_gathers",
+        "scaled_scatters",
+        "scatters",
+        "shards",
+        "world",
+    )
+
+    def __init__(self, name: str, group: Group, process_group: ProcessGroup | None) -> None:
+        #: The name under which operations find it.
+        self.name = name
+        self.group = group
+        #: The process group that had the name. None if there was none.
+        self.process_group = process_group
+        self.world: int = group.world_size
+        self.rank: int = group.rank
+        self.cuda: bool = group.backend == "cuda"
+        #: The ordinal of the GPU.
+        self.index: int = group.device[1]
+        #: Planned calls, by shapes, types and strides.
+        self.gathers: dict[tuple[Any, ...], Gather] = {}
+        self.scatters: dict[tuple[Any, ...], Scatter] = {}
+        self.scaled_gathers: dict[tuple[Any, ...], ScaledGather] = {}
+        self.scaled_scatters: dict[tuple[Any, ...], ScaledScatter] = {}
+        #: Matrices that the rows of inputs are copied to, by type and K.
+        self.shards: dict[tuple[torch.dtype, int], Shards] = {}
+        #: What CUDA graphs use.
+        self.kept: dict[int, object] = {}
+
+    def enter(self, *used: object) -> None:
+        """Puts later work on PyTorch's current stream. If it is captured, keeps what it uses."""
+        self.group.set_stream(_current_stream(self.index))
+        if torch._C._cuda_isCurrentStreamCapturing():
+            for each in used:
+                self.kept[id(each)] = each
+
+    def is_of_now(self) -> bool:
+        """False if the process group that had the name is gone."""
+        return self.process_group is None or _registered(self.name) is self.process_group
+
+
+def _current_stream(index: int) -> int:
+    """PyTorch's current stream of a GPU, a CUstream as a number."""
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    return stream
+
+
+#: The groups whose operations take tensors on the host, and those on GPUs, by name.
+_ON_HOST: dict[str, Joined] = {}
+_ON_CUDA: dict[str, Joined] = {}
+
+
+def joined(name: str, tensor: torch.Tensor) -> Joined:
+    """The group of an operation of `tensor`. Collective at its first use."""
+    known = (_ON_CUDA if tensor.is_cuda else _ON_HOST).get(name)
+    if known is not None:
+        of = known.process_group
+        if of is None or _registered(name) is of:
+            return known
+    return _join(name, tensor.device)
+
+
+def world_of(name: str) -> int:
+    """The number of ranks, without joining them."""
+    process_group = _registered(name)
+    if process_group is not None:
+        return process_group.size()
+    for groups in (_ON_HOST, _ON_CUDA):
+        if name in groups and groups[name].process_group is None:
+            return groups[name].world
+    raise _unknown(name)
+
+
+def group_of(group: ProcessGroup | str | None = None, device: torch.device | str | None = None) -> Group:
+    """The gemmesh group of a process group, or of its name. None is the default process group.
+
+    It is made at its first use, collectively. A group takes tensors of one kind of device, "cuda" or "cpu". The default
+    is "cuda" if the process group has NCCL.
+    """
+    return joined_of(group, device).group
+
+
+def joined_of(group: ProcessGroup | str | None, device: torch.device | str | None) -> Joined:
+    """As `group_of`."""
+    if group is None:
+        group = dist.group.WORLD
+    name = group if isinstance(group, str) else _name_of(group)
+    if device is None:
+        device = "cuda" if _on_cuda(name) else "cpu"
+    on = torch.device(device)
+    known = (_ON_CUDA if on.type == "cuda" else _ON_HOST).get(name)
+    if known is not None and known.is_of_now():
+        return known
+    return _join(name, on)
+
+
+def use(group_name: str, group: Group) -> None:
+    """Makes operations of `group_name` run in `group`.
+
+    The name may be that of a process group, which must then have as many ranks, numbered alike. Each rank calls this
+    before its first operation of that name.
+    """
+    groups = _ON_CUDA if group.backend == "cuda" else _ON_HOST
+    known = groups.get(group_name)
+    if known is not None and known.is_of_now() and known.group is not group:
+        raise MisuseError(f"gemmesh.torch.use: the name {group_name!r} has a group already; use a different name")
+    process_group = _registered(group_name)
+    if process_group is not None:
+        theirs = (process_group.rank(), process_group.size())
+        ours = (group.rank, group.world_size)
+        if theirs != ours:
+            raise ArgumentError(
+                f"gemmesh.torch.use: the group's rank {ours[0]} of {ours[1]} is rank {theirs[0]} of {theirs[1]} in "
+                f"process group {group_name!r}; both must have the same ranks",
+                rank=ours[0],
+                call="use",
+            )
+    groups[group_name] = Joined(group_name, group, process_group)
+
+
+def refuse_capture(what: str) -> None:
+    """Raises an error if PyTorch captures a CUDA graph."""
+    # A program without CUDA must not get a context by this.
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        raise MisuseError(
+            f"a CUDA graph is being captured, and the operation would have to {what}; run it once with the same shapes "
+            "before the capture"
+        )
+
+
+def _registered(name: str) -> ProcessGroup | None:
+    """The process group that has the name now."""
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError):
+        return None
+
+
+def _name_of(process_group: ProcessGroup | None) -> str:
+    name = getattr(process_group, "group_name", None)
+    if not isinstance(name, str):
+        raise ArgumentError(
+            f"{process_group!r} is no process group of this rank; give a ProcessGroup of which this rank is a member, "
+            "or its group_name"
+        )
+    return name
+
+
+def _unknown(name: str) -> MisuseError:
+    return MisuseError(
+        f"no process group has the name {name!r}; it was never made or has been destroyed. Give the group_name of a "
+        "process group, or name a group of your own by gemmesh.torch.use"
+    )
+
+
+def _on_cuda(name: str) -> bool:
+    process_group = _registered(name)
+    if process_group is None:
+        return name in _ON_CUDA
+    return "nccl" in dist.get_backend_config(process_group)
+
+
+def _join(name: str, device: torch.device) -> Joined:
+    """Makes the group of a process group. Collective."""
+    on_cuda = device.type == "cuda"
+    if device.type not in ("cuda", "cpu"):
+        raise ArgumentError(f"the tensor is on {device}; gemmesh has operations for cuda and cpu")
+    for known in (_ON_HOST, _ON_CUDA):
+        for old in [each for each, group in known.items() if not group.is_of_now()]:
+            del known[old]
+    process_group = _registered(name)
+    if process_group is None:
+        raise _unknown(name)
+    if on_cuda:
+        refuse_capture("join the ranks of a process group")
+    rank, world = process_group.rank(), process_group.size()
+    index = device.index if device.index is not None else (torch.cuda.current_device() if on_cuda else 0)
+
+    def gather(mine: bytes) -> list[bytes]:
+        gathered: list[Any] = [None] * world
+        # The callback has a thread of its own, whose current GPU is the first one.
+        with torch.cuda.device(index) if on_cuda else contextlib.nullcontext():
+            dist.all_gather_object(gathered, mine, group=process_group)
+        return gathered
+
+    options: dict[str, Any] = {"device": index} if on_cuda else {}
+    if process_group is not dist.group.WORLD:
+        described = process_group.group_desc
+        options["name"] = name if described == "undefined" else described
+    backend = "cuda" if on_cuda else "host"
+    group = Group.from_callback(gather, rank, world, backend=backend, **options)
+    made = Joined(name, group, process_group)
+    (_ON_CUDA if on_cuda else _ON_HOST)[name] = made
+    return made

@@ -1,0 +1,392 @@
+"""Products of tensors: what is planned for each shape, and what a call does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import ArgumentError, Group, Prepared, Scaled, Sharded
+from ._groups import Joined, joined, refuse_capture
+from ._shards import LENT, Own, shards_of
+
+#: How many weights one product takes.
+_MAX_WEIGHTS = 4
+#: How many planned calls a group keeps. The oldest go first.
+_MAX_PLANS = 1024
+
+
+def refused(call: str, sentence: str) -> ArgumentError:
+    return ArgumentError(f"{call}: {sentence}", call=call)
+
+
+def check(call: str, a: Tensor, bs: Sequence[Tensor], dim: int, named: str) -> None:
+    """Refuses what no operation takes, as all ranks do that give the same shapes."""
+    if a.dim() < 2:
+        raise refused(call, f"A has the shape {list(a.shape)} and must have two dimensions or more")
+    if not 0 <= dim < a.dim():
+        raise refused(call, f"{named} is {dim} and must be from 0 to {a.dim() - 1}")
+    for b in bs:
+        if b.dim() != 2:
+            raise refused(call, f"B has the shape {list(b.shape)} and must be a matrix [K, N]")
+        if b.device != a.device:
+            raise refused(call, f"B is on {b.device} and A on {a.device}; both must be on one device")
+
+
+def remember(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: object) -> None:
+    if len(plans) >= _MAX_PLANS:
+        del plans[next(iter(plans))]
+    plans[key] = plan
+
+
+def prepare(group: Group, operation: str, a: Any, b: Any, out: Any, options: dict[str, Any]) -> Prepared:
+    """As `Group.prepare`. If this rank's arguments are refused, the other ranks learn it."""
+    try:
+        return group.prepare(operation, a, b, out, **options)
+    except ArgumentError:
+        # The call is refused for the same reason, and the ranks that wait for it are told.
+        getattr(group, operation)(a, b, out, **options)
+        raise
+
+
+class Output:
+    """A contiguous tensor of a given shape, without values."""
+
+    __slots__ = ("_device", "_dtype", "_shape", "_strides")
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self._shape = tuple(shape)
+        self._strides = tuple(max(1, math.prod(self._shape[axis + 1 :])) for axis in range(len(self._shape)))
+        self._dtype = dtype
+        self._device = device
+
+    def make(self) -> Tensor:
+        # This takes less time than torch.empty.
+        return torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
+
+
+def _layout_of(b: Tensor) -> str | None:
+    """The layout of a weight [K, N] in memory: "nk" if its columns are contiguous, "kn" if its rows are, else None."""
+    (k, n), (along_k, along_n) = b.shape, b.stride()
+    if along_k == 1 and (along_n >= k or n == 1):
+        return "nk"
+    if along_n == 1 and (along_k >= n or k == 1):
+        return "kn"
+    return None
+
+
+class Weight:
+    """How a weight [K, N] of a given layout becomes an operand."""
+
+    __slots__ = ("_dense", "_transposed", "layout")
+
+    def __init__(self, b: Tensor) -> None:
+        layout = _layout_of(b)
+        self._dense = layout is not None
+        self.layout = layout or "kn"
+        self._transposed = layout == "nk"
+
+    def of(self, b: Tensor) -> Tensor:
+        if self._transposed:
+            return b.t()
+        return b if self._dense else b.contiguous()
+
+
+def strided_rows(a: Tensor) -> bool:
+    """True if gemmesh takes the tensor: its rows are contiguous and lie a fixed distance apart."""
+    if a.is_contiguous():
+        return True
+    return a.dim() == 2 and a.stride(1) == 1 and a.stride(0) >= a.shape[1]
+
+
+class Scales(NamedTuple):
+    """The scales of a gathered product of fp8, and what is added to it."""
+
+    #: Those of A, as the gather takes them.
+    rows: Tensor | Sharded
+    scaling: str
+    #: Makes those of all rows of A, behind the gather.
+    every: Callable[[], Tensor]
+    #: Those of each weight.
+    weights: Sequence[tuple[Tensor, str]]
+    biases: Sequence[Tensor | None]
+
+
+class Gather:
+    """Products of gathered rows and weights, planned for one list of shapes.
+
+    Weights that don't fit into the first product multiply the gathered rows on this rank alone, behind it.
+    """
+
+    __slots__ = (
+        "_alone",
+        "_dim",
+        "_fused",
+        "_joined",
+        "_options",
+        "_outputs",
+        "_own",
+        "_prepared",
+        "_shape",
+        "_weights",
+    )
+
+    def __init__(
+        self,
+        joined: Joined,
+        a: Tensor,
+        bs: Sequence[Tensor],
+        dim: int,
+        dtypes: Sequence[torch.dtype],
+        options: Sequence[Any],
+    ) -> None:
+        moved = a.movedim(dim, 0)
+        self._joined = joined
+        self._dim = dim
+        #: [W * d, ..., K], with the gathered dimension in front.
+        self._shape = (moved.shape[0] * joined.world, *moved.shape[1:])
+        rows = math.prod(moved.shape[:-1])
+        shards = shards_of(joined, a.dtype, moved.shape[-1], rows * joined.world)
+        self._own = Own(shards, moved.shape)
+        self._weights = [Weight(b) for b in bs]
+        self._outputs = [
+            Output((*self._shape[:-1], b.shape[1]), dtype, a.device) for b, dtype in zip(bs, dtypes, strict=True)
+        ]
+        #: What the weights of one product have in common.
+        self._options = list(options)
+        alike = [
+            index
+            for index, b in enumerate(bs)
+            if self._options[index] == self._options[0]
+            and (self._weights[index].layout, b.dtype, dtypes[index])
+            == (self._weights[0].layout, bs[0].dtype, dtypes[0])
+        ]
+        takes_bias = bool(options) and bool(options[0].get("bias"))
+        self._fused = alike[: 1 if takes_bias else _MAX_WEIGHTS]
+        self._alone = [index for index in range(len(bs)) if index not in self._fused]
+        self._prepared: Prepared | None = None
+
+    def __call__(
+        self, a: Tensor, bs: Sequence[Tensor], return_a: bool, scales: Scales | None = None
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        sharded, whole = self._place(a)
+        rows: Any = sharded
+        weights: list[Any] = [weight.of(b) for weight, b in zip(self._weights, bs, strict=True)]
+        outputs = [output.make() for output in self._outputs]
+        biases: Sequence[Tensor | None] = [None] * len(bs)
+        if scales is not None:
+            rows = Scaled(sharded, scales.rows, scales.scaling)
+            weights = [Scaled(weight, *of) for weight, of in zip(weights, scales.weights, strict=True)]
+            biases = scales.biases
+        if self._fused:
+            self._multiply_arriving(rows, weights, outputs, biases[self._fused[0]])
+        else:
+            self._joined.group.all_gather(sharded)
+        if self._alone:
+            rows = whole[: self._own.m]
+            if scales is not None:
+                rows = Scaled(rows, scales.every(), scales.scaling)
+            for index in self._alone:
+                words = self._words(index)
+                self._joined.group.matmul(rows, weights[index], outputs[index], bias=biases[index], **words)
+        if self._dim:
+            outputs = [output.movedim(0, self._dim) for output in outputs]
+        return (self._all_rows(whole) if return_a else None), outputs
+
+    def one(self, a: Tensor, b: Tensor, return_a: bool) -> tuple[Tensor | None, list[Tensor]]:
+        """As a call with one weight and no scales, in less time."""
+        prepared = self._prepared
+        if prepared is None:
+            return self(a, (b,), return_a)
+        sharded, whole = self._place(a)
+        output = self._outputs[0].make()
+        prepared(sharded, self._weights[0].of(b), output)
+        if self._dim:
+            output = output.movedim(0, self._dim)
+        return (self._all_rows(whole) if return_a else None), [output]
+
+    def _place(self, a: Tensor) -> tuple[Sharded, Tensor]:
+        """The sharded matrix that has these rows, and the memory of all its rows."""
+        own = self._own
+        if self._dim:
+            a = a.movedim(self._dim, 0)
+        lent = LENT.get(a.data_ptr()) if LENT else None
+        if self._joined.cuda:
+            self._joined.enter(self, own.shards.sharded, lent)
+        if lent is not None and lent.fits(self._joined, a):
+            return lent.sharded, lent.whole
+        return own.put(a), own.shards.whole
+
+    def _all_rows(self, whole: Tensor) -> Tensor:
+        """A copy of the rows that have been gathered."""
+        full = whole[: self._own.m].clone().view(self._shape)
+        return full.movedim(0, self._dim) if self._dim else full
+
+    def _multiply_arriving(
+        self, rows: Any, weights: Sequence[Any], outputs: Sequence[Tensor], bias: Tensor | None
+    ) -> None:
+        """Gathers the rows and multiplies them by the weights of the first product."""
+        fused = self._fused
+        b: Any = weights[fused[0]]
+        out: Any = outputs[fused[0]]
+        if len(fused) > 1:
+            b, out = [weights[index] for index in fused], [outputs[index] for index in fused]
+        prepared = self._prepared
+        if prepared is None:
+            refuse_capture("plan a product")
+            prepared = prepare(self._joined.group, "all_gather_matmul", rows, b, out, self._words(fused[0]))
+            self._prepared = prepared
+        prepared(rows, b, out, bias=bias)
+
+    def _words(self, index: int) -> dict[str, Any]:
+        options = {key: value for key, value in self._options[index].items() if key == "accumulation"}
+        return {"weight_layout": self._weights[index].layout, **options}
+
+
+NO_OPTIONS: dict[str, Any] = {}
+
+
+def all_gather_matmul(
+    a: Tensor, bs: Sequence[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
+) -> tuple[Tensor | None, list[Tensor]]:
+    found = joined(group_name, a)
+    if len(bs) == 1:
+        b = bs[0]
+        key: tuple[Any, ...] = (gather_dim, a.shape, a.dtype, b.shape, b.stride(), b.dtype)
+    else:
+        key = (gather_dim, a.shape, a.dtype, *((b.shape, b.stride(), b.dtype) for b in bs))
+    plan = found.gathers.get(key)
+    if plan is None:
+        check("fused_all_gather_matmul", a, bs, gather_dim, "gather_dim")
+        if gather_dim == a.dim() - 1:
+            return _gather_columns(found, a, bs, return_A)
+        refuse_capture("plan a product")
+        plan = Gather(found, a, bs, gather_dim, [a.dtype] * len(bs), [NO_OPTIONS] * len(bs))
+        remember(found.gathers, key, plan)
+    return plan.one(a, bs[0], return_A) if len(bs) == 1 else plan(a, bs, return_A)
+
+
+def _gather_columns(
+    joined: Joined, a: Tensor, bs: Sequence[Tensor], return_a: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Gathers the last dimension, K. Only rows are multiplied as they arrive, so the product follows the gather."""
+    world = joined.world
+    rows, columns = math.prod(a.shape[:-1]), a.shape[-1]
+    own = Own(shards_of(joined, a.dtype, columns, rows * world), (rows, columns))
+    if joined.cuda:
+        joined.enter(own.shards.sharded)
+    joined.group.all_gather(own.put(a.reshape(rows, columns)))
+    parts = own.shards.whole[: own.m].view(world, rows, columns)
+    full = parts.movedim(0, 1).reshape(*a.shape[:-1], world * columns).contiguous()
+    if full.data_ptr() == parts.data_ptr():
+        full = full.clone()
+    products = [torch.matmul(full, b) for b in bs]
+    return (full if return_a else None), products
+
+
+class Scatter:
+    """A product whose sums are scattered, planned for one shape."""
+
+    __slots__ = ("_dense", "_dim", "_dtype", "_joined", "_options", "_out", "_prepared", "_divisor", "_weight")
+
+    def __init__(
+        self,
+        joined: Joined,
+        a: Tensor,
+        b: Tensor,
+        dim: int,
+        average: bool,
+        dtype: torch.dtype,
+        options: dict[str, Any],
+    ) -> None:
+        moved = a.movedim(dim, 0)
+        self._joined = joined
+        self._dim = dim
+        self._dense = strided_rows(moved)
+        self._dtype = dtype
+        self._divisor = joined.world if average else 1
+        # A sum of bf16 is divided by a power of two without rounding. One of f16 might be too large before that.
+        exact = dtype != torch.float16 and joined.world & (joined.world - 1) == 0
+        # [d / W, ..., N], with the scattered dimension in front.
+        shape = (moved.shape[0] // joined.world, *moved.shape[1:-1], b.shape[1])
+        self._out = Output(shape, dtype if exact or not average else torch.float32, a.device)
+        self._weight = Weight(b)
+        self._options = options
+        self._prepared: Prepared | None = None
+
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        scales: tuple[tuple[Tensor, str], tuple[Tensor, str]] | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        joined = self._joined
+        if joined.cuda:
+            joined.enter(self)
+        dim = self._dim
+        rows: Any = a.movedim(dim, 0) if dim else a
+        if not self._dense:
+            rows = rows.contiguous()
+        weight: Any = self._weight.of(b)
+        if scales is not None:
+            rows, weight = Scaled(rows, *scales[0]), Scaled(weight, *scales[1])
+        out = self._out.make()
+        prepared = self._prepared
+        if prepared is None:
+            refuse_capture("plan a product")
+            options = {"weight_layout": self._weight.layout, **self._options}
+            prepared = prepare(joined.group, "matmul_reduce_scatter", rows, weight, out, options)
+            self._prepared = prepared
+        if bias is None:
+            prepared(rows, weight, out)
+        else:
+            prepared(rows, weight, out, bias=bias)
+        if self._divisor != 1:
+            out = out.div_(self._divisor).to(self._dtype)
+        return out.movedim(0, dim).contiguous() if dim else out
+
+
+def check_scatter(call: str, joined: Joined, extent: int, dim: int, reduce_op: str, named: str) -> None:
+    if reduce_op not in ("sum", "avg"):
+        raise refused(call, f"reduce_op is {reduce_op!r} and must be 'sum' or 'avg'")
+    if extent % joined.world:
+        raise refused(
+            call, f"dimension {dim} ({named}) has {extent} elements and must be a multiple of the {joined.world} ranks"
+        )
+
+
+def matmul_reduce_scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+    found = joined(group_name, a)
+    key = (scatter_dim, reduce_op, a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype)
+    plan = found.scatters.get(key)
+    if plan is None:
+        call = "fused_matmul_reduce_scatter"
+        check(call, a, [b], scatter_dim, "scatter_dim")
+        last = scatter_dim == a.dim() - 1
+        extent = b.shape[1] if last else a.shape[scatter_dim]
+        check_scatter(call, found, extent, scatter_dim, reduce_op, "scatter_dim")
+        if last:
+            # Columns of a product are rows of the transposed one: Bᵀ [N, K] times A [M, K].
+            columns = matmul_reduce_scatter(b.t(), a.reshape(-1, a.shape[-1]).t(), reduce_op, 0, group_name)
+            return columns.t().contiguous().view(*a.shape[:-1], -1)
+        refuse_capture("plan a product")
+        plan = Scatter(found, a, b, scatter_dim, reduce_op == "avg", a.dtype, NO_OPTIONS)
+        remember(found.scatters, key, plan)
+    return plan(a, b)
+
+
+def reduce_scatter(a: Tensor, dim: int, group_name: str) -> Tensor:
+    """This rank's part, along a dimension, of the sum of the ranks' tensors."""
+    found = joined(group_name, a)
+    if found.cuda:
+        found.enter()
+    moved = a.movedim(dim, 0)
+    extent = moved.shape[0]
+    check_scatter("reduce_scatter", found, extent, dim, "sum", "dim")
+    out = Output((extent // found.world, *moved.shape[1:]), a.dtype, a.device).make()
+    found.group.reduce_scatter(moved.contiguous(), out)
+    return out.movedim(0, dim).contiguous()

@@ -1,0 +1,688 @@
+"""What each rank of test_torch.py does: a function for each promise of gemmesh.torch.
+
+Run as a program, it does all of them as one rank: `torch_ranks.py RANK WORLD STORE RESULTS [CASE ...]`. On GPUs if
+GEMMESH_TORCH_DEVICE is cuda.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import sys
+import traceback
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import gemmesh
+import gemmesh.torch
+from gemmesh.torch import _groups, _products, _shards
+
+OPS = torch.ops.gemmesh
+CASES: dict[str, Callable[[], None]] = {}
+DEVICE = os.environ.get("GEMMESH_TORCH_DEVICE", "cpu")
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+# What all ranks know: their inputs are made of seeds.
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def world() -> int:
+    return dist.get_world_size()
+
+
+def name() -> str:
+    return dist.group.WORLD.group_name
+
+
+def made(*shape: int, of: int = 0, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Values of rank `of`."""
+    generator = torch.Generator().manual_seed(1000 * seed + of)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def gathered(*shape: int, dim: int = 0, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The values that all ranks have made."""
+    return torch.cat([made(*shape, of=of, seed=seed, dtype=dtype) for of in range(world())], dim)
+
+
+def weight(k: int, n: int, seed: int = 9, of: int | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A column-major weight [K, N]."""
+    return made(n, k, of=rank() if of is None else of, seed=seed, dtype=dtype).t()
+
+
+def scalar(value: float, *shape: int) -> Tensor:
+    return torch.full(shape, value, device=DEVICE)
+
+
+def joined() -> _groups.Joined:
+    """What gemmesh.torch keeps for all ranks."""
+    return (_groups._ON_CUDA if DEVICE == "cuda" else _groups._ON_HOST)[name()]
+
+
+def unit(dtype: torch.dtype) -> float:
+    return {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-23}[dtype]
+
+
+def near(found: Tensor, expected: Tensor, partials: Tensor | None = None, dtype: torch.dtype | None = None) -> None:
+    """Checks that values were rounded once, and their partial sums once."""
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    u = unit(dtype or found.dtype)
+    size = expected.abs() + (partials if partials is not None else 0)
+    excess = (found.double() - expected).abs() - 1.1 * u * size - 1e-4
+    assert excess.max().item() <= 0 if excess.numel() else True, excess.max().item()
+
+
+def refuses(exception: type[Exception], words: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except exception as error:
+        assert words in str(error), f"{words!r} is not in {error}"
+        return
+    raise AssertionError(f"nothing was raised; expected {exception.__name__} with {words!r}")
+
+
+def scattered(whole: Tensor, dim: int) -> Tensor:
+    return whole.chunk(world(), dim)[rank()]
+
+
+# Values.
+
+
+@case
+def gathers_and_multiplies() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        a, full = made(6, 32, of=rank(), dtype=dtype), gathered(6, 32, dtype=dtype)
+        b = weight(32, 24, dtype=dtype)
+        found, (c,) = OPS.fused_all_gather_matmul(a, [b], 0, name())
+        assert torch.equal(found, full) and found.is_contiguous()
+        assert c.dtype == dtype and c.is_contiguous()
+        near(c, full.double() @ b.double())
+
+
+@case
+def multiplies_by_several_weights() -> None:
+    a, full = made(4, 32, of=rank()), gathered(4, 32)
+    # Column-major, row-major, a part of a larger matrix, neither, and more than one product takes.
+    bs = [weight(32, 8, seed) for seed in range(5)]
+    bs += [weight(32, 16).contiguous(), weight(64, 16)[:32], weight(64, 16)[::2]]
+    none, cs = OPS.fused_all_gather_matmul(a, bs, 0, name(), return_A=False)
+    assert none is None and len(cs) == len(bs)
+    for c, b in zip(cs, bs, strict=True):
+        near(c, full.double() @ b.double())
+
+
+@case
+def gathers_any_dimension() -> None:
+    b = weight(32, 16)
+    for shape, dim in (((4, 3, 32), 1), ((1, 4, 32), 1), ((2, 4, 2, 32), 2), ((4, 3, 32), 0)):
+        a, full = made(*shape, of=rank()), gathered(*shape, dim=dim)
+        found, (c,) = OPS.fused_all_gather_matmul(a, [b], dim, name())
+        assert torch.equal(found, full)
+        near(c, full.double() @ b.double())
+    wide = weight(32 * world(), 16)
+    a, full = made(4, 3, 32, of=rank()), gathered(4, 3, 32, dim=2)
+    found, (c,) = OPS.fused_all_gather_matmul(a, [wide], 2, name())
+    assert torch.equal(found, full)
+    near(c, full.double() @ wide.double())
+
+
+@case
+def gathers_without_a_weight() -> None:
+    a, full = made(4, 32, of=rank()), gathered(4, 32)
+    found, none = OPS.fused_all_gather_matmul(a, [], 0, name())
+    assert torch.equal(found, full) and none == []
+
+
+@case
+def scatters_sums_and_averages() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        for shape, dim in (((4 * world(), 32), 0), ((2, world(), 32), 1), ((3, 2, 32), 2)):
+            partials = [
+                made(*shape, of=of, dtype=dtype).double() @ weight(32, 8 * world(), of=of, dtype=dtype).double()
+                for of in range(world())
+            ]
+            total, size = sum(partials), sum(partial.abs() for partial in partials)
+            assert isinstance(total, Tensor) and isinstance(size, Tensor)
+            a, b = made(*shape, of=rank(), dtype=dtype), weight(32, 8 * world(), dtype=dtype)
+            for op, divisor in (("sum", 1), ("avg", world())):
+                for each in (b, b.contiguous()):
+                    c = OPS.fused_matmul_reduce_scatter(a, each, op, dim, name())
+                    assert c.dtype == dtype and c.is_contiguous()
+                    near(c, scattered(total, dim) / divisor, scattered(size, dim) / divisor)
+
+
+@case
+def takes_strided_rows() -> None:
+    b = weight(32, 16)
+    whole = made(4 * world(), 64, seed=3)
+    for a in (whole[:, :32], whole[:, ::2], made(32, 4 * world(), seed=3).t()):
+        same = OPS.fused_matmul_reduce_scatter(a.contiguous(), b, "sum", 0, name())
+        assert torch.equal(OPS.fused_matmul_reduce_scatter(a, b, "sum", 0, name()), same)
+        _, (same,) = OPS.fused_all_gather_matmul(a.contiguous(), [b], 0, name())
+        _, (found,) = OPS.fused_all_gather_matmul(a, [b], 0, name())
+        assert torch.equal(found, same)
+
+
+@case
+def takes_no_rows() -> None:
+    b = weight(32, 16)
+    found, (c,) = OPS.fused_all_gather_matmul(made(0, 32), [b], 0, name())
+    assert found.shape == (0, 32) and c.shape == (0, 16)
+    assert OPS.fused_matmul_reduce_scatter(made(0, 32), b, "sum", 0, name()).shape == (0, 16)
+
+
+@case
+def grows() -> None:
+    b = weight(40, 16)
+    for rows in (1, 64, 2, 0, 96, 64):
+        a, full = made(rows, 40, of=rank(), seed=rows), gathered(rows, 40, seed=rows)
+        found, (c,) = OPS.fused_all_gather_matmul(a, [b], 0, name())
+        assert torch.equal(found, full)
+        near(c, full.double() @ b.double())
+    kept = joined().shards[torch.bfloat16, 40]
+    assert kept._capacity == 96 * world()
+
+
+@case
+def results_are_fresh() -> None:
+    a, b = made(4, 32, of=rank()), weight(32, 16)
+    first, (c,) = OPS.fused_all_gather_matmul(a, [b], 0, name())
+    before = first.clone(), c.clone()
+    OPS.fused_all_gather_matmul(-a, [b], 0, name())
+    assert torch.equal(first, before[0]) and torch.equal(c, before[1])
+
+
+@case
+def lent_rows_are_not_copied() -> None:
+    x = gemmesh.torch.empty((2, 3, 32), torch.bfloat16, name(), DEVICE)
+    x.copy_(made(2, 3, 32, of=rank()))
+    b, full = weight(32, 16), gathered(2, 3, 32)
+    before = x.data_ptr()
+    put, copies = _shards.Own.put, []
+    _shards.Own.put = lambda *given: copies.append(given) or put(*given)
+    try:
+        for rows in (x, x.view(6, 32)):
+            found, (c,) = OPS.fused_all_gather_matmul(rows, [b], 0, name())
+            assert not copies
+            assert torch.equal(found.view_as(full), full)
+            near(c.view(*full.shape[:-1], 16), full.double() @ b.double())
+        OPS.fused_all_gather_matmul(x.view(6, 32)[:2], [b], 0, name())  # a part: it is copied
+        assert len(copies) == 1
+    finally:
+        _shards.Own.put = put
+    assert x.data_ptr() == before and before in _shards.LENT
+    freed = weakref.ref(x.untyped_storage())
+    view = x[1]
+    del x, rows
+    copies.clear()
+    gc.collect()
+    assert freed() is not None and before in _shards.LENT
+    del view
+    gc.collect()
+    assert freed() is None and before not in _shards.LENT
+
+
+# fp8.
+
+
+def fp8(x: Tensor) -> Tensor:
+    return x.float().clamp(-400, 400).to(torch.float8_e4m3fn)
+
+
+@case
+def gathers_fp8_with_any_scales() -> None:
+    k, n, rows = 64, 32, 4
+    full, a = fp8(gathered(rows, k)), fp8(made(rows, k, of=rank()))
+    every = gathered(rows, 1, seed=5, dtype=torch.float32).abs() + 0.1
+    b, b2 = fp8(weight(k, n).t()).t(), fp8(weight(k, n, 8).t()).t()
+    of_b, of_b2 = scalar(0.5, 1), made(1, n, seed=7, of=rank(), dtype=torch.float32).abs() + 0.1
+    bias = made(n, seed=6, of=rank())
+    for of_a, factor in (
+        (scalar(0.25), scalar(0.25)),
+        (scalar(0.25, 1), scalar(0.25)),
+        (scattered(every, 0), every),
+        (every, every),
+    ):
+        found, (c, d, e) = OPS.fused_all_gather_scaled_matmul(
+            a,
+            [b, b2, b],
+            of_a,
+            [of_b, of_b2, of_b],
+            0,
+            name(),
+            [None, bias, None],
+            [None] * 3,
+            [torch.bfloat16, torch.float32, torch.float16],
+            [False, True, False],
+        )
+        assert torch.equal(found.view(torch.uint8), full.view(torch.uint8))
+        product = factor.double() * full.double() @ b.double() * of_b.double()
+        # Tensor cores add fp8 with about 13 bits.
+        size = factor.double() * full.double().abs() @ b.double().abs() / 8
+        assert (c.dtype, d.dtype, e.dtype) == (torch.bfloat16, torch.float32, torch.float16)
+        near(c, product, size)
+        near(e, product, 8 * size)
+        near(d, factor.double() * full.double() @ b2.double() * of_b2.double() + bias.double(), size, torch.bfloat16)
+    # Along a middle dimension, with a scale for each row.
+    a3 = a.view(2, 2, k)
+    found, (c,) = OPS.fused_all_gather_scaled_matmul(
+        a3, [b], scattered(every, 0).view(2, 2, 1), [of_b2], 1, name(), [None], [None], [torch.bfloat16], [False]
+    )
+    parts = [(fp8(made(rows, k, of=of)).double() * every.chunk(world())[of]).view(2, 2, k) for of in range(world())]
+    rows3 = torch.cat(parts, 1)
+    near(c, rows3 @ b.double() * of_b2.double(), rows3.abs() @ b.double().abs() / 8)
+
+
+@case
+def scatters_fp8() -> None:
+    k, n = 64, 32
+    shape = (2, 2 * world(), n)
+
+    def inputs(of: int) -> tuple[Tensor, ...]:
+        a = fp8(made(math.prod(shape[:-1]), k, of=of))
+        b = fp8(weight(k, n, of=of).t()).t()
+        of_a = made(math.prod(shape[:-1]), 1, seed=5, of=of, dtype=torch.float32).abs() + 0.1
+        of_b = made(1, n, seed=7, of=of, dtype=torch.float32).abs() + 0.1
+        return a, b, of_a, of_b, made(n, seed=6, of=of)
+
+    for by_rows in (True, False):
+        for op, divisor in (("sum", 1), ("avg", world())):
+            for with_bias in (True, False):
+                # A partial and a bias are rounded each.
+                partials, sizes = [], []
+                for of in range(world()):
+                    a, b, of_a, of_b, bias = inputs(of)
+                    if not by_rows:
+                        of_a, of_b = of_a[:1, 0], of_b[0, :1]
+                    product = of_a.double() * a.double() @ b.double() * of_b.double()
+                    added = bias.double() if with_bias else torch.zeros(n, dtype=torch.float64, device=DEVICE)
+                    partials.append((product + added).view(shape))
+                    sizes.append((product.abs() + added.abs()).view(shape))
+                    if of == rank():
+                        mine = (a, b, of_a, of_b, bias)
+                total, size = sum(partials), sum(sizes)
+                assert isinstance(total, Tensor) and isinstance(size, Tensor)
+                a, b, of_a, of_b, bias = mine
+                for dim in (0, 1):
+                    c = (
+                        OPS.fused_scaled_matmul_reduce_scatter(
+                            a,
+                            b,
+                            of_a,
+                            of_b,
+                            op,
+                            dim,
+                            0,
+                            name(),
+                            list(shape),
+                            bias if with_bias else None,
+                            None,
+                            torch.bfloat16,
+                        )
+                        if shape[dim] % world() == 0
+                        else None
+                    )
+                    if c is not None:
+                        near(c, scattered(total, dim) / divisor, scattered(size, dim) / divisor)
+
+
+# Gradients and compilers.
+
+
+@case
+def gathers_have_gradients() -> None:
+    for shape, dim, count, return_a in (
+        ((4, 32), 0, 1, False),
+        ((4, 32), 0, 3, True),
+        ((2, 4, 32), 1, 2, True),
+        ((4, 32), 1, 1, True),
+    ):
+        k = 32 * (world() if dim == len(shape) - 1 else 1)
+        a = made(*shape, of=rank()).requires_grad_()
+        bs = [weight(k, 16, seed).requires_grad_() for seed in range(count)]
+        full, cs = OPS.fused_all_gather_matmul(a, bs, dim, name(), return_A=return_a)
+        of_cs = [made(*c.shape, seed=20 + index, of=rank()) for index, c in enumerate(cs)]
+        outputs, gradients = list(cs), list(of_cs)
+        if return_a:
+            outputs.append(full)
+            gradients.append(made(*full.shape, seed=30, of=rank()))
+        torch.autograd.backward(outputs, gradients)
+        whole = gathered(*shape, dim=dim).double()
+        total, size = torch.zeros_like(whole), torch.zeros_like(whole)
+        for of in range(world()):
+            for index, c in enumerate(cs):
+                part = made(*c.shape, seed=20 + index, of=of).double() @ weight(k, 16, index, of=of).double().t()
+                total, size = total + part, size + part.abs()
+            if return_a:
+                part = made(*whole.shape, seed=30, of=of).double()
+                total, size = total + part, size + part.abs()
+        assert a.grad is not None and a.grad.dtype == torch.bfloat16
+        near(a.grad, scattered(total, dim), 3 * scattered(size, dim))
+        for b, of_c in zip(bs, of_cs, strict=True):
+            assert b.grad is not None
+            near(b.grad, whole.flatten(0, -2).t() @ of_c.double().flatten(0, -2))
+
+
+@case
+def scatters_have_gradients() -> None:
+    for shape, dim, op in (((2 * world(), 32), 0, "sum"), ((2, world(), 32), 1, "avg"), ((3, 32), 1, "sum")):
+        a, b = made(*shape, of=rank()).requires_grad_(), weight(32, 8 * world()).requires_grad_()
+        c = OPS.fused_matmul_reduce_scatter(a, b, op, dim, name())
+        c.backward(made(*c.shape, seed=20, of=rank()))
+        of_c = gathered(*c.shape, dim=dim, seed=20).double() / (world() if op == "avg" else 1)
+        assert a.grad is not None and b.grad is not None
+        near(a.grad, of_c @ b.detach().double().t())
+        near(b.grad, a.detach().double().flatten(0, -2).t() @ of_c.flatten(0, -2))
+        # One of both.
+        for alone, other in ((a, b.detach()), (b, a.detach())):
+            before = alone.grad
+            alone.grad = None
+            given = (alone, other) if alone is a else (other, alone)
+            OPS.fused_matmul_reduce_scatter(*given, op, dim, name()).backward(made(*c.shape, seed=20, of=rank()))
+            assert alone.grad is not None and before is not None and torch.equal(alone.grad, before)
+
+
+@case
+def operations_pass_opcheck() -> None:
+    a, b = made(4, 32, of=rank()), weight(32, 8 * world())
+    tests = (OPS.fused_all_gather_matmul.default, OPS.fused_matmul_reduce_scatter.default)
+    for grad in (False, True):
+        x, w = a.clone().requires_grad_(grad), b.clone().requires_grad_(grad)
+        torch.library.opcheck(tests[0], (x, [w, w.contiguous()], 0, name()))
+        torch.library.opcheck(tests[0], (x.view(2, 2, 32), [w], 1, name()), {"return_A": False})
+        torch.library.opcheck(tests[1], (x, w, "sum", 0, name())) if 4 % world() == 0 else None
+        torch.library.opcheck(tests[1], (x.view(1, 4, 32), w, "avg", 1, name()))
+    a8, b8 = fp8(made(4, 32, of=rank())), fp8(weight(32, 32).t()).t()
+    one = scalar(0.5, 1)
+    # The other checks compare values of fp8, which PyTorch cannot do on the host.
+    comparing_nothing = ("test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(
+        OPS.fused_all_gather_scaled_matmul.default,
+        (a8, [b8], one, [one], 0, name(), [None], [None], [torch.bfloat16], [False]),
+        test_utils=comparing_nothing,
+    )
+    torch.library.opcheck(
+        OPS.fused_scaled_matmul_reduce_scatter.default,
+        (a8, b8, one, one, "sum", 0, 0, name(), [4, 32], None, None, torch.bfloat16),
+        test_utils=comparing_nothing,
+    )
+
+
+@case
+def programs_compile_without_graph_breaks() -> None:
+    group_name = name()
+
+    def layers(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        _, (h,) = OPS.fused_all_gather_matmul(x, [w1.t()], 0, group_name, return_A=False)
+        return OPS.fused_matmul_reduce_scatter(torch.relu(h), w2.t(), "sum", 0, group_name)
+
+    def inputs() -> tuple[Tensor, ...]:
+        made_here = made(4, 32, of=rank()), made(24, 32, of=rank(), seed=1), made(32, 24, of=rank(), seed=2)
+        return tuple(each.requires_grad_() for each in made_here)
+
+    eager, compiled = inputs(), inputs()
+    y = layers(*eager)
+    z = torch.compile(layers, fullgraph=True, backend="aot_eager")(*compiled)
+    assert torch.equal(y, z)
+    of_y = made(*y.shape, seed=3, of=rank())
+    y.backward(of_y)
+    z.backward(of_y)
+    for one, other in zip(eager, compiled, strict=True):
+        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+
+
+@case
+def a_pass_swaps_the_namespace() -> None:
+    import torch.distributed._symmetric_memory  # noqa: F401  It makes the operations of symm_mem.
+
+    theirs = torch.ops.symm_mem
+    for operation in (
+        "all_gather_matmul",
+        "all_gather_scaled_matmul",
+        "matmul_reduce_scatter",
+        "scaled_matmul_reduce_scatter",
+    ):
+        one, other = getattr(OPS, f"fused_{operation}").default, getattr(theirs, f"fused_{operation}").default
+        assert str(one._schema) == str(other._schema).replace("symm_mem::", "gemmesh::"), operation
+    # Their shapes, without values.
+    for shape, dim in (((4, 32), 0), ((2, 4, 32), 1), ((2, 4, 32), 0), ((3, 32), 1)):
+        k = 32 * (world() if dim == len(shape) - 1 else 1)
+        a, b = torch.empty(shape, device="meta"), torch.empty(8 * world(), k, device="meta").t()
+        full, (c,) = OPS.fused_all_gather_matmul(a, [b], dim, name())
+        their_full, (their_c,) = theirs.fused_all_gather_matmul(a, [b], dim, name())
+        assert (full.shape, c.shape) == (their_full.shape, their_c.shape)
+        assert (full.stride(), c.stride()) == (their_full.stride(), their_c.stride())
+        whole, b = torch.empty([each * world() for each in shape], device="meta"), b[: 32 * world()]
+        if b.shape[0] == whole.shape[-1]:
+            d = OPS.fused_matmul_reduce_scatter(whole, b, "sum", dim, name())
+            their_d = theirs.fused_matmul_reduce_scatter(whole, b, "sum", dim, name())
+            assert (d.shape, d.stride()) == (their_d.shape, their_d.stride())
+
+
+# Modes and kinds of tensors.
+
+
+@case
+def modes_do_not_matter() -> None:
+    a, b = made(3, 48, of=rank()), weight(48, 16)
+    with torch.inference_mode():
+        _, (first,) = OPS.fused_all_gather_matmul(a, [b], 0, name())
+    _, (second,) = OPS.fused_all_gather_matmul(a, [b], 0, name())
+    with torch.no_grad():
+        _, (third,) = OPS.fused_all_gather_matmul(torch.nn.Parameter(a), [torch.nn.Parameter(b)], 0, name())
+    assert torch.equal(first, second) and torch.equal(second, third)
+    assert not third.requires_grad
+
+
+class Named(torch.Tensor):
+    """A subclass without a dispatch of its own: it is a tensor like any other."""
+
+
+@case
+def subclasses_are_taken_or_refused() -> None:
+    a, b = made(3, 48, of=rank()), weight(48, 16)
+    _, (expected,) = OPS.fused_all_gather_matmul(a, [b], 0, name())
+    _, (found,) = OPS.fused_all_gather_matmul(a.as_subclass(Named), [b], 0, name())
+    assert torch.equal(found.as_subclass(Tensor), expected)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh(DEVICE, (world(),))
+    spread = distribute_tensor(gathered(3, 48), mesh, [Shard(0)])
+    refuses(Exception, "gemmesh", lambda: OPS.fused_all_gather_matmul(spread, [b], 0, name()))
+
+
+# Groups.
+
+
+@case
+def groups_follow_process_groups() -> None:
+    everyone = list(range(world()))
+    one = dist.new_group(everyone)
+    ours = gemmesh.torch.group_of(one, DEVICE)
+    assert gemmesh.torch.group_of(one.group_name, DEVICE) is ours and (ours.rank, ours.world_size) == (rank(), world())
+    a, b = made(2, 32, of=rank()), weight(32, 16)
+    _, (c,) = OPS.fused_all_gather_matmul(a, [b], 0, one.group_name)
+    known = one.group_name
+    dist.destroy_process_group(one)
+    refuses(gemmesh.MisuseError, "destroyed", lambda: OPS.fused_all_gather_matmul(a, [b], 0, known))
+    # A process group of the same name is a different one.
+    torch._C._distributed_c10d._register_process_group(known, dist.group.WORLD)
+    try:
+        again = gemmesh.torch.group_of(known, DEVICE)
+        assert again is not ours
+        _, (d,) = OPS.fused_all_gather_matmul(a, [b], 0, known)
+        assert torch.equal(c, d) and gemmesh.torch.group_of(known, DEVICE) is again
+    finally:
+        torch._C._distributed_c10d._unregister_process_group(known)
+    refuses(gemmesh.MisuseError, "no process group", lambda: gemmesh.torch.group_of("nobody"))
+    refuses(ValueError, "no process group", lambda: gemmesh.torch.group_of(dist.GroupMember.NON_GROUP_MEMBER))
+
+
+@case
+def parts_of_a_job_have_their_own() -> None:
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, world(), 2)]
+    pair = pairs[rank() // 2]
+    a, b = made(2, 32, of=rank()), weight(32, 16)
+    full = torch.cat([made(2, 32, of=rank() // 2 * 2 + of) for of in range(2)])
+    found, (c,) = OPS.fused_all_gather_matmul(a, [b], 0, pair.group_name)
+    assert torch.equal(found, full)
+    near(c, full.double() @ b.double())
+
+
+@case
+def own_groups_have_names() -> None:
+    mine = gemmesh.torch.group_of(None, DEVICE).split(0, rank())
+    gemmesh.torch.use("mine", mine)
+    gemmesh.torch.use("mine", mine)
+    a, b = made(2, 32, of=rank()), weight(32, 16)
+    _, (c,) = OPS.fused_all_gather_matmul(a, [b], 0, "mine")
+    near(c, gathered(2, 32).double() @ b.double())
+    assert gemmesh.torch.group_of("mine", DEVICE) is mine
+    refuses(gemmesh.MisuseError, "different name", lambda: gemmesh.torch.use("mine", mine.split(0, rank())))
+    half = mine.split(rank() % 2, rank())
+    another = dist.new_group(list(range(world())))
+    refuses(gemmesh.ArgumentError, "must have the same ranks", lambda: gemmesh.torch.use(another.group_name, half))
+
+
+# Errors.
+
+
+@case
+def bad_arguments_are_refused() -> None:
+    a, b = made(4, 32, of=rank()), weight(32, 16)
+    gather, scatter = OPS.fused_all_gather_matmul, OPS.fused_matmul_reduce_scatter
+    wrong = gemmesh.ArgumentError
+    refuses(wrong, "two dimensions", lambda: gather(a[0], [b], 0, name()))
+    refuses(wrong, "matrix [K, N]", lambda: gather(a, [a[0]], 0, name()))
+    refuses(wrong, "gather_dim is 2", lambda: gather(a, [b], 2, name()))
+    refuses(wrong, "gather_dim is -1", lambda: gather(a, [b], -1, name()))
+    refuses(wrong, "scatter_dim is 3", lambda: scatter(a, b, "sum", 3, name()))
+    refuses(wrong, "'sum' or 'avg'", lambda: scatter(a, b, "max", 0, name()))
+    refuses(wrong, "multiple of", lambda: scatter(a[:3], b, "sum", 0, name()))
+    refuses(wrong, "dtype", lambda: gather(a.float(), [b.float()], 0, name()))
+    refuses(wrong, "dtype", lambda: scatter(a.float(), b.float(), "sum", 0, name()))
+    refuses(wrong, "weights of f16", lambda: gather(a, [b.half()], 0, name()))
+    refuses(wrong, "16", lambda: gather(a, [weight(16, 16)], 0, name()))
+    refuses(wrong, "16", lambda: scatter(a, weight(16, 16), "sum", 0, name()))
+    refuses(Exception, "meta", lambda: scatter(a, b.to("meta"), "sum", 0, name()))
+    refuses(gemmesh.MisuseError, "no process group", lambda: gather(a, [b], 0, "nobody"))
+    # The group goes on.
+    near(gather(a, [b], 0, name())[1][0], gathered(4, 32).double() @ b.double())
+
+
+@case
+def bad_scales_are_refused() -> None:
+    a, b, one = fp8(made(4, 32, of=rank())), fp8(weight(32, 16).t()).t(), scalar(0.5, 1)
+    wrong = gemmesh.ArgumentError
+
+    def gather(**changed: Any) -> object:
+        given: dict[str, Any] = {
+            "A": a, "Bs": [b], "A_scale": one, "B_scales": [one], "gather_dim": 0, "group_name": name(),
+            "biases": [None], "result_scales": [None], "out_dtypes": [torch.bfloat16], "use_fast_accum": [False],
+            **changed,
+        }  # fmt: skip
+        return OPS.fused_all_gather_scaled_matmul(**given)
+
+    refuses(wrong, "A_scale has the shape [3, 1]", lambda: gather(A_scale=scalar(1, 3, 1)))
+    refuses(wrong, "result_scales must be None", lambda: gather(result_scales=[one]))
+    refuses(wrong, "out_dtype", lambda: gather(out_dtypes=[None]))
+    refuses(wrong, "out_dtype", lambda: gather(out_dtypes=[torch.float64]))
+    refuses(wrong, "biases has 0 elements", lambda: gather(biases=[]))
+    refuses(wrong, "B_scales has 2 elements", lambda: gather(B_scales=[one, one]))
+    refuses(wrong, "scales of b", lambda: gather(B_scales=[scalar(1, 1, 8)]))
+    refuses(wrong, "last one", lambda: gather(gather_dim=1, A_scale=one))
+    refuses(wrong, "float32", lambda: gather(A_scale=one.double()))
+    refuses(wrong, "float32", lambda: gather(A_scale=scalar(1, 4, 1).double()))
+    refuses(wrong, "", lambda: gather(Bs=[b.contiguous()]))
+    refuses(wrong, "have none", lambda: gather(A_scale=one.clone().requires_grad_()))
+
+    def scatter(*changed: Any, shape: Any = None, **options: Any) -> object:
+        given = [a, b, one, one, "sum", 0, 0, name(), shape]
+        for index, value in zip(changed[::2], changed[1::2], strict=True):
+            given[index] = value
+        return OPS.fused_scaled_matmul_reduce_scatter(*given, **{"out_dtype": torch.bfloat16, **options})
+
+    refuses(wrong, "A_scale has the shape [2]", lambda: scatter(2, scalar(1, 2)))
+    refuses(wrong, "orig_scatter_dim is 1", lambda: scatter(5, 1))
+    refuses(wrong, "output_shape", lambda: scatter(shape=[5, 16]))
+    refuses(wrong, "result_scale", lambda: scatter(result_scale=one))
+    refuses(wrong, "out_dtype", lambda: scatter(out_dtype=None))
+    refuses(wrong, "'sum' or 'avg'", lambda: scatter(4, "max"))
+    refuses(wrong, "have none", lambda: scatter(2, one.clone().requires_grad_()))
+
+
+@case
+def ranks_with_different_shapes_all_fail() -> None:
+    # It fails the group, so it has one of its own.
+    own = dist.new_group(list(range(world())))
+    gemmesh.torch.group_of(own, DEVICE)
+    a, b = made(4 + rank(), 32, of=rank()), weight(32, 16)
+    refuses(gemmesh.Error, "", lambda: OPS.fused_all_gather_matmul(a, [b], 0, own.group_name))
+
+
+@case
+def one_ranks_refusal_reaches_all() -> None:
+    for operation in (
+        lambda b, group: OPS.fused_all_gather_matmul(made(4, 32), [b], 0, group),
+        lambda b, group: OPS.fused_matmul_reduce_scatter(made(4, 32), b, "sum", 0, group),
+    ):
+        for bad in (weight(32, 16).half(), weight(16, 16)):
+            # It fails the group, so it has one of its own.
+            own = dist.new_group(list(range(world()))).group_name
+            gemmesh.torch.group_of(own, DEVICE)
+            b = bad if rank() == 1 else weight(32, 16)
+            refuses(gemmesh.Error, "rank 1", lambda: operation(b, own))  # noqa: B023
+
+
+@case
+def plans_are_limited() -> None:
+    before = _products._MAX_PLANS
+    found = joined()
+    _products._MAX_PLANS = 2
+    try:
+        found.gathers.clear()
+        for rows in (1, 2, 3, 1):
+            OPS.fused_all_gather_matmul(made(rows, 32, of=rank()), [weight(32, 16)], 0, name())
+            assert len(found.gathers) <= 2
+    finally:
+        _products._MAX_PLANS = before
+
+
+def main(backend: str = "gloo") -> None:
+    number, count, store, results = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    torch.set_num_threads(1)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(number % torch.cuda.device_count())
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=number, world_size=count)
+    only = sys.argv[5:] or list(CASES)
+    told: dict[str, str] = {}
+    for each in only:
+        try:
+            CASES[each]()
+            told[each] = ""
+        except BaseException:
+            told[each] = traceback.format_exc()
+        (results / f"{number}.json").write_text(json.dumps(told))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
