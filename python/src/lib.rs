@@ -42,6 +42,10 @@ mod _native {
     const VERSION: &str = env!("CARGO_PKG_VERSION");
 
     /// Runs this program once for each of `world` ranks, as processes, and waits for them.
+    ///
+    /// Each has this process's arguments, or `args`: what follows the interpreter on its command line. It joins the group
+    /// by `Group.from_env`. What ranks print comes out here, each line behind its rank. If a rank fails, the others have
+    /// 1.5 seconds to end, and RankError names the rank. Ctrl-C gives all ranks as long.
     #[pyfunction]
     #[pyo3(signature = (world, args=None))]
     fn launch(py: Python<'_>, world: usize, args: Option<Vec<String>>) -> PyResult<()> {
