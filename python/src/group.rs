@@ -3,6 +3,7 @@
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
+use gemmesh::error::called_at;
 use gemmesh::raw::{
     self, AnyGroup, BackendKind, Joining, Options, Product, ProductKind, Split, join,
 };
@@ -368,9 +369,7 @@ impl Group {
     /// Raises the group's failure, if it has failed. Waits for nothing.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         let group = self.get(py)?;
-        group
-            .check()
-            .map_err(|error| exception(py, &error, Some(group.rank())))
+        called_at(None, || group.check()).map_err(|error| exception(py, &error, Some(group.rank())))
     }
 
     /// Ends the group on every rank, because this rank's program cannot go on. All ranks get `reason`.
@@ -690,9 +689,9 @@ impl Group {
     /// Raises an ArgumentError if this group cannot multiply rows [M, K] by weights of N = n. It needs no matrix, allocates
     /// nothing and makes no rank wait. n may be a list of several.
     ///
-    /// dtype, weight_dtype and out_dtype are those of a, b and out. a_scaling and b_scaling are names as of Scaled;
+    /// dtype, weight_dtype and out_dtype are those of a, b and out; dtype is "bf16" by default. a_scaling and b_scaling are names as of Scaled;
     /// sharded_scales: those of a are sharded. quantization: a name as of Quantized.
-    #[pyo3(signature = (operation, m, k, n, dtype="bf16", *, weight_dtype=None, out_dtype=None, activation=None,
+    #[pyo3(signature = (operation, m, k, n, dtype=None, *, weight_dtype=None, out_dtype=None, activation=None,
         gated=false, weight_layout="nk", accumulation="promoted", stages=None, rows=None, a_scaling=None,
         b_scaling=None, first_row=0, sharded_scales=false, quantization=None))]
     fn check_support(
@@ -702,7 +701,7 @@ impl Group {
         m: usize,
         k: usize,
         n: &Bound<'_, PyAny>,
-        dtype: &str,
+        dtype: Option<&Bound<'_, PyAny>>,
         weight_dtype: Option<&Bound<'_, PyAny>>,
         out_dtype: Option<&Bound<'_, PyAny>>,
         activation: Option<&str>,
@@ -734,7 +733,7 @@ impl Group {
             .map(|word| names::scaling(word, first_row, false))
             .transpose()?;
         let product = Product {
-            dtype: names::dtype(pyo3::types::PyString::new(py, dtype).as_any())?,
+            dtype: dtype.map_or(Ok(DType::Bf16), names::dtype)?,
             weight_dtype: weight_dtype.map(names::dtype).transpose()?,
             stages,
             scaling: (a.unwrap_or_default(), b.into_iter().collect()),

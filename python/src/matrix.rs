@@ -6,11 +6,12 @@ use std::sync::Arc;
 
 use gemmesh::DType;
 use gemmesh::dlpack::DLDevice;
+use gemmesh::error::called_at;
 use gemmesh::raw::{AnyGroup, BackendKind, Memory, Tensor, export, export_versioned};
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::errors::exception;
+use crate::errors::{exception, read_only};
 use crate::tensors::{given, legacy_capsule, managed, memory_of, versioned_capsule};
 use crate::waiting::{enqueued, waited};
 
@@ -53,6 +54,8 @@ impl<T: Send> Drop for Freed<T> {
 #[derive(Clone)]
 pub struct Kept {
     pub memory: Memory,
+    /// True if the memory must not be written: it is a tensor's that is read-only.
+    pub read_only: bool,
     pub group: Freed<Arc<dyn AnyGroup>>,
     _owner: Freed<Arc<dyn Any + Send + Sync>>,
 }
@@ -65,6 +68,7 @@ impl Kept {
     ) -> Kept {
         Kept {
             memory,
+            read_only: false,
             group: Freed::new(group),
             _owner: Freed::new(owner),
         }
@@ -85,11 +89,21 @@ impl Kept {
     pub fn adopted(object: &Bound<'_, PyAny>, group: &Arc<dyn AnyGroup>) -> PyResult<Kept> {
         let tensor = managed(object, &**group)?;
         let memory = memory_of(object.py(), &tensor, &**group, "Group.matrix", "the tensor")?;
+        let read_only = tensor.is_read_only();
         let adopted = Adopted {
             tensor: Some(tensor),
             group: group.clone(),
         };
-        Ok(Kept::new(memory, group.clone(), Arc::new(adopted)))
+        let kept = Kept::new(memory, group.clone(), Arc::new(adopted));
+        Ok(Kept { read_only, ..kept })
+    }
+
+    /// The memory, for a call that writes it.
+    pub fn written(&self, py: Python<'_>, call: &str, name: &str) -> PyResult<Memory> {
+        match self.read_only {
+            true => Err(read_only(py, self.group.rank(), call, name)),
+            false => Ok(self.memory),
+        }
     }
 }
 
@@ -161,14 +175,14 @@ impl Matrix {
 
     /// Overwrites the values with as many bytes, row by row, when the operations before are complete.
     fn frombytes(&self, py: Python<'_>, bytes: &[u8]) -> PyResult<()> {
-        let Kept { memory, group, .. } = &self.0;
+        let memory = self.0.written(py, "frombytes", "the matrix")?;
+        let group = &self.0.group;
         // SAFETY: the owner keeps the memory.
-        waited(py, &***group, move || unsafe {
-            group.write(*memory, bytes)
-        })
+        waited(py, &***group, move || unsafe { group.write(memory, bytes) })
     }
 
-    /// The matrix as a DLPack tensor, without a copy. It keeps the memory.
+    /// The matrix as a DLPack tensor, without a copy. It keeps the memory. If the matrix is made of a read-only tensor, it
+    /// is read-only too, which only versions from 1 on can say.
     ///
     /// On GPUs `stream` waits for the operations so far: a CUstream as a number, 1 for the legacy default stream, 2 for
     /// the thread's, -1 for none. Without a stream, the legacy default stream waits.
@@ -193,11 +207,20 @@ impl Matrix {
                 "a matrix is exported without a copy; copy the tensor that you get",
             ));
         }
+        let is_versioned = matches!(max_version, Some((1.., _)));
+        if self.0.read_only && !is_versioned {
+            return Err(PyBufferError::new_err(
+                "the matrix is read-only, which DLPack says from version 1 on; ask for max_version=(1, 0)",
+            ));
+        }
         order(py, &***group, stream)?;
         let owner: Box<dyn Any + Send> = Box::new(self.0.clone());
-        match max_version {
-            Some((1.., _)) => versioned_capsule(py, export_versioned(*memory, device, owner)),
-            _ => legacy_capsule(py, export(*memory, device, owner)),
+        match is_versioned {
+            true => {
+                let tensor = export_versioned(*memory, device, self.0.read_only, owner);
+                versioned_capsule(py, tensor)
+            }
+            false => legacy_capsule(py, export(*memory, device, owner)),
         }
     }
 
@@ -240,13 +263,15 @@ fn order(py: Python<'_>, group: &dyn AnyGroup, stream: Option<i64>) -> PyResult<
         }
     };
     // SAFETY: DLPack's consumers name a stream that lives.
-    let ordered = py.detach(|| unsafe { group.order_stream(stream) });
+    let ordered = py.detach(|| called_at(None, || unsafe { group.order_stream(stream) }));
     ordered.map_err(|error| exception(py, &error, Some(group.rank())))
 }
 
 /// Copies a matrix or a tensor to memory that `target` keeps.
 pub fn copy(py: Python<'_>, source: &Bound<'_, PyAny>, target: &Kept) -> PyResult<()> {
-    let Kept { memory, group, .. } = target;
+    const CALL: &str = "copy_from";
+    let group = &target.group;
+    let memory = target.written(py, CALL, "the target")?;
     let owner;
     let from = match source.cast::<Matrix>() {
         Ok(source) => {
@@ -254,13 +279,13 @@ pub fn copy(py: Python<'_>, source: &Bound<'_, PyAny>, target: &Kept) -> PyResul
             source.get().0.memory
         }
         Err(_) => {
-            let given = given(source, &***group, "copy_from", "the source", false)?;
+            let given = given(source, &***group, CALL, "the source", false)?;
             owner = given.owner;
             given.memory
         }
     };
     // SAFETY: owners keep both memories until the copy is complete.
-    enqueued(py, &***group, || unsafe { group.copy(from, *memory) })?;
+    enqueued(py, &***group, || unsafe { group.copy(from, memory) })?;
     if let Some(owner) = owner {
         group.keep(Box::new(owner));
     }

@@ -28,8 +28,10 @@ use crate::tensors::given;
 /// `first_row`: the row of its first block at which a weight begins, a multiple of 16.
 #[pyclass(frozen, module = "gemmesh")]
 pub struct Scaled {
+    /// The fp8 numbers.
     #[pyo3(get)]
     values: Py<PyAny>,
+    /// Their scales.
     #[pyo3(get)]
     scales: Py<PyAny>,
     scaling: Scaling,
@@ -69,8 +71,10 @@ impl Scaled {
 /// that are made are rounded up to powers of two.
 #[pyclass(frozen, module = "gemmesh")]
 pub struct Quantized {
+    /// The fp8 numbers.
     #[pyo3(get)]
     pub values: Py<PyAny>,
+    /// Their scales.
     #[pyo3(get)]
     pub scales: Py<PyAny>,
     pub quantization: Quantization,
@@ -132,7 +136,11 @@ impl<'a> Reader<'a> {
         writes: bool,
     ) -> PyResult<Memory> {
         if let Ok(matrix) = object.cast_exact::<Matrix>() {
-            return Ok(matrix.get().0.memory);
+            let kept = &matrix.get().0;
+            return match writes {
+                true => kept.written(object.py(), self.call, name),
+                false => Ok(kept.memory),
+            };
         }
         if object.is_instance_of::<Sharded>() {
             return Err(self.refused(&format!(
@@ -213,6 +221,11 @@ impl<'a> Reader<'a> {
             }
         }
     }
+}
+
+/// True if an argument is several.
+pub fn is_list(object: &Bound<'_, PyAny>) -> bool {
+    object.is_instance_of::<PyList>() || object.is_instance_of::<PyTuple>()
 }
 
 /// The objects of a list or a tuple, or the one that is none.

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 
 use crate::matrix::{Freed, Kept, Matrix};
-use crate::operands::{HeldOutputs, HeldRows, Reader, held};
+use crate::operands::{HeldOutputs, HeldRows, Reader, held, is_list};
 use crate::trace::Trace;
 use crate::waiting::{enqueued, waited};
 
@@ -110,7 +110,8 @@ pub fn run(
     let out = match given.out {
         Some(out) => out,
         None => {
-            made = new_outputs(py, group, &product, rows.shape(), &weights)?;
+            let weights = (&weights[..], is_list(given.b));
+            made = new_outputs(py, group, &product, rows.shape(), weights)?;
             &made
         }
     };
@@ -133,13 +134,13 @@ pub fn run(
     Ok(out.clone().unbind())
 }
 
-/// New outputs for a product of rows [m, k]: a matrix, or a list of one for each of several weights.
+/// New outputs for a product of rows [m, k]: a matrix, or a list of one for each weight if the weights are a list.
 fn new_outputs<'py>(
     py: Python<'py>,
     group: &Arc<dyn AnyGroup>,
     product: &Product,
     [m, _]: [usize; 2],
-    weights: &[Operand],
+    (weights, is_list): (&[Operand], bool),
 ) -> PyResult<Bound<'py, PyAny>> {
     if product.kind == ProductKind::MatmulAllReduce {
         let reader = Reader::new(&**group, product.kind.name());
@@ -162,11 +163,9 @@ fn new_outputs<'py>(
         Ok(Bound::new(py, matrix)?.into_any())
     };
     match weights {
-        [] => Ok(PyList::empty(py).into_any()),
-        [one] => new(one),
-        [gate, ..] if product.gated => new(gate),
-        several => {
-            let outputs = several.iter().map(new).collect::<PyResult<Vec<_>>>()?;
+        [first, ..] if product.gated || !is_list => new(first),
+        all => {
+            let outputs = all.iter().map(new).collect::<PyResult<Vec<_>>>()?;
             Ok(PyList::new(py, outputs)?.into_any())
         }
     }

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, RwLock, RwLockReadGuard, TryLockError};
 
+use gemmesh::error::called_at;
 use gemmesh::raw::{AnyGroup, AnyShards, Memory};
 use pyo3::prelude::*;
 
@@ -38,7 +39,8 @@ impl Sharded {
     }
 
     fn own_rows(&self, py: Python<'_>) -> PyResult<Kept> {
-        let own = self.read(py)?.own_rows();
+        let shards = self.read(py)?;
+        let own = called_at(None, || shards.own_rows());
         let memory = own.map_err(|error| exception(py, &error, Some(self.group.rank())))?;
         Ok(self.part(memory))
     }
@@ -92,7 +94,7 @@ impl Sharded {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return Err(in_use(py)),
         };
-        let set = shards.set_rows(&rows);
+        let set = called_at(None, || shards.set_rows(&rows));
         set.map_err(|error| exception(py, &error, Some(self.group.rank())))
     }
 

@@ -4,13 +4,14 @@ use std::ffi::{CStr, c_int, c_void};
 use std::sync::Mutex;
 
 use gemmesh::dlpack::{DLDevice, DLManagedTensor, DLTensor};
+use gemmesh::error::called_at;
 use gemmesh::raw::{AnyGroup, BackendKind, Memory, Tensor, VersionedTensor};
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict, PyType};
 use pyo3::{IntoPyObjectExt, ffi, intern};
 
-use crate::errors::{argument, exception};
+use crate::errors::{exception, read_only};
 
 const LEGACY: &CStr = c"dltensor";
 const USED_LEGACY: &CStr = c"used_dltensor";
@@ -103,8 +104,7 @@ pub fn given(
     let tensor = managed(object, group)?;
     let py = object.py();
     if writes && tensor.is_read_only() {
-        let sentence = format!("{call}: {name} is read-only, and the call writes it");
-        return Err(argument(py, &sentence, group.rank(), call));
+        return Err(read_only(py, group.rank(), call, name));
     }
     let memory = memory_of(py, &tensor, group, call, name)?;
     Ok(Given {
@@ -127,7 +127,7 @@ pub fn memory_of(
         )));
     };
     // SAFETY: the tensor's library says what is true.
-    let memory = unsafe { group.memory_of(call, name, &described) };
+    let memory = called_at(None, || unsafe { group.memory_of(call, name, &described) });
     memory.map_err(|error| exception(py, &error, Some(group.rank())))
 }
 
@@ -151,7 +151,7 @@ fn exchanged(
     // SAFETY: the function has succeeded, so it has written the tensor.
     let tensor = unsafe { tensor.assume_init() };
     // SAFETY: the tensor's library says what is true, and the object lives during the call.
-    let memory = unsafe { group.memory_of(call, name, &tensor) };
+    let memory = called_at(None, || unsafe { group.memory_of(call, name, &tensor) });
     let memory = memory.map_err(|error| exception(py, &error, Some(group.rank())))?;
     if group.backend() == BackendKind::Cuda
         && let Some(current_stream) = exchange.current_stream
@@ -166,7 +166,7 @@ fn exchanged(
             return Err(PyErr::fetch(py));
         }
         // SAFETY: the library's streams live as long as its tensors are used.
-        let set = unsafe { group.set_stream(stream as usize) };
+        let set = called_at(None, || unsafe { group.set_stream(stream as usize) });
         set.map_err(|error| exception(py, &error, Some(group.rank())))?;
     }
     Ok(Some(memory))
