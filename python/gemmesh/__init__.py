@@ -16,7 +16,7 @@ Arguments are matrices of the group, or tensors of any library that speaks DLPac
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import errors
 from ._native import (
@@ -48,6 +48,11 @@ from .errors import (
     RendezvousError,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .types import Backend, GroupOptions
+
 __version__: str = VERSION
 
 
@@ -64,7 +69,9 @@ class Chunk(NamedTuple):
     stream: int
 
 
-def from_store(store: Any, rank: int, world: int, *, backend: str = "cuda", **options: Any) -> Group:
+def from_store(
+    store: Any, rank: int, world: int, *, backend: Backend = "cuda", **options: Unpack[GroupOptions]
+) -> Group:
     """Joins, as `rank`, a group of `world` ranks that share a `torch.distributed.Store`.
 
     A job may make several groups with one store: each rank makes them in the same order. Backend and options are those
