@@ -1,7 +1,7 @@
 //! Matrices of a rank's own.
 
 use std::any::Any;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 
 use gemmesh::DType;
@@ -11,7 +11,7 @@ use gemmesh::raw::{AnyGroup, BackendKind, Memory, Tensor, export, export_version
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::errors::{exception, read_only};
+use crate::errors::{argument, exception, read_only};
 use crate::tensors::{given, legacy_capsule, managed, memory_of, versioned_capsule};
 use crate::waiting::{enqueued, waited};
 
@@ -158,7 +158,7 @@ impl Matrix {
     /// Overwrites the matrix with the values of `source`, a matrix or a tensor of the same shape and type. The copy runs
     /// after this rank's earlier operations and before its later ones.
     fn copy_from(&self, py: Python<'_>, source: &Bound<'_, PyAny>) -> PyResult<()> {
-        copy(py, source, &self.0)
+        copy(py, source, &self.0, &[self.0.memory])
     }
 
     /// The values as bytes, row by row, when the operations before are complete.
@@ -267,8 +267,13 @@ fn order(py: Python<'_>, group: &dyn AnyGroup, stream: Option<i64>) -> PyResult<
     ordered.map_err(|error| exception(py, &error, Some(group.rank())))
 }
 
-/// Copies a matrix or a tensor to memory that `target` keeps.
-pub fn copy(py: Python<'_>, source: &Bound<'_, PyAny>, target: &Kept) -> PyResult<()> {
+/// Copies a matrix or a tensor to memory that `target` keeps: row after row to the blocks, which are parts of it.
+pub fn copy(
+    py: Python<'_>,
+    source: &Bound<'_, PyAny>,
+    target: &Kept,
+    blocks: &[Memory],
+) -> PyResult<()> {
     const CALL: &str = "copy_from";
     let group = &target.group;
     let memory = target.written(py, CALL, "the target")?;
@@ -284,10 +289,36 @@ pub fn copy(py: Python<'_>, source: &Bound<'_, PyAny>, target: &Kept) -> PyResul
             given.memory
         }
     };
-    // SAFETY: owners keep both memories until the copy is complete.
-    enqueued(py, &***group, || unsafe { group.copy(from, memory) })?;
+    let rows = blocks.iter().map(|block| block.shape[0]).sum();
+    let expected = [rows, memory.shape[1]];
+    if (from.dtype, from.shape) != (memory.dtype, expected) {
+        let rank = group.rank();
+        let sentence = format!(
+            "rank {rank}: {CALL}: the source is {:?} of {} and must be {expected:?} of {}",
+            from.shape, from.dtype, memory.dtype
+        );
+        return Err(argument(py, &sentence, rank, CALL));
+    }
+    enqueued(py, &***group, || {
+        let mut first = 0;
+        blocks.iter().try_for_each(|block| {
+            let part = rows_of(from, first..first + block.shape[0]);
+            first += block.shape[0];
+            // SAFETY: owners keep both memories until the copy is complete.
+            unsafe { group.copy(part, *block) }
+        })
+    })?;
     if let Some(owner) = owner {
         group.keep(Box::new(owner));
     }
     Ok(())
+}
+
+/// Rows of a matrix.
+pub fn rows_of(memory: Memory, rows: Range<usize>) -> Memory {
+    Memory {
+        address: memory.address + (rows.start * memory.pitch) as u64,
+        shape: [rows.len(), memory.shape[1]],
+        ..memory
+    }
 }

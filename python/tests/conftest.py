@@ -14,9 +14,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    only_mpi = config.getoption("--only-mpi")
-    for item in items:
-        is_mpi = item.get_closest_marker("mpi") is not None
-        if is_mpi != only_mpi:
-            reason = "needs mpirun and --only-mpi" if is_mpi else "--only-mpi is given"
-            item.add_marker(pytest.mark.skip(reason=reason))
+    def is_mpi(item: pytest.Item) -> bool:
+        return item.get_closest_marker("mpi") is not None
+
+    if config.getoption("--only-mpi"):
+        config.hook.pytest_deselected(items=[item for item in items if not is_mpi(item)])
+        items[:] = filter(is_mpi, items)
+        return
+    for item in filter(is_mpi, items):
+        item.add_marker(pytest.mark.skip(reason="needs mpirun and --only-mpi"))
