@@ -32,6 +32,7 @@ from ._native import (
     is_rank,
     launch,
     nvcc_release,
+    rank_environment,
 )
 from .errors import (
     ArgumentError,
@@ -117,4 +118,5 @@ __all__ = [
     "is_rank",
     "launch",
     "nvcc_release",
+    "rank_environment",
 ]

@@ -35,6 +35,7 @@ __all__ = [
     "Trace",
     "launch",
     "is_rank",
+    "rank_environment",
     "nvcc_release",
     "HAS_CUDA",
     "VERSION",
@@ -45,6 +46,7 @@ VERSION: Final[str]
 
 def launch(world: int, args: Sequence[str] | None = None) -> None: ...
 def is_rank() -> bool: ...
+def rank_environment() -> tuple[str, int, int] | None: ...
 def nvcc_release() -> str | None: ...
 @final
 class Matrix:

@@ -58,6 +58,14 @@ mod _native {
         gemmesh::launch::is_rank()
     }
 
+    /// The launcher that has started this process as a rank, the rank, and the number of ranks. None without a launcher.
+    #[pyfunction]
+    fn rank_environment(py: Python<'_>) -> PyResult<Option<(&'static str, usize, usize)>> {
+        let described = gemmesh::launch::rank_environment();
+        let described = described.map_err(|error| super::errors::exception(py, &error, None))?;
+        Ok(described.map(|rank| (rank.launcher, rank.rank, rank.world_size)))
+    }
+
     /// The release of nvcc that compiled the kernels, or None if there are none.
     #[pyfunction]
     fn nvcc_release() -> Option<&'static str> {
