@@ -114,7 +114,8 @@ def check_build(report: Report) -> None:
     if not gemmesh.HAS_CUDA:
         report.ok("build", "the host backend")
     elif nvcc is None:
-        report.problem("build", "the CUDA backend without kernels", "Build without GEMMESH_NO_KERNELS, with nvcc 12.4 or later.")
+        advice = "Build without GEMMESH_NO_KERNELS, with nvcc 12.4 or later."
+        report.problem("build", "the CUDA backend without kernels", advice)
     else:
         report.ok("build", f"the host backend, and the CUDA backend with kernels of nvcc {nvcc}")
 
@@ -153,7 +154,7 @@ def check_host(report: Report) -> None:
     for thread in ranks:
         thread.join()
     if failures:
-        report.problem("host", failures[0], "See what the message says; the host backend needs Linux and shared memory.")
+        report.problem("host", failures[0], "Do as the message says; the host backend needs Linux and shared memory.")
     else:
         report.ok("host", "two ranks as threads have gathered and multiplied; each element is exact")
 
@@ -216,7 +217,8 @@ def main() -> int:
     if not rank:
         check_host(report)
         if backend == "cuda" and not gemmesh.HAS_CUDA:
-            report.problem("cuda", "this build has no CUDA backend", "Build with --features cuda; see python/README.md.")
+            advice = "Build with --features cuda; see python/README.md."
+            report.problem("cuda", "this build has no CUDA backend", advice)
         check_gpus(report, backend == "cuda" and gemmesh.HAS_CUDA, rank is None)
     return int(report.has_problem)
 

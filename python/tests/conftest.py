@@ -6,7 +6,8 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--only-mpi", action="store_true", help="run the tests of ranks that mpirun has started, and no others")
+    words = "run the tests of ranks that mpirun has started, and no others"
+    parser.addoption("--only-mpi", action="store_true", help=words)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -179,7 +179,12 @@ def test_what_is_read_only_is_read_and_never_written() -> None:
         check(group.matmul(a, b), a.astype(float) @ b.astype(float).T, 16.0, "f16")
         # A matrix of it is for reading too.
         kept = group.matrix(out)
-        for write in (lambda: group.matmul(a, b, kept), lambda: kept.copy_from(np.ones_like(out)), lambda: kept.frombytes(bytes(80))):
+        writes: list[Any] = [
+            lambda: group.matmul(a, b, kept),
+            lambda: kept.copy_from(np.ones_like(out)),
+            lambda: kept.frombytes(bytes(80)),
+        ]
+        for write in writes:
             with pytest.raises(gemmesh.ArgumentError, match="read-only"):
                 write()
         assert not out.any()

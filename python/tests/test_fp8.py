@@ -102,12 +102,13 @@ def quantised(values: Any, made: Any, scaling: str) -> Any:
     return wide(values) * (of_row if scaling == "tensor" else blocks(of_row, 1)[:, : values.shape[1]])
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "blocks", "transposed_blocks"])
-@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize(
+    ("scaling", "power_of_two"),
+    # The scale of a tensor is given.
+    [("tensor", False), *((scaling, on) for scaling in ("blocks", "transposed_blocks") for on in (False, True))],
+)
 @pytest.mark.parametrize("call", ["quantize", "matmul", "all_gather_matmul"])
 def test_outputs_are_quantised(scaling: Any, power_of_two: bool, call: str) -> None:
-    if scaling == "tensor" and power_of_two:
-        pytest.skip("this scale is given")
     m, n, k = 6, 256, 64
     values = Matrices(4)
     x, b = values(m, k), values(n, k)
@@ -148,7 +149,12 @@ def test_outputs_are_quantised(scaling: Any, power_of_two: bool, call: str) -> N
 
 def test_bytes_are_those_of_ml_dtypes() -> None:
     def body(group: gemmesh.Group) -> None:
-        for name, dtype in [("bf16", ml_dtypes.bfloat16), ("f8e4m3", ml_dtypes.float8_e4m3fn), ("f8e5m2", ml_dtypes.float8_e5m2)]:
+        types = {
+            "bf16": ml_dtypes.bfloat16,
+            "f8e4m3": ml_dtypes.float8_e4m3fn,
+            "f8e5m2": ml_dtypes.float8_e5m2,
+        }
+        for name, dtype in types.items():
             values = Matrices(5, name)(3, 5)
             made = group.zeros(3, 5, np.dtype(dtype))
             assert (made.dtype, made.shape) == (name, (3, 5))

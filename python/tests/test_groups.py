@@ -201,7 +201,8 @@ def test_launch_runs_the_program_as_ranks(tmp_path: Path) -> None:
     assert (status, err) == (0, "")
     lines = sorted(out.splitlines())
     assert [line for line in lines if "refused" in line] == [f"[{rank}] refused" for rank in range(3)]
-    assert [line for line in lines if "of" in line] == [f"[{rank}] rank {rank} of 3: ['well', 'two words']" for rank in range(3)]
+    arguments = ["well", "two words"]
+    assert [line for line in lines if "of" in line] == [f"[{rank}] rank {rank} of 3: {arguments}" for rank in range(3)]
 
 
 def test_launch_raises_what_a_rank_failed_of(tmp_path: Path) -> None:
@@ -384,7 +385,11 @@ def test_a_process_ends_at_once_with_a_group_alive(kept: str) -> None:
     at = address()
     source = {
         "group": "",
-        "matrix": "made = [group.sharded(8, 8, 'f32'), group.zeros(2, 2, 'f32')]\nmade.append(made[0].whole)\ndel group\n",
+        "matrix": """
+made = [group.sharded(8, 8, 'f32'), group.zeros(2, 2, 'f32')]
+made.append(made[0].whole)
+del group
+""",
         "waiting thread": "threading.Thread(target=group.barrier, daemon=True).start()\ntime.sleep(0.2)\n",
         "callback": """
 import numpy

@@ -2,7 +2,8 @@
 
     mpirun -np 8 python -m pytest python/tests/test_overlap_mpi.py -vs --only-mpi
 
-For each of S stages, the rows [M / S, K] are gathered over the D ranks, and multiplied while the next stage is gathered.
+For each of S stages, the rows [M / S, K] are gathered over the D ranks, and multiplied while the next stage is
+gathered.
 The ranks are on the host, or on GPUs with GEMMESH_TEST_BACKEND=cuda.
 """
 

@@ -182,7 +182,8 @@ def test_weights_may_be_kn_and_outputs_f32(operation: str) -> None:
 @pytest.mark.parametrize("into", ["matrix", "new", "sharded"])
 def test_sums_are_scattered(dtype: str, rows: list[int] | None, into: str) -> None:
     world, m, n = 3, 8, 24
-    parts = [(Matrices(20 + rank, dtype)(m, 16 + 8 * rank), Matrices(30 + rank, dtype)(n, 16 + 8 * rank)) for rank in range(world)]
+    widths = [16 + 8 * rank for rank in range(world)]
+    parts = [(Matrices(20 + k, dtype)(m, k), Matrices(30 + k, dtype)(n, k)) for k in widths]
     bias, residual = Matrices(40, dtype)(n), Matrices(41, dtype)(m, n)
     sums = sum(product(*part)[0] for part in parts)
     summed = sum(product(*part)[1] for part in parts)
@@ -262,7 +263,8 @@ def test_prepared_products_give_the_bits_of_planned_ones() -> None:
             assert operation in repr(prepared)
             assert prepared.explain()
             assert prepared(rows, weight, out, bias=bias) is out
-            planned = getattr(group, operation)(rows, weight, group.sharded(m, n, "bf16") if out is sums else None, bias=bias, activation="relu")
+            other = group.sharded(m, n, "bf16") if out is sums else None
+            planned = getattr(group, operation)(rows, weight, other, bias=bias, activation="relu")
             values = [made.whole if isinstance(made, gemmesh.Sharded) else made for made in (out, planned)]
             assert values[0].tobytes() == values[1].tobytes(), operation
 
@@ -290,7 +292,8 @@ def test_support_is_known_before_a_matrix_is_made() -> None:
     def body(group: gemmesh.Group) -> None:
         group.check_support("all_gather_matmul", 64, 32, [16, 8], np.float16, stages=2)
         group.check_support("matmul_reduce_scatter", 64, 32, 16, rows=[40, 24])
-        group.check_support("matmul", 64, 256, 16, "f8e4m3", a_scaling="blocks", b_scaling="blocks", quantization="blocks")
+        blocks: dict[str, Any] = {"a_scaling": "blocks", "b_scaling": "blocks", "quantization": "blocks"}
+        group.check_support("matmul", 64, 256, 16, "f8e4m3", **blocks)
         with pytest.raises(gemmesh.ArgumentError) as refused:
             group.check_support("matmul", 64, 32, 16, "u8")
         assert refused.value.call == "matmul"

@@ -19,7 +19,7 @@ AT_ONCE = 0.2
 
 
 def interrupted(wait: Any, after: float = 0.3) -> float:
-    """Calls `wait` on the main thread, and raises SIGINT meanwhile. Returns the seconds from the signal to its exception."""
+    """Calls `wait` on the main thread, and sends SIGINT meanwhile. Returns the seconds from there to the exception."""
     sent: list[float] = []
 
     def send() -> None:
