@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import struct
+import subprocess
 import sys
 import threading
 from typing import NamedTuple
@@ -83,6 +85,19 @@ class Driver:
         major, minor = (self.number("cuDeviceGetAttribute", what, device) for what in self.CAPABILITY)
         peers = [other for other in devices if other != device and self.number("cuDeviceCanAccessPeer", device, other)]
         return Gpu(name.value.decode(), (major, minor), peers)
+
+
+def inspected() -> tuple[int, list[Gpu]]:
+    """The driver's version and the GPUs, which a process of their own finds out: a driver may hang or crash."""
+    command = [sys.executable, "-m", "gemmesh.doctor", "--inspect"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"the driver has not answered for {SECONDS:.0f} s") from None
+    if found.returncode != 0:
+        raise OSError((found.stderr.splitlines() or [f"exit status {found.returncode}"])[-1])
+    version, gpus = json.loads(found.stdout)
+    return version, [Gpu(name, (major, minor), peers) for name, (major, minor), peers in gpus]
 
 
 def multiply(group: gemmesh.Group) -> None:
@@ -161,8 +176,7 @@ def check_host(report: Report) -> None:
 
 def check_gpus(report: Report, is_needed: bool, may_launch: bool) -> None:
     try:
-        driver = Driver()
-        version, gpus = driver.number("cuDriverGetVersion"), driver.gpus()
+        version, gpus = inspected()
     except OSError as error:
         advice = "Install NVIDIA's driver for CUDA 12.4 or later, and see that nvidia-smi lists the GPUs."
         report.missing("driver", f"no GPU can be used: {error}", advice, is_needed)
@@ -205,11 +219,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m gemmesh.doctor", description="Checks whether gemmesh works here.")
     parser.add_argument("--backend", choices=["cuda", "host"], default="cuda" if gemmesh.HAS_CUDA else "host")
     parser.add_argument("--multiply", action="store_true", help=argparse.SUPPRESS)  # a rank of `check_gpus`
+    parser.add_argument("--inspect", action="store_true", help=argparse.SUPPRESS)  # the process of `inspected`
     arguments = parser.parse_args()
     backend: Backend = arguments.backend
     if arguments.multiply:
         with gemmesh.Group.from_env(backend="cuda", arrival_timeout=SECONDS, timeout=SECONDS) as group:
             multiply(group)
+        return 0
+    if arguments.inspect:
+        try:
+            driver = Driver()
+            print(json.dumps((driver.number("cuDriverGetVersion"), driver.gpus())))
+        except OSError as error:
+            sys.exit(str(error))
         return 0
     report = Report()
     check_build(report)

@@ -87,8 +87,9 @@ impl Kept {
 
     /// A tensor of another library, without a copy.
     pub fn adopted(object: &Bound<'_, PyAny>, group: &Arc<dyn AnyGroup>) -> PyResult<Kept> {
-        let tensor = managed(object, &**group)?;
-        let memory = memory_of(object.py(), &tensor, &**group, "Group.matrix", "the tensor")?;
+        let (call, name) = ("Group.matrix", "the tensor");
+        let tensor = managed(object, &**group, call, name)?;
+        let memory = memory_of(object.py(), &tensor, &**group, call, name)?;
         let read_only = tensor.is_read_only();
         let adopted = Adopted {
             tensor: Some(tensor),

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict, PyType};
 use pyo3::{IntoPyObjectExt, ffi, intern};
 
-use crate::errors::{exception, read_only};
+use crate::errors::{argument, exception, read_only};
 
 const LEGACY: &CStr = c"dltensor";
 const USED_LEGACY: &CStr = c"used_dltensor";
@@ -101,7 +101,7 @@ pub fn given(
             owner: None,
         });
     }
-    let tensor = managed(object, group)?;
+    let tensor = managed(object, group, call, name)?;
     let py = object.py();
     if writes && tensor.is_read_only() {
         return Err(read_only(py, group.rank(), call, name));
@@ -172,8 +172,13 @@ fn exchanged(
     Ok(Some(memory))
 }
 
-/// The tensor of an object, by `__dlpack__`.
-pub fn managed(object: &Bound<'_, PyAny>, group: &dyn AnyGroup) -> PyResult<Tensor> {
+/// The tensor of an object, by `__dlpack__`. `call` and `name` say whose argument it is.
+pub fn managed(
+    object: &Bound<'_, PyAny>,
+    group: &dyn AnyGroup,
+    call: &str,
+    name: &str,
+) -> PyResult<Tensor> {
     let py = object.py();
     let dlpack = match object.getattr(intern!(py, "__dlpack__")) {
         Ok(dlpack) => dlpack,
@@ -199,9 +204,38 @@ pub fn managed(object: &Bound<'_, PyAny>, group: &dyn AnyGroup) -> PyResult<Tens
             options.del_item(intern!(py, "max_version"))?;
             dlpack.call((), Some(&options))?
         }
-        Err(error) => return Err(error),
+        Err(error) => return Err(elsewhere(object, group, call, name).unwrap_or(error)),
     };
     taken(&capsule.cast_into::<PyCapsule>()?)
+}
+
+/// The error of a tensor that is on a different device than the group's matrices. Its library may have refused it with
+/// other words, because it knows no streams.
+fn elsewhere(
+    object: &Bound<'_, PyAny>,
+    group: &dyn AnyGroup,
+    call: &str,
+    name: &str,
+) -> Option<PyErr> {
+    let py = object.py();
+    let found = object.call_method0(intern!(py, "__dlpack_device__")).ok()?;
+    let found: (i32, i32) = found.extract().ok()?;
+    let DLDevice {
+        device_type,
+        device_id,
+    } = group.device();
+    let expected = (device_type, device_id);
+    (found != expected).then(|| {
+        let rank = group.rank();
+        let [found, expected] = [found, expected].map(|(kind, number)| match kind {
+            1 => "the host".to_owned(),
+            2 => format!("cuda:{number}"),
+            other => format!("device {number} of DLPack's type {other}"),
+        });
+        let sentence =
+            format!("rank {rank}: {call}: {name} is on {found} and must be on {expected}");
+        argument(py, &sentence, rank, call)
+    })
 }
 
 /// Takes the tensor out of a capsule, once.

@@ -264,14 +264,23 @@ def test_what_has_no_dlpack_is_a_type_error_that_says_so() -> None:
     alone(body)
 
 
-def test_an_exception_of_the_tensor_s_library_comes_through() -> None:
+def test_an_exception_of_the_tensor_s_library_comes_through_unless_the_device_is_wrong() -> None:
     class Broken:
+        def __init__(self, *device: int) -> None:
+            self.device = device
+
         def __dlpack__(self, **options: Any) -> Any:
-            raise BufferError("on another device")
+            raise BufferError("this tensor needs a gradient")
+
+        def __dlpack_device__(self) -> Any:
+            return self.device
 
     def body(group: gemmesh.Group) -> None:
-        with pytest.raises(BufferError, match="on another device"):
-            group.matrix(Broken())
+        with pytest.raises(BufferError, match="needs a gradient"):
+            group.matrix(Broken(*group.device))
+        with pytest.raises(gemmesh.ArgumentError, match="out is on cuda:3 and must be on the host") as refused:
+            group.matmul(group.zeros(8, 8, "f16"), group.zeros(8, 8, "f16"), Broken(2, 3))
+        assert refused.value.call == "matmul"
 
     alone(body)
 
