@@ -50,6 +50,9 @@ class Side(Protocol):
     def time(self, run: Run) -> float:
         """Runs it, and returns its seconds."""
 
+    def close(self) -> None:
+        """Ends what was begun."""
+
 
 class WithNumpy:
     """Matrices of gemmesh on any backend; float64 is NumPy's."""
@@ -119,6 +122,9 @@ class WithNumpy:
         self.group.synchronize()
         return time.perf_counter() - began
 
+    def close(self) -> None:
+        pass
+
 
 class WithTorch:
     """PyTorch's tensors on a GPU; gemmesh's operations are on PyTorch's stream."""
@@ -185,6 +191,9 @@ class WithTorch:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
+
+    def close(self) -> None:
+        self.dist.destroy_process_group()
 
 
 def verify(side: Side, group: gemmesh.Group) -> None:
@@ -264,6 +273,7 @@ def main() -> int:
             *_, apart, fused = found.values()
             print(f"{'speed-up:':17}{apart / fused:10.2f} x")
         group.barrier()
+        side.close()
     return 0
 
 

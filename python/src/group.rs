@@ -16,7 +16,7 @@ use crate::callbacks::Function;
 use crate::errors::{exception, misuse};
 use crate::matrix::{Freed, Kept, Matrix};
 use crate::names;
-use crate::operands::{Reader, held};
+use crate::operands::{Reader, held, keeper_of};
 use crate::prepared::{self, Given, How, Prepared};
 use crate::sharded::Sharded;
 use crate::trace::Trace;
@@ -842,9 +842,10 @@ impl Group {
         if let Some(stages) = stages {
             options = options.stages(stages);
         }
-        let function = Function::new(consume, &group);
-        let mut call =
-            |rows: raw::Rows| function.call(rows.rows, rows.source, rows.memory, rows.stream);
+        let function = Function::new(consume, &group, keeper_of(a));
+        let mut call = |rows: raw::Rows| {
+            function.call(rows.rows, rows.source, (rows.memory, None), rows.stream)
+        };
         let result = enqueued(py, &*group, || {
             group.all_gather_and_consume(options, &shards, &mut call)
         });
@@ -873,9 +874,11 @@ impl Group {
         if let Some(chunks) = chunks {
             options = options.chunks(chunks);
         }
-        let function = Function::new(produce, &group);
-        let mut call =
-            |rows: raw::RowsFor| function.call(rows.rows, rows.owner, rows.memory, rows.stream);
+        let function = Function::new(produce, &group, keeper_of(out));
+        let mut call = |rows: raw::RowsFor| {
+            let memory = (rows.memory, rows.keeper);
+            function.call(rows.rows, rows.owner, memory, rows.stream)
+        };
         // SAFETY: the object keeps its memory during the call, and the reader until it is complete.
         let result = enqueued(py, &*group, || unsafe {
             group.produce_and_reduce_scatter(options, m, memory, &mut call)
@@ -901,9 +904,11 @@ impl Group {
             Some(chunks) => ProduceAndAllToAll::new().chunks(chunks),
             None => ProduceAndAllToAll::new(),
         };
-        let function = Function::new(produce, &group);
-        let mut call =
-            |rows: raw::RowsFor| function.call(rows.rows, rows.owner, rows.memory, rows.stream);
+        let function = Function::new(produce, &group, keeper_of(out));
+        let mut call = |rows: raw::RowsFor| {
+            let memory = (rows.memory, rows.keeper);
+            function.call(rows.rows, rows.owner, memory, rows.stream)
+        };
         let result = enqueued(py, &*group, || {
             group.produce_and_all_to_all(options, &shards, &mut call)
         });

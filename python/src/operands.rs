@@ -1,6 +1,6 @@
 //! The arguments of products: operands with their scales, and outputs.
 
-use std::sync::RwLockReadGuard;
+use std::sync::{Arc, RwLockReadGuard};
 
 use gemmesh::raw::{
     AnyGroup, AnyShards, BackendKind, Memory, Operand, Output, Outputs, RowOperand, ShardedScales,
@@ -10,6 +10,7 @@ use gemmesh::{Quantization, Scaling};
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
+use crate::callbacks::Keeper;
 use crate::errors::argument;
 use crate::matrix::Matrix;
 use crate::names;
@@ -298,6 +299,14 @@ pub fn held<'a>(
                 format!("{name} is a {class} and must be a gemmesh.Sharded (Group.sharded)");
             Err(reader.refused(&sentence, py))
         }
+    }
+}
+
+/// What keeps the memory of a sharded matrix. Of another object, nothing.
+pub fn keeper_of(object: &Bound<'_, PyAny>) -> Keeper {
+    match object.cast_exact::<Sharded>() {
+        Ok(sharded) => sharded.get().keeper(),
+        Err(_) => Arc::new(()),
     }
 }
 

@@ -6,6 +6,7 @@ use gemmesh::error::called_at;
 use gemmesh::raw::{AnyGroup, AnyShards, Memory};
 use pyo3::prelude::*;
 
+use crate::callbacks::Keeper;
 use crate::errors::{exception, misuse};
 use crate::matrix::{Freed, Kept, Matrix, copy, rows_of};
 
@@ -32,10 +33,14 @@ impl Sharded {
         self.shards.try_read().map_err(|_| in_use(py))
     }
 
+    /// What keeps the memory.
+    pub fn keeper(&self) -> Keeper {
+        Arc::clone(&self.shards) as Keeper
+    }
+
     /// Memory of the matrix as a matrix of this rank's own.
     fn part(&self, memory: Memory) -> Kept {
-        let owner = Arc::clone(&self.shards);
-        Kept::new(memory, Arc::clone(&self.group), owner)
+        Kept::new(memory, Arc::clone(&self.group), self.keeper())
     }
 
     fn own_rows(&self, py: Python<'_>) -> PyResult<Kept> {

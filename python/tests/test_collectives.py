@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -165,6 +166,32 @@ def test_an_exception_in_a_function_reaches_every_rank(call: str) -> None:
         assert (error.rank, error.at_fault, error.peer) == (rank, (1,), None if rank == 1 else 1)
     assert found[1].__cause__ is original
     assert found[0].__cause__ is None
+
+
+@pytest.mark.parametrize("call", ["consume", "reduce_scatter", "all_to_all"])
+def test_a_matrix_that_a_function_keeps_has_memory(call: str) -> None:
+    def body(group: gemmesh.Group) -> None:
+        kept: list[Any] = []
+
+        def function(chunk: gemmesh.Chunk) -> None:
+            kept.append(np.from_dlpack(chunk.matrix))
+            kept[-1][:] = 1
+
+        def run(m: int) -> None:
+            if call == "consume":
+                group.all_gather_and_consume(group.sharded(m, 1024, "f32"), function)
+            elif call == "reduce_scatter":
+                group.produce_and_reduce_scatter(m, group.zeros(m // 2, 1024, "f32"), function)
+            else:
+                group.produce_and_all_to_all(group.sharded(m, 1024, "f32"), function)
+
+        run(64)
+        # The matrix, or the memory for partials, is replaced.
+        run(2048)
+        gc.collect()
+        assert all(np.isfinite(array).all() for array in kept)
+
+    ranks(2, body)
 
 
 def test_a_function_must_not_call_its_group() -> None:
