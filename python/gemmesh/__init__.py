@@ -10,8 +10,8 @@ The rows of a sharded matrix are multiplied while they arrive::
         out = group.all_gather_matmul(a, weight)  # out[M, N] = gather(a) @ weight[N, K].T
 
 Arguments are matrices of the group, or tensors of any library that speaks DLPack: PyTorch, JAX, CuPy, and NumPy with
-``backend="host"``, which runs on any machine. Results are matrices, which those libraries read by DLPack without a copy.
-``gemmesh.torch`` has the operations of PyTorch's ``symm_mem`` under their names.
+``backend="host"``, which runs on any machine. Results are matrices, which those libraries read by DLPack without a
+copy. ``gemmesh.torch`` has the operations of PyTorch's ``symm_mem`` under their names.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ._native import (
     is_rank,
     launch,
     nvcc_release,
+    rank_environment,
 )
 from .errors import (
     ArgumentError,
@@ -90,4 +91,5 @@ __all__ = [
     "is_rank",
     "launch",
     "nvcc_release",
+    "rank_environment",
 ]

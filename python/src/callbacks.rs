@@ -1,11 +1,15 @@
 //! Functions of Python that operations call.
 
+use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use gemmesh::raw::{AnyGroup, Memory};
 use pyo3::prelude::*;
 
 use crate::matrix::{Kept, Matrix};
+
+/// What memory lives as long as.
+pub type Keeper = Arc<dyn Any + Send + Sync>;
 
 /// The result of a function that an operation calls.
 type Called = Result<(), Box<dyn std::error::Error + Send + Sync>>;
@@ -14,29 +18,35 @@ type Called = Result<(), Box<dyn std::error::Error + Send + Sync>>;
 pub struct Function {
     function: Py<PyAny>,
     group: Arc<dyn AnyGroup>,
+    /// What keeps the memory of chunks, unless a chunk says it.
+    keeper: Keeper,
     raised: Mutex<Option<PyErr>>,
 }
 
 impl Function {
-    pub fn new(function: &Bound<'_, PyAny>, group: &Arc<dyn AnyGroup>) -> Function {
+    pub fn new(function: &Bound<'_, PyAny>, group: &Arc<dyn AnyGroup>, keeper: Keeper) -> Function {
         Function {
+            keeper,
             function: function.clone().unbind(),
             group: group.clone(),
             raised: Mutex::new(None),
         }
     }
 
-    /// Calls it with a chunk of rows.
+    /// Calls it with a chunk of rows. A function that keeps the matrix finds other values in it later, but the memory
+    /// lives as long.
     pub fn call(
         &self,
         rows: std::ops::Range<usize>,
         rank: usize,
-        memory: Memory,
+        (memory, keeper): (Memory, Option<Keeper>),
         stream: usize,
     ) -> Called {
         Python::attach(|py| {
             let call = || -> PyResult<()> {
-                let matrix = Matrix(Kept::of_chunk(memory, self.group.clone(), stream));
+                let keeper = keeper.unwrap_or_else(|| self.keeper.clone());
+                let kept = Kept::of_chunk(memory, self.group.clone(), keeper, stream);
+                let matrix = Matrix(kept);
                 let range = py.import("builtins")?.getattr("range")?;
                 let rows = range.call1((rows.start, rows.end))?;
                 let chunk = py.import("gemmesh")?.getattr("Chunk")?;

@@ -3,6 +3,7 @@
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
+use gemmesh::error::called_at;
 use gemmesh::raw::{
     self, AnyGroup, BackendKind, Joining, Options, Product, ProductKind, Split, join,
 };
@@ -15,7 +16,7 @@ use crate::callbacks::Function;
 use crate::errors::{exception, misuse};
 use crate::matrix::{Freed, Kept, Matrix};
 use crate::names;
-use crate::operands::Reader;
+use crate::operands::{Reader, keeper_of};
 use crate::prepared::{self, Given, Prepared};
 use crate::sharded::Sharded;
 use crate::trace::Trace;
@@ -387,9 +388,7 @@ impl Group {
     /// Raises the group's failure, if it has failed. Waits for nothing.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         let group = self.get(py)?;
-        group
-            .check()
-            .map_err(|error| exception(py, &error, Some(group.rank())))
+        called_at(None, || group.check()).map_err(|error| exception(py, &error, Some(group.rank())))
     }
 
     /// Ends the group on every rank, because this rank's program cannot go on. All ranks get `reason`.
@@ -709,9 +708,9 @@ impl Group {
     /// Raises an ArgumentError if this group cannot multiply rows [M, K] by weights of N = n. It needs no matrix, allocates
     /// nothing and makes no rank wait. n may be a list of several.
     ///
-    /// dtype, weight_dtype and out_dtype are those of a, b and out. a_scaling and b_scaling are names as of Scaled;
+    /// dtype, weight_dtype and out_dtype are those of a, b and out; dtype is "bf16" by default. a_scaling and b_scaling are names as of Scaled;
     /// sharded_scales: those of a are sharded. quantization: a name as of Quantized.
-    #[pyo3(signature = (operation, m, k, n, dtype="bf16", *, weight_dtype=None, out_dtype=None, activation=None,
+    #[pyo3(signature = (operation, m, k, n, dtype=None, *, weight_dtype=None, out_dtype=None, activation=None,
         gated=false, weight_layout="nk", accumulation="promoted", stages=None, rows=None, a_scaling=None,
         b_scaling=None, first_row=0, sharded_scales=false, quantization=None))]
     fn check_support(
@@ -721,7 +720,7 @@ impl Group {
         m: usize,
         k: usize,
         n: &Bound<'_, PyAny>,
-        dtype: &str,
+        dtype: Option<&Bound<'_, PyAny>>,
         weight_dtype: Option<&Bound<'_, PyAny>>,
         out_dtype: Option<&Bound<'_, PyAny>>,
         activation: Option<&str>,
@@ -753,7 +752,7 @@ impl Group {
             .map(|word| names::scaling(word, first_row, false))
             .transpose()?;
         let product = Product {
-            dtype: names::dtype(pyo3::types::PyString::new(py, dtype).as_any())?,
+            dtype: dtype.map_or(Ok(DType::Bf16), names::dtype)?,
             weight_dtype: weight_dtype.map(names::dtype).transpose()?,
             stages,
             scaling: (a.unwrap_or_default(), b.into_iter().collect()),
@@ -865,9 +864,10 @@ impl Group {
         if let Some(stages) = stages {
             options = options.stages(stages);
         }
-        let function = Function::new(consume, &group);
-        let mut call =
-            |rows: raw::Rows| function.call(rows.rows, rows.source, rows.memory, rows.stream);
+        let function = Function::new(consume, &group, keeper_of(a));
+        let mut call = |rows: raw::Rows| {
+            function.call(rows.rows, rows.source, (rows.memory, None), rows.stream)
+        };
         let result = enqueued(py, &*group, || {
             group.all_gather_and_consume(options, &shards, &mut call)
         });
@@ -898,9 +898,11 @@ impl Group {
         if let Some(chunks) = chunks {
             options = options.chunks(chunks);
         }
-        let function = Function::new(produce, &group);
-        let mut call =
-            |rows: raw::RowsFor| function.call(rows.rows, rows.owner, rows.memory, rows.stream);
+        let function = Function::new(produce, &group, keeper_of(out));
+        let mut call = |rows: raw::RowsFor| {
+            let memory = (rows.memory, rows.keeper);
+            function.call(rows.rows, rows.owner, memory, rows.stream)
+        };
         // SAFETY: the object keeps its memory during the call, and the reader until it is complete.
         let result = enqueued(py, &*group, || unsafe {
             group.produce_and_reduce_scatter(options, m, memory, &mut call)
@@ -926,9 +928,11 @@ impl Group {
             Some(chunks) => ProduceAndAllToAll::new().chunks(chunks),
             None => ProduceAndAllToAll::new(),
         };
-        let function = Function::new(produce, &group);
-        let mut call =
-            |rows: raw::RowsFor| function.call(rows.rows, rows.owner, rows.memory, rows.stream);
+        let function = Function::new(produce, &group, keeper_of(out));
+        let mut call = |rows: raw::RowsFor| {
+            let memory = (rows.memory, rows.keeper);
+            function.call(rows.rows, rows.owner, memory, rows.stream)
+        };
         let result = enqueued(py, &*group, || {
             group.produce_and_all_to_all(options, &shards, &mut call)
         });

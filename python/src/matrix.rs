@@ -1,17 +1,18 @@
 //! Matrices of a rank's own.
 
 use std::any::Any;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 
 use gemmesh::DType;
 use gemmesh::dlpack::DLDevice;
+use gemmesh::error::called_at;
 use gemmesh::raw::{AnyGroup, BackendKind, Memory, Tensor, export, export_versioned};
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-use crate::errors::exception;
+use crate::errors::{argument, exception, read_only};
 use crate::tensors::{given, legacy_capsule, managed, memory_of, versioned_capsule};
 use crate::waiting::{enqueued, waited};
 
@@ -64,6 +65,8 @@ impl<T: Send> Drop for Freed<T> {
 #[derive(Clone)]
 pub struct Kept {
     pub memory: Memory,
+    /// True if the memory must not be written: it is a tensor's that is read-only.
+    pub read_only: bool,
     pub group: Freed<Arc<dyn AnyGroup>>,
     /// The stream on which an operation's function finds the memory. None if it is the group's.
     stream: Option<usize>,
@@ -78,17 +81,23 @@ impl Kept {
     ) -> Kept {
         Kept {
             memory,
+            read_only: false,
             group: Freed::new(group),
             stream: None,
             _owner: Freed::new(owner),
         }
     }
 
-    /// Rows for a function that an operation calls. The operation keeps them.
-    pub fn of_chunk(memory: Memory, group: Arc<dyn AnyGroup>, stream: usize) -> Kept {
+    /// Rows for a function that an operation calls.
+    pub fn of_chunk(
+        memory: Memory,
+        group: Arc<dyn AnyGroup>,
+        keeper: Arc<dyn Any + Send + Sync>,
+        stream: usize,
+    ) -> Kept {
         Kept {
             stream: Some(stream),
-            ..Kept::new(memory, group, Arc::new(()))
+            ..Kept::new(memory, group, keeper)
         }
     }
 
@@ -105,14 +114,24 @@ impl Kept {
 
     /// A tensor of another library, without a copy.
     pub fn adopted(object: &Bound<'_, PyAny>, group: &Arc<dyn AnyGroup>) -> PyResult<Kept> {
-        const CALL: &str = "Group.matrix";
-        let tensor = managed(object, &**group, CALL, "the tensor")?;
-        let memory = memory_of(object.py(), &tensor, &**group, CALL, "the tensor")?;
+        let (call, name) = ("Group.matrix", "the tensor");
+        let tensor = managed(object, &**group, call, name)?;
+        let memory = memory_of(object.py(), &tensor, &**group, call, name)?;
+        let read_only = tensor.is_read_only();
         let adopted = Adopted {
             tensor: Some(tensor),
             group: group.clone(),
         };
-        Ok(Kept::new(memory, group.clone(), Arc::new(adopted)))
+        let kept = Kept::new(memory, group.clone(), Arc::new(adopted));
+        Ok(Kept { read_only, ..kept })
+    }
+
+    /// The memory, for a call that writes it.
+    pub fn written(&self, py: Python<'_>, call: &str, name: &str) -> PyResult<Memory> {
+        match self.read_only {
+            true => Err(read_only(py, self.group.rank(), call, name)),
+            false => Ok(self.memory),
+        }
     }
 }
 
@@ -167,7 +186,7 @@ impl Matrix {
     /// Overwrites the matrix with the values of `source`, a matrix or a tensor of the same shape and type. The copy runs
     /// after this rank's earlier operations and before its later ones.
     fn copy_from(&self, py: Python<'_>, source: &Bound<'_, PyAny>) -> PyResult<()> {
-        copy(py, source, &self.0)
+        copy(py, source, &self.0, &[self.0.memory])
     }
 
     /// The values as bytes, row by row, when the operations before are complete.
@@ -184,14 +203,14 @@ impl Matrix {
 
     /// Overwrites the values with as many bytes, row by row, when the operations before are complete.
     fn frombytes(&self, py: Python<'_>, bytes: &[u8]) -> PyResult<()> {
-        let Kept { memory, group, .. } = &self.0;
+        let memory = self.0.written(py, "frombytes", "the matrix")?;
+        let group = &self.0.group;
         // SAFETY: the owner keeps the memory.
-        waited(py, &***group, move || unsafe {
-            group.write(*memory, bytes)
-        })
+        waited(py, &***group, move || unsafe { group.write(memory, bytes) })
     }
 
-    /// The matrix as a DLPack tensor, without a copy. It keeps the memory.
+    /// The matrix as a DLPack tensor, without a copy. It keeps the memory. If the matrix is made of a read-only tensor, it
+    /// is read-only too, which only versions from 1 on can say.
     ///
     /// On GPUs `stream` waits for the operations so far: a CUstream as a number, 1 for the legacy default stream, 2 for
     /// the thread's, -1 for none. Without a stream, the legacy default stream waits.
@@ -216,14 +235,23 @@ impl Matrix {
                 "a matrix is exported without a copy; copy the tensor that you get",
             ));
         }
+        let is_versioned = matches!(max_version, Some((1.., _)));
+        if self.0.read_only && !is_versioned {
+            return Err(PyBufferError::new_err(
+                "the matrix is read-only, which DLPack says from version 1 on; ask for max_version=(1, 0)",
+            ));
+        }
         match self.0.stream {
             Some(own) => require_stream(&***group, own, stream)?,
             None => order(py, &***group, stream)?,
         }
         let owner: Box<dyn Any + Send> = Box::new(self.0.clone());
-        match max_version {
-            Some((1.., _)) => versioned_capsule(py, export_versioned(*memory, device, owner)),
-            _ => legacy_capsule(py, export(*memory, device, owner)),
+        match is_versioned {
+            true => {
+                let tensor = export_versioned(*memory, device, self.0.read_only, owner);
+                versioned_capsule(py, tensor)
+            }
+            false => legacy_capsule(py, export(*memory, device, owner)),
         }
     }
 
@@ -285,13 +313,20 @@ fn order(py: Python<'_>, group: &dyn AnyGroup, stream: Option<i64>) -> PyResult<
         }
     };
     // SAFETY: DLPack's consumers name a stream that lives.
-    let ordered = py.detach(|| unsafe { group.order_stream(stream) });
+    let ordered = py.detach(|| called_at(None, || unsafe { group.order_stream(stream) }));
     ordered.map_err(|error| exception(py, &error, Some(group.rank())))
 }
 
-/// Copies a matrix or a tensor to memory that `target` keeps.
-pub fn copy(py: Python<'_>, source: &Bound<'_, PyAny>, target: &Kept) -> PyResult<()> {
-    let Kept { memory, group, .. } = target;
+/// Copies a matrix or a tensor to memory that `target` keeps: row after row to the blocks, which are parts of it.
+pub fn copy(
+    py: Python<'_>,
+    source: &Bound<'_, PyAny>,
+    target: &Kept,
+    blocks: &[Memory],
+) -> PyResult<()> {
+    const CALL: &str = "copy_from";
+    let group = &target.group;
+    let memory = target.written(py, CALL, "the target")?;
     let owner;
     let from = match source.cast::<Matrix>() {
         Ok(source) => {
@@ -299,15 +334,41 @@ pub fn copy(py: Python<'_>, source: &Bound<'_, PyAny>, target: &Kept) -> PyResul
             source.get().0.memory
         }
         Err(_) => {
-            let given = given(source, &***group, "copy_from", "the source", false)?;
+            let given = given(source, &***group, CALL, "the source", false)?;
             owner = given.owner;
             given.memory
         }
     };
-    // SAFETY: owners keep both memories until the copy is complete.
-    enqueued(py, &***group, || unsafe { group.copy(from, *memory) })?;
+    let rows = blocks.iter().map(|block| block.shape[0]).sum();
+    let expected = [rows, memory.shape[1]];
+    if (from.dtype, from.shape) != (memory.dtype, expected) {
+        let rank = group.rank();
+        let sentence = format!(
+            "rank {rank}: {CALL}: the source is {:?} of {} and must be {expected:?} of {}",
+            from.shape, from.dtype, memory.dtype
+        );
+        return Err(argument(py, &sentence, rank, CALL));
+    }
+    enqueued(py, &***group, || {
+        let mut first = 0;
+        blocks.iter().try_for_each(|block| {
+            let part = rows_of(from, first..first + block.shape[0]);
+            first += block.shape[0];
+            // SAFETY: owners keep both memories until the copy is complete.
+            unsafe { group.copy(part, *block) }
+        })
+    })?;
     if let Some(owner) = owner {
         group.keep(Box::new(owner));
     }
     Ok(())
+}
+
+/// Rows of a matrix.
+pub fn rows_of(memory: Memory, rows: Range<usize>) -> Memory {
+    Memory {
+        address: memory.address + (rows.start * memory.pitch) as u64,
+        shape: [rows.len(), memory.shape[1]],
+        ..memory
+    }
 }

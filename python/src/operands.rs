@@ -1,6 +1,6 @@
 //! The arguments of products: operands with their scales, and outputs.
 
-use std::sync::RwLockReadGuard;
+use std::sync::{Arc, RwLockReadGuard};
 
 use gemmesh::raw::{
     AnyGroup, AnyShards, BackendKind, Memory, Operand, Output, Outputs, RowOperand, ShardedScales,
@@ -10,6 +10,7 @@ use gemmesh::{Quantization, Scaling};
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
+use crate::callbacks::Keeper;
 use crate::errors::argument;
 use crate::matrix::Matrix;
 use crate::names;
@@ -28,8 +29,10 @@ use crate::tensors::given;
 /// `first_row`: the row of its first block at which a weight begins, a multiple of 16.
 #[pyclass(frozen, module = "gemmesh")]
 pub struct Scaled {
+    /// The fp8 numbers.
     #[pyo3(get)]
     values: Py<PyAny>,
+    /// Their scales.
     #[pyo3(get)]
     scales: Py<PyAny>,
     scaling: Scaling,
@@ -69,8 +72,10 @@ impl Scaled {
 /// that are made are rounded up to powers of two.
 #[pyclass(frozen, module = "gemmesh")]
 pub struct Quantized {
+    /// The fp8 numbers.
     #[pyo3(get)]
     pub values: Py<PyAny>,
+    /// Their scales.
     #[pyo3(get)]
     pub scales: Py<PyAny>,
     pub quantization: Quantization,
@@ -161,7 +166,11 @@ impl<'a> Reader<'a> {
         writes: bool,
     ) -> PyResult<Memory> {
         if let Ok(matrix) = object.cast_exact::<Matrix>() {
-            return Ok(matrix.get().0.memory);
+            let kept = &matrix.get().0;
+            return match writes {
+                true => kept.written(object.py(), self.call, name),
+                false => Ok(kept.memory),
+            };
         }
         if object.is_instance_of::<Sharded>() {
             return Err(self.refused(&format!(
@@ -244,6 +253,11 @@ impl<'a> Reader<'a> {
     }
 }
 
+/// True if an argument is several.
+pub fn is_list(object: &Bound<'_, PyAny>) -> bool {
+    object.is_instance_of::<PyList>() || object.is_instance_of::<PyTuple>()
+}
+
 /// The objects of a list or a tuple, or the one that is none.
 fn listed<'py>(object: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
     if let Ok(list) = object.cast::<PyList>() {
@@ -314,6 +328,14 @@ fn held<'a>(
                 format!("{name} is a {class} and must be a gemmesh.Sharded (Group.sharded)");
             Err(reader.refused(&sentence, py))
         }
+    }
+}
+
+/// What keeps the memory of a sharded matrix. Of another object, nothing.
+pub fn keeper_of(object: &Bound<'_, PyAny>) -> Keeper {
+    match object.cast_exact::<Sharded>() {
+        Ok(sharded) => sharded.get().keeper(),
+        Err(_) => Arc::new(()),
     }
 }
 

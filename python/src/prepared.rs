@@ -12,7 +12,7 @@ use pyo3::types::PyList;
 
 use crate::errors::misuse;
 use crate::matrix::{Freed, Kept, Matrix};
-use crate::operands::{HeldOutputs, HeldRows, Reader};
+use crate::operands::{HeldOutputs, HeldRows, Reader, is_list};
 use crate::trace::Trace;
 use crate::waiting::{enqueued, waited};
 
@@ -112,7 +112,8 @@ impl<'a> Arguments<'a> {
         let out = match given.out {
             Some(out) => out,
             None => {
-                let new = new_outputs(py, group, product, &rows, &weights)?;
+                let several = (&weights[..], is_list(given.b));
+                let new = new_outputs(py, group, product, &rows, several)?;
                 made.get_or_init(|| new)
             }
         };
@@ -179,13 +180,13 @@ pub fn run(
     })
 }
 
-/// New outputs for a product of rows [m, k]: a matrix, or a list of one for each of several weights.
+/// New outputs for a product of rows [m, k]: a matrix, or a list of one for each weight if the weights are a list.
 fn new_outputs<'py>(
     py: Python<'py>,
     group: &Arc<dyn AnyGroup>,
     product: &Product,
     rows: &GivenRows<'_>,
-    weights: &[Operand],
+    (weights, is_list): (&[Operand], bool),
 ) -> PyResult<Bound<'py, PyAny>> {
     if product.kind == ProductKind::MatmulAllReduce {
         let reader = reader_of(&**group, product.kind);
@@ -209,11 +210,9 @@ fn new_outputs<'py>(
         Ok(Bound::new(py, matrix)?.into_any())
     };
     match weights {
-        [] => Ok(PyList::empty(py).into_any()),
-        [one] => new(one),
-        [gate, ..] if product.gated => new(gate),
-        several => {
-            let outputs = several.iter().map(new).collect::<PyResult<Vec<_>>>()?;
+        [first, ..] if product.gated || !is_list => new(first),
+        all => {
+            let outputs = all.iter().map(new).collect::<PyResult<Vec<_>>>()?;
             Ok(PyList::new(py, outputs)?.into_any())
         }
     }

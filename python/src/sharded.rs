@@ -6,8 +6,9 @@ use gemmesh::error::called_at;
 use gemmesh::raw::{AnyGroup, AnyShards, Memory};
 use pyo3::prelude::*;
 
+use crate::callbacks::Keeper;
 use crate::errors::{exception, misuse};
-use crate::matrix::{Freed, Kept, Matrix, copy};
+use crate::matrix::{Freed, Kept, Matrix, copy, rows_of};
 
 /// A row-major matrix [M, K] of which each rank owns some rows, in memory that all ranks map.
 ///
@@ -32,10 +33,14 @@ impl Sharded {
         self.shards.try_read().map_err(|_| in_use(py))
     }
 
+    /// What keeps the memory.
+    pub fn keeper(&self) -> Keeper {
+        Arc::clone(&self.shards) as Keeper
+    }
+
     /// Memory of the matrix as a matrix of this rank's own.
     fn part(&self, memory: Memory) -> Kept {
-        let owner = Arc::clone(&self.shards);
-        Kept::new(memory, Arc::clone(&self.group), owner)
+        Kept::new(memory, Arc::clone(&self.group), self.keeper())
     }
 
     fn own_rows(&self, py: Python<'_>) -> PyResult<Kept> {
@@ -99,7 +104,8 @@ impl Sharded {
         set.map_err(|error| exception(py, &error, Some(self.group.rank())))
     }
 
-    /// This rank's own rows, as a matrix that may be written.
+    /// This rank's own rows, as a matrix that may be written. If the matrix has stages, they lie in several places; then
+    /// use copy_from.
     #[getter]
     fn shard(&self, py: Python<'_>) -> PyResult<Matrix> {
         Ok(Matrix(self.own_rows(py)?))
@@ -113,9 +119,18 @@ impl Sharded {
     }
 
     /// Overwrites this rank's own rows with the values of `source`, a matrix or a tensor [rows, K] of the same type. The
-    /// copy runs after this rank's earlier operations and before its later ones.
+    /// copy runs after this rank's earlier operations and before its later ones. If the matrix has stages, the rows of
+    /// the first stage come first.
     fn copy_from(&self, py: Python<'_>, source: &Bound<'_, PyAny>) -> PyResult<()> {
-        copy(py, source, &self.own_rows(py)?)
+        let (whole, blocks) = {
+            let shards = self.read(py)?;
+            (shards.whole(), shards.blocks_of(self.group.rank()))
+        };
+        let blocks: Vec<_> = blocks
+            .into_iter()
+            .map(|block| rows_of(whole, block))
+            .collect();
+        copy(py, source, &self.part(whole), &blocks)
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict, PyType};
 use pyo3::{IntoPyObjectExt, ffi, intern};
 
-use crate::errors::{argument, exception};
+use crate::errors::{exception, read_only};
 
 const LEGACY: &CStr = c"dltensor";
 const USED_LEGACY: &CStr = c"used_dltensor";
@@ -104,8 +104,7 @@ pub fn given(
     let tensor = managed(object, group, call, name)?;
     let py = object.py();
     if writes && tensor.is_read_only() {
-        let sentence = format!("{call}: {name} is read-only, and the call writes it");
-        return Err(argument(py, &sentence, group.rank(), call));
+        return Err(read_only(py, group.rank(), call, name));
     }
     let memory = memory_of(py, &tensor, group, call, name)?;
     Ok(Given {
@@ -128,7 +127,7 @@ pub fn memory_of(
         )));
     };
     // SAFETY: the tensor's library says what is true.
-    let memory = unsafe { group.memory_of(call, name, &described) };
+    let memory = called_at(None, || unsafe { group.memory_of(call, name, &described) });
     memory.map_err(|error| exception(py, &error, Some(group.rank())))
 }
 
@@ -152,7 +151,7 @@ fn exchanged(
     // SAFETY: the function has succeeded, so it has written the tensor.
     let tensor = unsafe { tensor.assume_init() };
     // SAFETY: the tensor's library says what is true, and the object lives during the call.
-    let memory = unsafe { group.memory_of(call, name, &tensor) };
+    let memory = called_at(None, || unsafe { group.memory_of(call, name, &tensor) });
     let memory = memory.map_err(|error| exception(py, &error, Some(group.rank())))?;
     if group.backend() == BackendKind::Cuda
         && let Some(current_stream) = exchange.current_stream
@@ -173,7 +172,7 @@ fn exchanged(
     Ok(Some(memory))
 }
 
-/// The tensor of an object, by `__dlpack__`.
+/// The tensor of an object, by `__dlpack__`. `call` and `name` say whose argument it is.
 pub fn managed(
     object: &Bound<'_, PyAny>,
     group: &dyn AnyGroup,

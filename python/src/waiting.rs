@@ -103,16 +103,26 @@ pub fn left_behind<R: Send + 'static>(
     }
 }
 
-/// Runs this program as `world` ranks.
+/// Runs this program as `world` ranks. If a signal's handler raises an exception meanwhile, the ranks have 1.5 seconds to
+/// end, and the exception is raised.
 pub fn launch(py: Python<'_>, world: usize, args: Option<Vec<String>>) -> PyResult<()> {
     let mut launch = Launch::new(world);
     if let Some(args) = args {
         launch = launch.args(args);
     }
-    // The launcher passes signals on to the ranks and ends with them.
-    let result = py.detach(|| launch.run());
-    py.check_signals()?;
-    result.map_err(|error| exception(py, &error, None))
+    let mut raised = None;
+    let mut goes_on = || match Python::attach(|py| py.check_signals()) {
+        Ok(()) => true,
+        Err(error) => {
+            raised = Some(error);
+            false
+        }
+    };
+    let result = py.detach(|| called_at(None, || launch.run_while(Some(&mut goes_on))));
+    match raised {
+        Some(error) => Err(error),
+        None => result.map_err(|error| exception(py, &error, None)),
+    }
 }
 
 fn panicked(rank: usize, panic: &dyn std::any::Any) -> Error {

@@ -119,7 +119,8 @@ pub unsafe fn memory_of(tensor: &DLTensor, device: DLDevice, argument: &str) -> 
     let list = |of: *const i64| unsafe { std::slice::from_raw_parts(of, dimensions) };
     let extents = list(tensor.shape);
     let dense = row_major(extents);
-    let strides = match tensor.strides.is_null() {
+    // Of a tensor without elements, libraries say any strides.
+    let strides = match tensor.strides.is_null() || extents.contains(&0) {
         true => &dense[..],
         false => list(tensor.strides),
     };
@@ -166,7 +167,7 @@ fn pitch_of(extents: &[i64], strides: &[i64], columns: i64) -> Option<i64> {
     let mut next = pitch.checked_mul(rows)?;
     for (&extent, &stride) in steps {
         if stride != next {
-            return extents.contains(&0).then_some(columns);
+            return None;
         }
         next = stride.checked_mul(extent)?;
     }
@@ -201,10 +202,11 @@ pub fn export(
     place(tensor, memory, owner, |tensor| &mut tensor.dl_tensor)
 }
 
-/// As [`export`], as a tensor of version 1.
+/// As [`export`], as a tensor of version 1. `read_only`: the other library must not write it.
 pub fn export_versioned(
     memory: Memory,
     device: DLDevice,
+    read_only: bool,
     owner: Box<dyn Any + Send>,
 ) -> *mut VersionedTensor {
     unsafe extern "C" fn give_back(tensor: *mut VersionedTensor) {
@@ -215,7 +217,7 @@ pub fn export_versioned(
         version: VERSION,
         manager_ctx: std::ptr::null_mut(),
         deleter: Some(give_back),
-        flags: 0,
+        flags: if read_only { READ_ONLY } else { 0 },
         dl_tensor: unplaced(memory, device),
     };
     place(tensor, memory, owner, |tensor| &mut tensor.dl_tensor)

@@ -477,6 +477,7 @@ impl<B: Backend> Planned<B> {
             let memory = matrices[number].symmetric();
             let spec = &schedule.matrices()[number];
             let block = RawBlock {
+                room: room.as_ref().filter(|_| number == PARTIALS),
                 memory: memory.ok_or_else(|| Error::Internal {
                     rank: group.rank(),
                     what: format!(
@@ -502,6 +503,8 @@ impl<B: Backend> Planned<B> {
 /// Rows for the caller to make, without their element type.
 pub struct RawBlock<'a, B: Backend> {
     memory: &'a B::Symmetric,
+    /// The same, if nothing of the caller's keeps it.
+    pub room: Option<&'a Arc<B::Symmetric>>,
     /// The rank that gets the rows.
     pub owner: usize,
     pub rows: Range<usize>,

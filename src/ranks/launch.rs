@@ -27,6 +27,8 @@ use crate::schedule::limits::limit;
 const GRACE: Duration = Duration::from_millis(1500);
 /// The death of a rank may be seen this much later than the end of a rank that failed because of it.
 const SETTLED: Duration = Duration::from_millis(200);
+/// How often a launcher asks if it goes on.
+const GLANCE: Duration = Duration::from_millis(50);
 /// The pause between looks. It can be long, because every end and every report wakes the launcher.
 const PAUSE: Duration = Duration::from_secs(3600);
 /// The pause after a report, because a rank that is stopped wakes nobody.
@@ -181,6 +183,17 @@ impl Launch {
     /// As [`launch`].
     #[track_caller]
     pub fn run(self) -> Result<()> {
+        self.run_while(None)
+    }
+
+    /// As [`run`](Launch::run), as long as `goes_on` returns true, which is asked every 50 ms. Then the ranks have 1.5
+    /// seconds to end, and are killed. For languages whose handlers of signals don't end the process.
+    ///
+    /// # Errors
+    /// As [`launch`].
+    #[doc(hidden)]
+    #[track_caller]
+    pub fn run_while(self, goes_on: Option<&mut dyn FnMut() -> bool>) -> Result<()> {
         refuse_rank(env::describe_this_process())?;
         let world = limit("the number of ranks", self.world, 1, MAX_WORLD);
         world.map_err(Refusal::of(None, "launch"))?;
@@ -189,7 +202,7 @@ impl Launch {
         let mut outputs = Outputs::default();
         let ranks = (0..self.world).map(|rank| self.start(rank, &address, &mut outputs));
         let ranks = ranks.collect::<Result<_>>();
-        let result = outputs.forward_during(|| wait(ranks?, receiver));
+        let result = outputs.forward_during(|| wait(ranks?, receiver, goes_on));
         result.map_err(Error::system(None, "forward what ranks print"))?
     }
 
@@ -288,9 +301,15 @@ fn stopped(ranks: &[Rank]) -> Option<usize> {
     running.all(Rank::is_stopped).then_some(first.rank)
 }
 
-/// Waits until all ranks have ended, or one has failed and the others have had time to report why.
-fn wait(mut ranks: Vec<Rank>, mut receiver: ReportReceiver) -> Result<()> {
+/// Waits until all ranks have ended, or one has failed and the others have had time to report why, or `goes_on` has
+/// returned false and they have had time to end.
+fn wait(
+    mut ranks: Vec<Rank>,
+    mut receiver: ReportReceiver,
+    mut goes_on: Option<&mut dyn FnMut() -> bool>,
+) -> Result<()> {
     let mut failure: Option<Failure> = None;
+    let mut ends_since: Option<Instant> = None;
     let mut stopped_since: Option<Instant> = None;
     loop {
         for rank in &mut ranks {
@@ -324,10 +343,15 @@ fn wait(mut ranks: Vec<Rank>, mut receiver: ReportReceiver) -> Result<()> {
         };
         let pause = if failed { LOOK } else { PAUSE };
         let failing = failure.clone().or_else(hangs);
-        let left = failing.as_ref().map(|failure| {
-            let waited = failure.since.elapsed();
-            GRACE.saturating_sub(waited)
-        });
+        if let Some(goes_on) = &mut goes_on
+            && ends_since.is_none()
+            && !goes_on()
+        {
+            ends_since = Some(Instant::now());
+        }
+        let ending = failing.as_ref().map(|failure| failure.since);
+        let ending = ending.or(ends_since);
+        let left = ending.map(|since| GRACE.saturating_sub(since.elapsed()));
         let running = ranks.iter().filter(|rank| rank.ended.is_none());
         let mut events: Vec<PollFd> = running
             .map(|rank| PollFd::new(&rank.process, PollFlags::IN))
@@ -341,7 +365,11 @@ fn wait(mut ranks: Vec<Rank>, mut receiver: ReportReceiver) -> Result<()> {
             });
         }
         events.push(PollFd::new(&receiver, PollFlags::IN));
-        let pause = left.unwrap_or(pause);
+        let pause = match (left, &goes_on) {
+            (Some(left), _) => left,
+            (None, Some(_)) => pause.min(GLANCE),
+            (None, None) => pause,
+        };
         poll::poll(&mut events, pause).map_err(Error::system(None, "wait for the ranks"))?;
     }
 }

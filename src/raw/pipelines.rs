@@ -1,6 +1,8 @@
 //! Operations that call a function of the caller, without element types.
 
+use std::any::Any;
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::Memory;
 use crate::backend::Backend;
@@ -27,6 +29,8 @@ pub struct RowsFor {
     /// The rank that gets them.
     pub owner: usize,
     pub memory: Memory,
+    /// What keeps the memory, if it is not that of the sharded matrix that the call gets.
+    pub keeper: Option<Arc<dyn Any + Send + Sync>>,
     /// The CUstream on which work makes them. Null on the host backend.
     pub stream: usize,
 }
@@ -70,7 +74,9 @@ pub(super) fn producer<B: Backend>(
             shape: [block.rows.len(), block.columns],
             pitch: block.pitch * block.dtype.bytes(),
         };
+        let keeper = block.room.cloned();
         produce(RowsFor {
+            keeper: keeper.map(|room| room as Arc<dyn Any + Send + Sync>),
             rows: block.rows,
             owner: block.owner,
             memory,

@@ -1,0 +1,67 @@
+"""The doctor, the benchmark, the example and the README's program."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gemmesh
+from ranks import ended
+from test_groups import unlaunched
+
+PYTHON = Path(__file__).parent.parent
+
+
+def tool(*arguments: str, cwd: Path | None = None) -> tuple[int, str, str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return ended(subprocess.Popen([sys.executable, *arguments], text=True, env=unlaunched(), cwd=cwd, **pipes))
+
+
+def test_the_doctor_multiplies_on_the_host_and_says_what_it_found() -> None:
+    status, out, err = tool("-m", "gemmesh.doctor", "--backend", "host")
+    assert (status, err) == (0, "")
+    assert f"ok       version: gemmesh {gemmesh.__version__}" in out
+    assert "ok       host: two ranks" in out
+    assert "problem" not in out
+
+
+@pytest.mark.skipif(gemmesh.HAS_CUDA, reason="this build has the CUDA backend")
+def test_the_doctor_fails_if_the_backend_is_missing() -> None:
+    status, out, _ = tool("-m", "gemmesh.doctor", "--backend", "cuda")
+    assert status == 1
+    assert "problem  cuda: this build has no CUDA backend\n         Build with" in out
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_the_benchmark_verifies_and_prints_the_rows(tmp_path: Path, dtype: str) -> None:
+    sizes = ["-m", "66", "-n", "32", "-k", "64", "--ranks", "2", "--iterations", "3", "--dtype", dtype]
+    status, out, err = tool("-m", "gemmesh.bench", "--backend", "host", *sizes, "--profile", "drawn.svg", cwd=tmp_path)
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == f"[0] 66 x 32 x 64, {dtype}, 2 ranks on host; verified"
+    assert [re.sub(r": +[\d.]+ ", ": ", line) for line in lines[1:]] == [
+        "[0] numpy mm only: us",
+        "[0] gemmesh mm only: us",
+        "[0] gather + mm: us",
+        "[0] fused: us",
+        "[0] speed-up: x",
+    ]
+    assert "<svg" in (tmp_path / "drawn.svg").read_text()
+
+
+def test_the_example_agrees_with_float64() -> None:
+    status, out, err = tool(str(PYTHON / "examples" / "mlp.py"))
+    assert (status, err) == (0, "")
+    assert out.count("error") == 4
+
+
+def test_the_readme_s_program_runs(tmp_path: Path) -> None:
+    program = re.search(r"```python\n(.*?)```", (PYTHON / "README.md").read_text(), re.DOTALL)
+    assert program
+    path = tmp_path / "program.py"
+    path.write_text(program[1])
+    assert tool(str(path)) == (0, "", "")
