@@ -178,7 +178,8 @@ class WithTorch:
         a.copy_from(self.shard)
 
     def error(self) -> float:
-        allowed = 2.0 ** -(self.bits + 1) * self.exact.abs() + 2.0**-16 * self.scale
+        # Tensor cores truncate sums of f32, of which there are K / 16.
+        allowed = 2.0 ** -(self.bits + 1) * self.exact.abs() + 2.0**-13 * self.scale
         return float(((self.out.double() - self.exact).abs() / allowed).nan_to_num(float("inf")).max())
 
     def time(self, run: Run) -> float:
@@ -210,7 +211,7 @@ def verify(side: Side, group: gemmesh.Group) -> None:
         group.synchronize()
         error = side.error()
         if not error <= 1.01:
-            raise ArithmeticError(f"{label}: the error is {error:.3g} of what one rounding allows")
+            raise ArithmeticError(f"{label}: the error is {error:.3g} of what is allowed")
 
 
 def medians(side: Side, group: gemmesh.Group, iterations: int) -> dict[str, float]:

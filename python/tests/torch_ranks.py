@@ -648,7 +648,13 @@ def one_ranks_refusal_reaches_all() -> None:
             own = dist.new_group(list(range(world()))).group_name
             gemmesh.torch.group_of(own, DEVICE)
             b = bad if rank() == 1 else weight(32, 16)
-            refuses(gemmesh.Error, "rank 1", lambda: operation(b, own))  # noqa: B023
+
+            def call() -> None:
+                operation(b, own)  # noqa: B023
+                # On GPUs a rank that waits learns of it here.
+                gemmesh.torch.group_of(own, DEVICE).synchronize()  # noqa: B023
+
+            refuses(gemmesh.Error, "rank 1", call)
 
 
 @case

@@ -55,17 +55,28 @@ def prepare(group: Group, operation: str, a: Any, b: Any, out: Any, options: dic
 class Output:
     """A contiguous tensor of a given shape, without values."""
 
-    __slots__ = ("_device", "_dtype", "_shape", "_strides")
+    __slots__ = ("_device", "_dtype", "_padded", "_shape", "_strides")
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self._shape = tuple(shape)
-        self._strides = tuple(max(1, math.prod(self._shape[axis + 1 :])) for axis in range(len(self._shape)))
+        columns = self._shape[-1]
+        # Rows on GPUs begin at multiples of 16 bytes.
+        whole = 16 // dtype.itemsize if device.type == "cuda" else 1
+        pitch = -(-columns // whole) * whole
+        self._padded = pitch != columns and math.prod(self._shape[:-1]) > 1
+        laid = (*self._shape[:-1], pitch) if self._padded else self._shape
+        self._strides = tuple(max(1, math.prod(laid[axis + 1 :])) for axis in range(len(laid)))
         self._dtype = dtype
         self._device = device
 
     def make(self) -> Tensor:
+        """Memory for a product."""
         # This takes less time than torch.empty.
         return torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
+
+    def made(self, out: Tensor) -> Tensor:
+        """What the operation returns of the memory."""
+        return out.contiguous() if self._padded else out
 
 
 def _layout_of(b: Tensor) -> str | None:
@@ -192,6 +203,7 @@ class Gather:
             for index in self._alone:
                 words = self._words(index)
                 self._joined.group.matmul(rows, weights[index], outputs[index], bias=biases[index], **words)
+        outputs = [output.made(out) for output, out in zip(self._outputs, outputs, strict=True)]
         if self._dim:
             outputs = [output.movedim(0, self._dim) for output in outputs]
         return (self._all_rows(whole) if return_a else None), outputs
@@ -204,6 +216,7 @@ class Gather:
         sharded, whole = self._place(a)
         output = self._outputs[0].make()
         prepared(sharded, self._weights[0].of(b), output)
+        output = self._outputs[0].made(output)
         if self._dim:
             output = output.movedim(0, self._dim)
         return (self._all_rows(whole) if return_a else None), [output]
@@ -345,6 +358,7 @@ class Scatter:
             prepared(rows, weight, out)
         else:
             prepared(rows, weight, out, bias=bias)
+        out = self._out.made(out)
         if self._divisor != 1:
             out = out.div_(self._divisor).to(self._dtype)
         return out.movedim(0, dim).contiguous() if dim else out
