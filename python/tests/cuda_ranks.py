@@ -85,9 +85,9 @@ def errors(group: gemmesh.Group) -> None:
     else:
         raise AssertionError("a matrix of the host was taken")
     try:
-        group.matmul(filled(group, x[:, :64]), filled(group, w))
+        group.matmul(filled(group, x[:, :96]), filled(group, w))
     except gemmesh.ArgumentError as error:
-        assert "b [N, K] is [64, 128] and must be [64, 64]" in str(error), error
+        assert "b [N, K] is [64, 128] and must be [64, 96]" in str(error), error
     else:
         raise AssertionError("operands of different K were taken")
 

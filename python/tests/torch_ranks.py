@@ -72,6 +72,7 @@ def scalar(value: float, *shape: int) -> Tensor:
 
 def joined() -> _groups.Joined:
     """What gemmesh.torch keeps for all ranks."""
+    gemmesh.torch.group_of(None, DEVICE)
     return (_groups._ON_CUDA if DEVICE == "cuda" else _groups._ON_HOST)[name()]
 
 

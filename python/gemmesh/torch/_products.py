@@ -401,6 +401,9 @@ def reduce_scatter(a: Tensor, dim: int, group_name: str) -> Tensor:
     moved = a.movedim(dim, 0)
     extent = moved.shape[0]
     check_scatter("reduce_scatter", found, extent, dim, "sum", "dim")
-    out = Output((extent // found.world, *moved.shape[1:]), a.dtype, a.device).make()
-    found.group.reduce_scatter(moved.contiguous(), out)
-    return out.movedim(0, dim).contiguous()
+    addends, sums = (
+        Output((rows, *moved.shape[1:]), a.dtype, a.device) for rows in (extent, extent // found.world)
+    )
+    out = sums.make()
+    found.group.reduce_scatter(addends.make().copy_(moved), out)
+    return sums.made(out).movedim(0, dim).contiguous()
