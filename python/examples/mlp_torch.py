@@ -69,6 +69,9 @@ def main() -> None:
         assert whole.grad is not None and found.grad is not None
         check(what, found.grad.cpu(), whole.grad.chunk(world, axis)[rank])
     if on_gpus:
+        from torch.distributed import _symmetric_memory  # It makes the operations torch.ops.symm_mem.
+
+        _symmetric_memory.enable_symm_mem_for_group(group)
         with torch.no_grad():
             check("output of symm_mem", mlp_of_symm_mem(x, up, down, group).cpu(), whole_y.chunk(world)[rank])
     dist.barrier()

@@ -19,6 +19,7 @@ from .types import (
     Operation,
     Output,
     QuantizationName,
+    Route,
     ScalingName,
     SupportsDLPack,
     WeightLayout,
@@ -154,6 +155,8 @@ class Prepared:
         bias: SupportsDLPack | None = None,
         residual: SupportsDLPack | None = None,
     ) -> Trace: ...
+    @property
+    def route(self) -> Route: ...
     def explain(self) -> str: ...
 
 @final
@@ -414,6 +417,7 @@ class Group:
         stages: int | None = None,
         rows: Sequence[int] | None = None,
         dtype: DType = None,
+        route: Route | None = None,
     ) -> Prepared: ...
     def check_support(
         self,

@@ -39,6 +39,7 @@ Operation = Literal["matmul", "all_gather_matmul", "matmul_reduce_scatter", "mat
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 WeightLayout = Literal["nk", "kn"]
 Accumulation = Literal["promoted", "fast"]
+Route = Literal["pull", "push", "store"]
 ScalingName = Literal["tensor", "rows", "blocks", "transposed_blocks"]
 QuantizationName = Literal["tensor", "blocks", "transposed_blocks"]
 

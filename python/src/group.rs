@@ -656,10 +656,11 @@ impl Group {
 
     /// Plans a product, so that calls need no planning and allocate nothing. Not collective.
     ///
-    /// operation: "matmul", "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce". a, b and out are examples of the
-    /// arguments that calls will have; the options are those of the operation.
+    /// operation: "matmul", "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce". a, b and out are examples
+    /// of the arguments that calls will have; the options are those of the operation. route: "pull", "push" or "store",
+    /// instead of the library's choice. All ranks give the same.
     #[pyo3(signature = (operation, a, b, out=None, *, activation=None, gated=false, weight_layout="nk",
-        accumulation="promoted", constant_weights=false, stages=None, rows=None, dtype=None))]
+        accumulation="promoted", constant_weights=false, stages=None, rows=None, dtype=None, route=None))]
     fn prepare(
         &self,
         py: Python<'_>,
@@ -675,6 +676,7 @@ impl Group {
         stages: Option<usize>,
         rows: Option<Vec<usize>>,
         dtype: Option<&Bound<'_, PyAny>>,
+        route: Option<&str>,
     ) -> PyResult<Prepared> {
         let kind = kind_of(operation)?;
         let product = product(
@@ -699,6 +701,7 @@ impl Group {
             Product {
                 stages,
                 rows,
+                route: route.map(names::route).transpose()?,
                 ..product
             },
             &given,
@@ -708,8 +711,8 @@ impl Group {
     /// Raises an ArgumentError if this group cannot multiply rows [M, K] by weights of N = n. It needs no matrix, allocates
     /// nothing and makes no rank wait. n may be a list of several.
     ///
-    /// dtype, weight_dtype and out_dtype are those of a, b and out; dtype is "bf16" by default. a_scaling and b_scaling are names as of Scaled;
-    /// sharded_scales: those of a are sharded. quantization: a name as of Quantized.
+    /// dtype, weight_dtype and out_dtype are those of a, b and out; dtype is "bf16" by default. a_scaling and b_scaling are
+    /// names as of Scaled; sharded_scales: those of a are sharded. quantization: a name as of Quantized.
     #[pyo3(signature = (operation, m, k, n, dtype=None, *, weight_dtype=None, out_dtype=None, activation=None,
         gated=false, weight_layout="nk", accumulation="promoted", stages=None, rows=None, a_scaling=None,
         b_scaling=None, first_row=0, sharded_scales=false, quantization=None))]

@@ -1,6 +1,8 @@
 //! The words by which Python says types and options.
 
-use gemmesh::{Accumulation, Activation, DType, Numerics, Quantization, Scaling, WeightLayout};
+use gemmesh::{
+    Accumulation, Activation, DType, Numerics, Quantization, Route, Scaling, WeightLayout,
+};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -71,6 +73,22 @@ pub fn accumulation(word: &str) -> PyResult<Accumulation> {
         ("fast", Accumulation::Fast),
     ];
     one_of("accumulation", word, &known)
+}
+
+const ROUTES: [(&str, Route); 3] = [
+    ("pull", Route::Pull),
+    ("push", Route::Push),
+    ("store", Route::Store),
+];
+
+pub fn route(word: &str) -> PyResult<Route> {
+    one_of("route", word, &ROUTES)
+}
+
+/// The word for a route.
+pub fn of_route(route: Route) -> &'static str {
+    let found = ROUTES.iter().find(|(_, known)| *known == route);
+    found.map_or("another", |(word, _)| word)
 }
 
 pub fn numerics(word: &str) -> PyResult<Numerics> {

@@ -12,6 +12,7 @@ use pyo3::types::PyList;
 
 use crate::errors::misuse;
 use crate::matrix::{Freed, Kept, Matrix};
+use crate::names;
 use crate::operands::{HeldOutputs, HeldRows, Reader, is_list};
 use crate::trace::Trace;
 use crate::waiting::{enqueued, waited};
@@ -328,6 +329,12 @@ impl Prepared {
         traced
             .map(Trace)
             .ok_or_else(|| misuse(py, "the call has no trace"))
+    }
+
+    /// Who moves rows: "pull", "push" or "store". A gather that pulls cannot be captured in a CUDA graph.
+    #[getter]
+    fn route(&self) -> &'static str {
+        names::of_route(self.planned.route())
     }
 
     /// How the product is cut up, and how long that is expected to take, in words.

@@ -18,8 +18,9 @@ use crate::ops::sum_product::{self, PlannedAllReduce, ScatterProduct};
 use crate::ops::{Quantized, RowSplit};
 use crate::profile::span::Span;
 use crate::refusal::{self, Refusal};
+use crate::route::Route;
 use crate::schedule::{
-    Accumulation, Activation, Operation, Quantization, Scaling, WeightLayout, Widths,
+    Accumulation, Activation, Config, Operation, Quantization, Scaling, WeightLayout, Widths,
 };
 use crate::trace::Trace;
 
@@ -72,6 +73,8 @@ pub struct Product {
     // For `prepare` and `supports`, what the arguments of a call say otherwise.
     pub weight_dtype: Option<DType>,
     pub output_dtype: Option<DType>,
+    /// Who moves rows, for `prepare`. By default the backend chooses.
+    pub route: Option<Route>,
     /// Of `a`, and of the weights: one entry for each, or one for all.
     pub scaling: (Scaling, Vec<Scaling>),
     pub quantization: Option<Quantization>,
@@ -92,6 +95,7 @@ impl Product {
             rows: None,
             weight_dtype: None,
             output_dtype: None,
+            route: None,
             scaling: Default::default(),
             quantization: None,
         }
@@ -188,8 +192,15 @@ pub trait Prepared: Send + Sync {
     /// # Safety
     /// As the calls of [`AnyGroup`].
     unsafe fn run_traced(&self, call: &ProductCall) -> Result<Trace>;
-    /// How it is cut up, and how long that is expected to take.
+    /// How it is cut up, and how long that is expected to take, in words.
     fn explain(&self) -> String;
+    /// How it is cut up.
+    fn config(&self) -> Config;
+
+    /// Who moves rows.
+    fn route(&self) -> Route {
+        self.config().route
+    }
 }
 
 /// The arguments of a call as its group takes them. They have the safety of the call that gives them.
@@ -434,9 +445,30 @@ pub(super) fn prepare<B: AnyBackend>(
     rows: PreparedFor,
     widths: &[usize],
 ) -> Result<Box<dyn Prepared>> {
+    let planned = plan(group, product, None, rows, widths)?;
+    match product.route {
+        Some(route) if planned.route() != route => {
+            let config = planned.config().with_route(route);
+            plan(group, product, Some(config), rows, widths)
+        }
+        _ => Ok(planned),
+    }
+}
+
+/// Plans a product as `config` says, or as the backend chooses.
+fn plan<B: AnyBackend>(
+    group: &Group<B>,
+    product: &Product,
+    config: Option<Config>,
+    rows: PreparedFor,
+    widths: &[usize],
+) -> Result<Box<dyn Prepared>> {
     let judge =
         |refusal: Refusal| -> Error { Refusal::of(group.rank(), product.kind.name())(refusal) };
-    let options = product.options().map_err(judge)?;
+    let options = ProductOptions {
+        config,
+        ..product.options().map_err(judge)?
+    };
     let (addends, widths) = (Addends::default(), Widths::from(widths));
     match (product.kind, rows) {
         (ProductKind::Matmul, PreparedFor::Own(shape)) => {
@@ -524,6 +556,7 @@ trait Planned<B: Backend>: Send + Sync {
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()>;
     fn explain(&self) -> String;
+    fn config(&self) -> Config;
 }
 
 impl<B: AnyBackend, P: Planned<B>> Bound<B, P> {
@@ -552,6 +585,10 @@ impl<B: AnyBackend, P: Planned<B>> Prepared for Bound<B, P> {
     fn explain(&self) -> String {
         self.2.explain()
     }
+
+    fn config(&self) -> Config {
+        self.2.config()
+    }
 }
 
 impl<B: AnyBackend> Planned<B> for PlannedProduct<B> {
@@ -573,6 +610,10 @@ impl<B: AnyBackend> Planned<B> for PlannedProduct<B> {
     fn explain(&self) -> String {
         self.explain().to_string()
     }
+
+    fn config(&self) -> Config {
+        self.config()
+    }
 }
 
 impl<B: AnyBackend> Planned<B> for PlannedGather<B> {
@@ -589,6 +630,10 @@ impl<B: AnyBackend> Planned<B> for PlannedGather<B> {
 
     fn explain(&self) -> String {
         self.explain().to_string()
+    }
+
+    fn config(&self) -> Config {
+        self.config()
     }
 }
 
@@ -615,6 +660,10 @@ impl<B: AnyBackend> Planned<B> for PlannedSums<B> {
     fn explain(&self) -> String {
         self.explain().to_string()
     }
+
+    fn config(&self) -> Config {
+        self.config()
+    }
 }
 
 impl<B: AnyBackend> Planned<B> for PlannedAllReduce<B> {
@@ -631,5 +680,9 @@ impl<B: AnyBackend> Planned<B> for PlannedAllReduce<B> {
 
     fn explain(&self) -> String {
         self.sums.explain().to_string()
+    }
+
+    fn config(&self) -> Config {
+        self.sums.config()
     }
 }

@@ -59,12 +59,14 @@ class Joined:
         #: What CUDA graphs use.
         self.kept: dict[int, object] = {}
 
-    def enter(self, *used: object) -> None:
-        """Puts later work on PyTorch's current stream. If it is captured, keeps what it uses."""
+    def enter(self, *used: object) -> bool:
+        """Puts later work on PyTorch's current stream. If it is captured, keeps what it uses, and returns true."""
         self.group.set_stream(_current_stream(self.index))
-        if torch._C._cuda_isCurrentStreamCapturing():
+        is_captured: bool = torch._C._cuda_isCurrentStreamCapturing()
+        if is_captured:
             for each in used:
                 self.kept[id(each)] = each
+        return is_captured
 
     def is_of_now(self) -> bool:
         """False if the process group that had the name is gone."""

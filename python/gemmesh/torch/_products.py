@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ArgumentError, Group, Prepared, Scaled, Sharded
+from .. import ArgumentError, Group, MisuseError, Prepared, Scaled, Sharded
 from ._groups import Joined, joined, refuse_capture
 from ._shards import LENT, Own, shards_of
 
@@ -134,6 +135,7 @@ class Gather:
 
     __slots__ = (
         "_alone",
+        "_captured",
         "_dim",
         "_fused",
         "_joined",
@@ -179,11 +181,13 @@ class Gather:
         self._fused = alike[: 1 if takes_bias else _MAX_WEIGHTS]
         self._alone = [index for index in range(len(bs)) if index not in self._fused]
         self._prepared: Prepared | None = None
+        #: For graphs: the same, or one that can be captured.
+        self._captured: Prepared | None = None
 
     def __call__(
         self, a: Tensor, bs: Sequence[Tensor], return_a: bool, scales: Scales | None = None
     ) -> tuple[Tensor | None, list[Tensor]]:
-        sharded, whole = self._place(a)
+        sharded, whole, is_captured = self._place(a)
         rows: Any = sharded
         weights: list[Any] = [weight.of(b) for weight, b in zip(self._weights, bs, strict=True)]
         outputs = [output.make() for output in self._outputs]
@@ -193,7 +197,7 @@ class Gather:
             weights = [Scaled(weight, *of) for weight, of in zip(weights, scales.weights, strict=True)]
             biases = scales.biases
         if self._fused:
-            self._multiply_arriving(rows, weights, outputs, biases[self._fused[0]])
+            self._multiply_arriving(rows, weights, outputs, biases[self._fused[0]], is_captured)
         else:
             self._joined.group.all_gather(sharded)
         if self._alone:
@@ -213,7 +217,9 @@ class Gather:
         prepared = self._prepared
         if prepared is None:
             return self(a, (b,), return_a)
-        sharded, whole = self._place(a)
+        sharded, whole, is_captured = self._place(a)
+        if is_captured:
+            prepared = self._capturable()
         output = self._outputs[0].make()
         prepared(sharded, self._weights[0].of(b), output)
         output = self._outputs[0].made(output)
@@ -221,17 +227,16 @@ class Gather:
             output = output.movedim(0, self._dim)
         return (self._all_rows(whole) if return_a else None), [output]
 
-    def _place(self, a: Tensor) -> tuple[Sharded, Tensor]:
-        """The sharded matrix that has these rows, and the memory of all its rows."""
+    def _place(self, a: Tensor) -> tuple[Sharded, Tensor, bool]:
+        """The sharded matrix that has these rows, the memory of all its rows, and whether a graph is captured."""
         own = self._own
         if self._dim:
             a = a.movedim(self._dim, 0)
         lent = LENT.get(a.data_ptr()) if LENT else None
-        if self._joined.cuda:
-            self._joined.enter(self, own.shards.sharded, lent)
+        is_captured = self._joined.cuda and self._joined.enter(self, own.shards.sharded, lent)
         if lent is not None and lent.fits(self._joined, a):
-            return lent.sharded, lent.whole
-        return own.put(a), own.shards.whole
+            return lent.sharded, lent.whole, is_captured
+        return own.put(a), own.shards.whole, is_captured
 
     def _all_rows(self, whole: Tensor) -> Tensor:
         """A copy of the rows that have been gathered."""
@@ -239,7 +244,7 @@ class Gather:
         return full.movedim(0, self._dim) if self._dim else full
 
     def _multiply_arriving(
-        self, rows: Any, weights: Sequence[Any], outputs: Sequence[Tensor], bias: Tensor | None
+        self, rows: Any, weights: Sequence[Any], outputs: Sequence[Tensor], bias: Tensor | None, is_captured: bool
     ) -> None:
         """Gathers the rows and multiplies them by the weights of the first product."""
         fused = self._fused
@@ -250,9 +255,21 @@ class Gather:
         prepared = self._prepared
         if prepared is None:
             refuse_capture("plan a product")
-            prepared = prepare(self._joined.group, "all_gather_matmul", rows, b, out, self._words(fused[0]))
-            self._prepared = prepared
+            words = self._words(fused[0])
+            prepared = prepare(self._joined.group, "all_gather_matmul", rows, b, out, words)
+            self._prepared = self._captured = prepared
+            if self._joined.cuda and prepared.route == "pull":
+                # Rows that are pulled can't be captured. Where nothing else works, neither can the operation.
+                with contextlib.suppress(ArgumentError, MisuseError):
+                    words["route"] = "push"
+                    self._captured = self._joined.group.prepare("all_gather_matmul", rows, b, out, **words)
+        if is_captured:
+            prepared = self._capturable()
         prepared(rows, b, out, bias=bias)
+
+    def _capturable(self) -> Prepared:
+        assert self._captured is not None
+        return self._captured
 
     def _words(self, index: int) -> dict[str, Any]:
         options = {key: value for key, value in self._options[index].items() if key == "accumulation"}
