@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 
 from .. import ArgumentError, Group, MisuseError
+from ..types import Backend
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -221,7 +222,7 @@ def _join(name: str, device: torch.device) -> Joined:
     if process_group is not dist.group.WORLD:
         described = process_group.group_desc
         options["name"] = name if described == "undefined" else described
-    backend = "cuda" if on_cuda else "host"
+    backend: Backend = "cuda" if on_cuda else "host"
     group = Group.from_callback(gather, rank, world, backend=backend, **options)
     made = Joined(name, group, process_group)
     (_ON_CUDA if on_cuda else _ON_HOST)[name] = made

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ArgumentError, Group, MisuseError, Prepared, Scaled, Sharded
+from ..types import Operation, ScalingName
 from ._groups import Joined, joined, refuse_capture
 from ._shards import LENT, Own, shards_of
 
@@ -43,7 +44,7 @@ def remember(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: obje
     plans[key] = plan
 
 
-def prepare(group: Group, operation: str, a: Any, b: Any, out: Any, options: dict[str, Any]) -> Prepared:
+def prepare(group: Group, operation: Operation, a: Any, b: Any, out: Any, options: dict[str, Any]) -> Prepared:
     """As `Group.prepare`. If this rank's arguments are refused, the other ranks learn it."""
     try:
         return group.prepare(operation, a, b, out, **options)
@@ -119,11 +120,11 @@ class Scales(NamedTuple):
 
     #: Those of A, as the gather takes them.
     rows: Tensor | Sharded
-    scaling: str
+    scaling: ScalingName
     #: Makes those of all rows of A, behind the gather.
     every: Callable[[], Tensor]
     #: Those of each weight.
-    weights: Sequence[tuple[Tensor, str]]
+    weights: Sequence[tuple[Tensor, ScalingName]]
     biases: Sequence[Tensor | None]
 
 
@@ -351,7 +352,7 @@ class Scatter:
         self,
         a: Tensor,
         b: Tensor,
-        scales: tuple[tuple[Tensor, str], tuple[Tensor, str]] | None = None,
+        scales: tuple[tuple[Tensor, ScalingName], tuple[Tensor, ScalingName]] | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
         joined = self._joined

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import Sharded
+from ..types import ScalingName
 from ._groups import Joined, joined, refuse_capture
 from ._products import Gather, Scales, Scatter, check, check_scatter, refused, remember
 from ._shards import Own, shards_of
@@ -71,7 +72,7 @@ def _row(scales: Tensor) -> Tensor:
     return scales.reshape(1, -1).contiguous()
 
 
-def _scaling_of(scale: Tensor) -> str:
+def _scaling_of(scale: Tensor) -> ScalingName:
     """How a weight's values share its scales."""
     return "tensor" if scale.numel() == 1 else "rows"
 
@@ -123,7 +124,7 @@ class ScaledGather:
             assert isinstance(rows, Tensor)
             return rows
 
-        scaling = "tensor" if self._scaling == "tensor" else "rows"
+        scaling: ScalingName = "tensor" if self._scaling == "tensor" else "rows"
         full, outputs = self._gather(a, bs, True, Scales(rows, scaling, every, weights, biases))
         assert full is not None
         return full, outputs
@@ -225,6 +226,7 @@ class ScaledScatter:
             a = a.reshape(*self._leading, a.shape[-1])
         if bias is not None:
             bias = _sum_of_biases(self._joined, bias)
+        of_a: tuple[Tensor, ScalingName]
         if self._by_rows:
             of_a = _row(a_scale.reshape(*self._leading, 1).movedim(self._dim, 0)), "rows"
         else:
