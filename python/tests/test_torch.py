@@ -21,8 +21,7 @@ Told = list[dict[str, str]]
 
 
 def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module", params=[2, 4])
