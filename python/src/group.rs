@@ -147,7 +147,8 @@ fn product(
 /// Joining, closing, waiting.
 #[pymethods]
 impl Group {
-    /// Joins the group that this process's launcher describes in the environment: torchrun, mpirun, srun, gemmesh.launch.
+    /// Joins the group that this process's launcher describes in the environment: torchrun, mpirun, srun,
+    /// gemmesh.launch.
     ///
     /// backend: "cuda" (NVIDIA GPUs, a process and a GPU for each rank) or "host" (any machine).
     /// Options: timeout and arrival_timeout (seconds), workers (threads of a rank on the host), device (the GPU's
@@ -195,8 +196,8 @@ impl Group {
 
     /// Joins, as `rank`, a group of `world` ranks that can send one another bytes.
     ///
-    /// `gather(mine: bytes) -> list[bytes]` sends this rank's bytes to all ranks and returns those of all ranks, by rank.
-    /// It is called once, as mpi4py's `comm.allgather`. Backend and options are those of `from_env`.
+    /// `gather(mine: bytes) -> list[bytes]` sends this rank's bytes to all ranks and returns those of all ranks, by
+    /// rank. It is called once, as mpi4py's `comm.allgather`. Backend and options are those of `from_env`.
     #[staticmethod]
     #[pyo3(signature = (gather, rank, world, *, backend="cuda", **options))]
     fn from_callback(
@@ -398,7 +399,8 @@ impl Group {
         Ok(())
     }
 
-    /// Writes what all ranks did in a traced call to `path`: as a picture if it ends in .svg, else for Perfetto. Collective.
+    /// Writes what all ranks did in a traced call to `path`: as a picture if it ends in .svg, else for Perfetto.
+    /// Collective.
     #[pyo3(signature = (trace, path, title=""))]
     fn write_timeline(
         &self,
@@ -492,8 +494,8 @@ impl Group {
 impl Group {
     /// out[M, N] = act(a[M, K] @ b[N, K].T + bias) + residual, on this rank alone. Returns out.
     ///
-    /// a, b, out, bias [N] and residual [M, N] are matrices, or tensors of other libraries. b may be a list of up to four
-    /// weights, with a list of outputs. Without out, a new matrix is made, of type dtype if that is given.
+    /// a, b, out, bias [N] and residual [M, N] are matrices, or tensors of other libraries. b may be a list of up to
+    /// four weights, with a list of outputs. Without out, a new matrix is made, of type dtype if that is given.
     /// activation: "relu", "gelu", "gelu_tanh" or "silu". gated: b is [gate, up], and out is act(a gate.T) * (a up.T).
     /// weight_layout: "nk", or "kn" for weights [K, N]. fp8 operands have scales: see Scaled and Quantized.
     /// constant_weights: every kernel that wrote the weights has ended.
@@ -536,8 +538,8 @@ impl Group {
     /// Gathers the rows of a from every rank and multiplies them as they arrive. Collective.
     /// out[M, N] = act(gather(a)[M, K] @ b[N, K].T + bias). Returns out.
     ///
-    /// a is a Sharded [M, K], or a Scaled of one. N may differ between ranks. Afterwards a holds all rows. stages: gathers
-    /// in so many stages. The other arguments are those of matmul.
+    /// a is a Sharded [M, K], or a Scaled of one. N may differ between ranks. Afterwards a holds all rows. stages:
+    /// gathers in so many stages. The other arguments are those of matmul.
     #[pyo3(signature = (a, b, out=None, *, bias=None, activation=None, gated=false, weight_layout="nk",
         accumulation="promoted", constant_weights=false, stages=None, dtype=None))]
     fn all_gather_matmul(
@@ -578,8 +580,8 @@ impl Group {
     /// Sums the products of all ranks; each rank gets its rows of the sum. Collective.
     /// out[rows of this rank, N] = act(sum over ranks of a[M, K] @ b[N, K].T + bias) + residual. Returns out.
     ///
-    /// K is this rank's slice. out is a matrix, or a Sharded [M, N] of which this rank's own rows are written. rows: the
-    /// rows that each rank gets, instead of an even split. The other arguments are those of matmul.
+    /// K is this rank's slice. out is a matrix, or a Sharded [M, N] of which this rank's own rows are written. rows:
+    /// the rows that each rank gets, instead of an even split. The other arguments are those of matmul.
     #[pyo3(signature = (a, b, out=None, *, bias=None, residual=None, activation=None, weight_layout="nk",
         accumulation="promoted", constant_weights=false, rows=None, dtype=None))]
     fn matmul_reduce_scatter(
@@ -656,9 +658,9 @@ impl Group {
 
     /// Plans a product, so that calls need no planning and allocate nothing. Not collective.
     ///
-    /// operation: "matmul", "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce". a, b and out are examples
-    /// of the arguments that calls will have; the options are those of the operation. route: "pull", "push" or "store",
-    /// instead of the library's choice. All ranks give the same.
+    /// operation: "matmul", "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce". a, b and out are
+    /// examples of the arguments that calls will have; the options are those of the operation. route: "pull", "push" or
+    /// "store", instead of the library's choice. All ranks give the same.
     #[pyo3(signature = (operation, a, b, out=None, *, activation=None, gated=false, weight_layout="nk",
         accumulation="promoted", constant_weights=false, stages=None, rows=None, dtype=None, route=None))]
     fn prepare(
@@ -708,11 +710,11 @@ impl Group {
         )
     }
 
-    /// Raises an ArgumentError if this group cannot multiply rows [M, K] by weights of N = n. It needs no matrix, allocates
-    /// nothing and makes no rank wait. n may be a list of several.
+    /// Raises an ArgumentError if this group cannot multiply rows [M, K] by weights of N = n. It needs no matrix,
+    /// allocates nothing and makes no rank wait. n may be a list of several.
     ///
-    /// dtype, weight_dtype and out_dtype are those of a, b and out; dtype is "bf16" by default. a_scaling and b_scaling are
-    /// names as of Scaled; sharded_scales: those of a are sharded. quantization: a name as of Quantized.
+    /// dtype, weight_dtype and out_dtype are those of a, b and out; dtype is "bf16" by default. a_scaling and b_scaling
+    /// are names as of Scaled; sharded_scales: those of a are sharded. quantization: a name as of Quantized.
     #[pyo3(signature = (operation, m, k, n, dtype=None, *, weight_dtype=None, out_dtype=None, activation=None,
         gated=false, weight_layout="nk", accumulation="promoted", stages=None, rows=None, a_scaling=None,
         b_scaling=None, first_row=0, sharded_scales=false, quantization=None))]
@@ -877,8 +879,8 @@ impl Group {
         function.finish(py, result)
     }
 
-    /// Calls produce(chunk) for blocks of the m rows of this rank's addend, and sums the ranks' rows: each rank gets its
-    /// rows of the sum in out [rows of this rank, N]. Blocks are sent while others are made. Collective.
+    /// Calls produce(chunk) for blocks of the m rows of this rank's addend, and sums the ranks' rows: each rank gets
+    /// its rows of the sum in out [rows of this rank, N]. Blocks are sent while others are made. Collective.
     #[pyo3(signature = (m, out, produce, *, rows=None, chunks=None))]
     fn produce_and_reduce_scatter(
         &self,

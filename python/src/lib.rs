@@ -49,9 +49,9 @@ mod _native {
 
     /// Runs this program once for each of `world` ranks, as processes, and waits for them.
     ///
-    /// Each has this process's arguments, or `args`: what follows the interpreter on its command line. It joins the group
-    /// by `Group.from_env`. What ranks print comes out here, each line behind its rank. If a rank fails, the others have
-    /// 1.5 seconds to end, and RankError names the rank. Ctrl-C gives all ranks as long.
+    /// Each has this process's arguments, or `args`: what follows the interpreter on its command line. It joins the
+    /// group by `Group.from_env`. What ranks print comes out here, each line behind its rank. If a rank fails, the
+    /// others have 1.5 seconds to end, and RankError names the rank. Ctrl-C gives all ranks as long.
     #[pyfunction]
     #[pyo3(signature = (world, args=None))]
     fn launch(py: Python<'_>, world: usize, args: Option<Vec<String>>) -> PyResult<()> {
@@ -64,7 +64,8 @@ mod _native {
         gemmesh::launch::is_rank()
     }
 
-    /// The launcher that has started this process as a rank, the rank, and the number of ranks. None without a launcher.
+    /// The launcher that has started this process as a rank, the rank, and the number of ranks. None without a
+    /// launcher.
     #[pyfunction]
     fn rank_environment(py: Python<'_>) -> PyResult<Option<(&'static str, usize, usize)>> {
         let described = gemmesh::launch::rank_environment();

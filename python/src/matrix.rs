@@ -16,8 +16,8 @@ use crate::errors::{argument, exception, read_only};
 use crate::tensors::{given, legacy_capsule, managed, memory_of, versioned_capsule};
 use crate::waiting::{enqueued, waited};
 
-/// Something that is dropped without the GIL. The last part of a group waits for the other ranks, which may be threads of
-/// this process.
+/// Something that is dropped without the GIL. The last part of a group waits for the other ranks, which may be threads
+/// of this process.
 pub struct Freed<T: Send>(Option<T>);
 
 impl<T: Send> Freed<T> {
@@ -183,8 +183,8 @@ impl Matrix {
         self.0.memory.pitch
     }
 
-    /// Overwrites the matrix with the values of `source`, a matrix or a tensor of the same shape and type. The copy runs
-    /// after this rank's earlier operations and before its later ones.
+    /// Overwrites the matrix with the values of `source`, a matrix or a tensor of the same shape and type. The copy
+    /// runs after this rank's earlier operations and before its later ones.
     fn copy_from(&self, py: Python<'_>, source: &Bound<'_, PyAny>) -> PyResult<()> {
         copy(py, source, &self.0, &[self.0.memory])
     }
@@ -209,8 +209,8 @@ impl Matrix {
         waited(py, &***group, move || unsafe { group.write(memory, bytes) })
     }
 
-    /// The matrix as a DLPack tensor, without a copy. It keeps the memory. If the matrix is made of a read-only tensor, it
-    /// is read-only too, which only versions from 1 on can say.
+    /// The matrix as a DLPack tensor, without a copy. It keeps the memory. If the matrix is made of a read-only tensor,
+    /// it is read-only too, which only versions from 1 on can say.
     ///
     /// On GPUs `stream` waits for the operations so far: a CUstream as a number, 1 for the legacy default stream, 2 for
     /// the thread's, -1 for none. Without a stream, the legacy default stream waits.

@@ -67,9 +67,9 @@ impl Scaled {
 
 /// An output that is quantised to f8e4m3, and its scales, which are f32.
 ///
-/// `scaling`: "tensor" quantises by the one scale that `scales` [1, 1] holds. "blocks" makes a scale for each 128 columns
-/// of a row, [M, ceil(N/128)], and "transposed_blocks" those in columns, [ceil(N/128), M]. With `power_of_two`, scales
-/// that are made are rounded up to powers of two.
+/// `scaling`: "tensor" quantises by the one scale that `scales` [1, 1] holds. "blocks" makes a scale for each 128
+/// columns of a row, [M, ceil(N/128)], and "transposed_blocks" those in columns, [ceil(N/128), M]. With `power_of_two`,
+/// scales that are made are rounded up to powers of two.
 #[pyclass(frozen, module = "gemmesh")]
 pub struct Quantized {
     /// The fp8 numbers.

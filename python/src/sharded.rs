@@ -12,8 +12,8 @@ use crate::matrix::{Freed, Kept, Matrix, copy, rows_of};
 
 /// A row-major matrix [M, K] of which each rank owns some rows, in memory that all ranks map.
 ///
-/// `Group.sharded` makes one. A rank writes its own rows (`shard`, `copy_from`). An operation that gathers fills the other
-/// rows, which stay there afterwards (`whole`).
+/// `Group.sharded` makes one. A rank writes its own rows (`shard`, `copy_from`). An operation that gathers fills the
+/// other rows, which stay there afterwards (`whole`).
 #[pyclass(frozen, module = "gemmesh")]
 pub struct Sharded {
     shards: Freed<Arc<RwLock<AnyShards>>>,
@@ -104,8 +104,8 @@ impl Sharded {
         set.map_err(|error| exception(py, &error, Some(self.group.rank())))
     }
 
-    /// This rank's own rows, as a matrix that may be written. If the matrix has stages, they lie in several places; then
-    /// use copy_from.
+    /// This rank's own rows, as a matrix that may be written. If the matrix has stages, they lie in several places;
+    /// then use copy_from.
     #[getter]
     fn shard(&self, py: Python<'_>) -> PyResult<Matrix> {
         Ok(Matrix(self.own_rows(py)?))
@@ -118,9 +118,9 @@ impl Sharded {
         Ok(Matrix(self.part(memory)))
     }
 
-    /// Overwrites this rank's own rows with the values of `source`, a matrix or a tensor [rows, K] of the same type. The
-    /// copy runs after this rank's earlier operations and before its later ones. If the matrix has stages, the rows of
-    /// the first stage come first.
+    /// Overwrites this rank's own rows with the values of `source`, a matrix or a tensor [rows, K] of the same type.
+    /// The copy runs after this rank's earlier operations and before its later ones. If the matrix has stages, the rows
+    /// of the first stage come first.
     fn copy_from(&self, py: Python<'_>, source: &Bound<'_, PyAny>) -> PyResult<()> {
         let (whole, blocks) = {
             let shards = self.read(py)?;

@@ -103,8 +103,8 @@ pub fn left_behind<R: Send + 'static>(
     }
 }
 
-/// Runs this program as `world` ranks. If a signal's handler raises an exception meanwhile, the ranks have 1.5 seconds to
-/// end, and the exception is raised.
+/// Runs this program as `world` ranks. If a signal's handler raises an exception meanwhile, the ranks have 1.5 seconds
+/// to end, and the exception is raised.
 pub fn launch(py: Python<'_>, world: usize, args: Option<Vec<String>>) -> PyResult<()> {
     let mut launch = Launch::new(world);
     if let Some(args) = args {

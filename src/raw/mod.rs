@@ -1,8 +1,8 @@
 //! Calls without element types and without a backend at compile time: what the packages for C and Python stand on.
 //!
 //! A [`Memory`] describes a matrix as other languages do: by address, type, extents and pitch. [`AnyGroup`] and
-//! [`AnyShards`] are a group and a sharded matrix of any backend. They check, agree and run as the typed calls do, which
-//! share their code.
+//! [`AnyShards`] are a group and a sharded matrix of any backend. They check, agree and run as the typed calls do,
+//! which share their code.
 //!
 //! Unstable, because it is for this library's own packages. Any release may change it.
 #![allow(unsafe_code)]
