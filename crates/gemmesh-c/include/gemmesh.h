@@ -227,6 +227,29 @@ typedef uint32_t gemmesh_accumulation;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+// Who moves rows between ranks.
+enum gemmesh_route
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // The library chooses.
+  GEMMESH_ROUTE_DEFAULT = 0,
+  // The copy engine of the rank that needs them.
+  GEMMESH_ROUTE_PULL = 1,
+  // The copy engine of the rank that owns them.
+  GEMMESH_ROUTE_PUSH = 2,
+  // A kernel of the rank that owns them.
+  GEMMESH_ROUTE_STORE = 3,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum gemmesh_route gemmesh_route;
+#else
+typedef uint32_t gemmesh_route;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
 // Which values of an operand of fp8 share a scale. A value is its fp8 number times its scale. Scales are f32.
 enum gemmesh_scaling_kind
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
@@ -403,6 +426,9 @@ typedef struct gemmesh_product {
   size_t weight_scaling_count;
   // For gemmesh_prepare and gemmesh_supported: how the outputs are quantised.
   struct gemmesh_quantization quantization;
+  // For gemmesh_prepare: who moves rows. All ranks give the same. A gather that pulls cannot be captured in a CUDA
+  // graph.
+  gemmesh_route route;
 } gemmesh_product;
 
 // An operand in this rank's memory.

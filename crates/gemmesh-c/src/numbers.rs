@@ -3,7 +3,9 @@
 //! The header names the enumeration instead (cbindgen.toml, `export.rename`).
 
 use gemmesh::raw::{BackendKind, ProductKind};
-use gemmesh::{Accumulation, Activation, DType, Numerics, Quantization, Scaling, WeightLayout};
+use gemmesh::{
+    Accumulation, Activation, DType, Numerics, Quantization, Route, Scaling, WeightLayout,
+};
 
 use crate::failure::{Failure, Result};
 use crate::types::*;
@@ -20,6 +22,8 @@ pub type ProductKindNumber = u32;
 pub type ActivationNumber = u32;
 /// A [`gemmesh_weight_layout`].
 pub type WeightLayoutNumber = u32;
+/// A [`gemmesh_route`].
+pub type RouteNumber = u32;
 /// A [`gemmesh_accumulation`].
 pub type AccumulationNumber = u32;
 /// A [`gemmesh_scaling_kind`].
@@ -128,6 +132,15 @@ pub(crate) fn accumulation(number: AccumulationNumber) -> Result<Accumulation> {
     meaning!(number, "the product", gemmesh_accumulation {
         GEMMESH_ACCUMULATION_PROMOTED => Accumulation::Promoted,
         GEMMESH_ACCUMULATION_FAST => Accumulation::Fast,
+    })
+}
+
+pub(crate) fn route(number: RouteNumber) -> Result<Option<Route>> {
+    meaning!(number, "the product", gemmesh_route {
+        GEMMESH_ROUTE_DEFAULT => None,
+        GEMMESH_ROUTE_PULL => Some(Route::Pull),
+        GEMMESH_ROUTE_PUSH => Some(Route::Push),
+        GEMMESH_ROUTE_STORE => Some(Route::Store),
     })
 }
 

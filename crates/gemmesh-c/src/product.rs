@@ -71,6 +71,7 @@ unsafe fn product(pointer: *const gemmesh_product) -> Result<Product> {
             weights.iter().map(of_weights).collect::<Result<_>>()?,
         ),
         quantization: numbers::quantization(asked.quantization)?,
+        route: numbers::route(asked.route)?,
         ..Product::new(
             numbers::product_kind(asked.kind)?,
             numbers::dtype("a", asked.dtype)?,

@@ -95,6 +95,20 @@ pub enum gemmesh_weight_layout {
     GEMMESH_WEIGHTS_KN = 1,
 }
 
+/// Who moves rows between ranks.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum gemmesh_route {
+    /// The library chooses.
+    GEMMESH_ROUTE_DEFAULT = 0,
+    /// The copy engine of the rank that needs them.
+    GEMMESH_ROUTE_PULL = 1,
+    /// The copy engine of the rank that owns them.
+    GEMMESH_ROUTE_PUSH = 2,
+    /// A kernel of the rank that owns them.
+    GEMMESH_ROUTE_STORE = 3,
+}
+
 /// How products of fp8 are summed on GPUs.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -293,6 +307,9 @@ pub struct gemmesh_product {
     pub weight_scaling_count: usize,
     /// For gemmesh_prepare and gemmesh_supported: how the outputs are quantised.
     pub quantization: gemmesh_quantization,
+    /// For gemmesh_prepare: who moves rows. All ranks give the same. A gather that pulls cannot be captured in a CUDA
+    /// graph.
+    pub route: RouteNumber,
 }
 
 /// The arguments of a product. gemmesh_product_call_default() returns one without arguments.

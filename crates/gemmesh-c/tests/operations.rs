@@ -61,6 +61,7 @@ fn gathered_products_add_bias_and_residual_and_activate() {
         let product = gemmesh_product {
             activation: gemmesh_activation::GEMMESH_RELU as u32,
             constant_weights: 1,
+            route: gemmesh_route::GEMMESH_ROUTE_PUSH as u32,
             ..product(gemmesh_product_kind::GEMMESH_ALL_GATHER_MATMUL, BF16)
         };
         let (mut prepared, mut lines) = (null_mut(), null());
@@ -82,6 +83,7 @@ fn gathered_products_add_bias_and_residual_and_activate() {
             ok(gemmesh_prepared_explain(prepared, &mut lines));
             let lines = CStr::from_ptr(lines).to_str().unwrap();
             assert!(lines.contains("is computed in tiles"), "{lines}");
+            assert!(lines.contains("Route::Push"), "{lines}");
         }
         let expected = |i, j| (exact(i, j, K) - 10.0).max(0.0) + 1.0;
         for repeat in 0..2 {

@@ -165,6 +165,7 @@ pub fn product(kind: gemmesh_product_kind, dtype: gemmesh_dtype) -> gemmesh_prod
         weight_scaling: null(),
         weight_scaling_count: 0,
         quantization: UNQUANTIZED,
+        route: 0,
     }
 }
 
