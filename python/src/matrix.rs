@@ -1,6 +1,7 @@
 //! Matrices of a rank's own.
 
 use std::any::Any;
+use std::mem::ManuallyDrop;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
@@ -18,11 +19,11 @@ use crate::waiting::{enqueued, waited};
 
 /// Something that is dropped without the GIL. The last part of a group waits for the other ranks, which may be threads
 /// of this process.
-pub struct Freed<T: Send>(Option<T>);
+pub struct Freed<T: Send>(ManuallyDrop<T>);
 
 impl<T: Send> Freed<T> {
     pub fn new(value: T) -> Freed<T> {
-        Freed(Some(value))
+        Freed(ManuallyDrop::new(value))
     }
 }
 
@@ -30,10 +31,7 @@ impl<T: Send> Deref for Freed<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        match &self.0 {
-            Some(value) => value,
-            None => unreachable!("it is taken when it is dropped"),
-        }
+        &self.0
     }
 }
 
@@ -45,7 +43,8 @@ impl<T: Send + Clone> Clone for Freed<T> {
 
 impl<T: Send> Drop for Freed<T> {
     fn drop(&mut self) {
-        let Some(value) = self.0.take() else { return };
+        // SAFETY: it is taken once, because nobody uses this afterwards.
+        let value = unsafe { ManuallyDrop::take(&mut self.0) };
         // SAFETY: the functions of Python's interface are called in their order, and the value holds no Python object.
         // A library that gives a tensor back may have released the GIL without PyO3's knowledge, so PyO3 is not asked.
         unsafe {

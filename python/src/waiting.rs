@@ -2,6 +2,7 @@
 
 use std::sync::Mutex;
 use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread::Builder;
 use std::time::Duration;
 
 use gemmesh::error::called_at;
@@ -43,35 +44,51 @@ pub fn waited<R: Send>(
         let result = py.detach(|| called_at(None, call));
         return result.map_err(|error| exception(py, &error, Some(rank)));
     }
-    let (result, raised) = py.detach(|| {
-        std::thread::scope(|scope| {
-            let (done, is_done) = channel::<()>();
-            let worker = scope.spawn(move || {
-                let result = called_at(None, call);
-                drop(done);
-                result
-            });
-            let mut raised = None;
-            while is_done.recv_timeout(GLANCE) == Err(RecvTimeoutError::Timeout) {
-                if raised.is_none()
-                    && let Err(error) = Python::attach(|py| py.check_signals())
-                {
-                    group.fail(&format!("interrupted by {error}"));
-                    raised = Some(error);
-                }
-            }
-            (
-                worker
-                    .join()
-                    .unwrap_or_else(|panic| Err(panicked(rank, &*panic))),
-                raised,
-            )
-        })
-    });
+    let mut call = Some(call);
+    let beside = py.detach(|| watched(group, &mut call));
+    let (result, raised) = match (beside, call) {
+        (Some(outcome), _) => outcome,
+        // The system has no thread left. The call is made here, where no signal ends it.
+        (None, Some(call)) => (py.detach(|| called_at(None, call)), None),
+        (None, None) => (Err(panicked(rank, &"the call was lost")), None),
+    };
     match raised {
         Some(error) => Err(error),
         None => result.map_err(|error| exception(py, &error, Some(rank))),
     }
+}
+
+/// Makes a call on a thread of its own, and looks for signals meanwhile. Returns its result, and the exception of a
+/// signal's handler; or nothing if no thread can be started, and leaves the call.
+fn watched<R: Send>(
+    group: &dyn AnyGroup,
+    call: &mut Option<impl FnOnce() -> Result<R> + Send>,
+) -> Option<(Result<R>, Option<PyErr>)> {
+    let rank = group.rank();
+    std::thread::scope(|scope| {
+        let (done, is_done) = channel::<()>();
+        let work = move || {
+            let lost = || Err(panicked(rank, &"the call was lost"));
+            let result = call.take().map_or_else(lost, |call| called_at(None, call));
+            drop(done);
+            result
+        };
+        let worker = Builder::new().spawn_scoped(scope, work).ok()?;
+        let mut raised = None;
+        while is_done.recv_timeout(GLANCE) == Err(RecvTimeoutError::Timeout) {
+            if raised.is_none()
+                && let Err(error) = Python::attach(|py| py.check_signals())
+            {
+                group.fail(&format!("interrupted by {error}"));
+                raised = Some(error);
+            }
+        }
+        let result = worker.join();
+        Some((
+            result.unwrap_or_else(|panic| Err(panicked(rank, &*panic))),
+            raised,
+        ))
+    })
 }
 
 /// Makes a call before there is a group. If a signal's handler raises an exception meanwhile, the call goes on without
@@ -84,9 +101,17 @@ pub fn left_behind<R: Send + 'static>(
     let (send, receive) = channel();
     // Shared with the closure below, which must be Sync. Nobody else locks it.
     let receive = Mutex::new(receive);
-    std::thread::spawn(move || {
+    let work = move || {
         let _ = send.send(called_at(None, call));
-    });
+    };
+    if let Err(error) = Builder::new().spawn(work) {
+        let error = Error::System {
+            rank,
+            action: "start a thread that joins the ranks".into(),
+            reason: error.to_string(),
+        };
+        return Err(exception(py, &error, rank));
+    }
     loop {
         let received = py.detach(|| match receive.lock() {
             Ok(receive) => receive.recv_timeout(GLANCE),

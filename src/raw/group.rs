@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Memory;
+use super::arguments::quantized;
 use super::pipelines::{Consume, Produce};
 use super::product::{self, Prepared, PreparedFor, Product, ProductCall};
 use super::shards::{self, AnyShards, ShardsOf, Split, with_type};
@@ -565,7 +566,7 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
         // SAFETY: as this function's.
         let all = unsafe {
             RawView::at(self, "x", x).and_then(|x| {
-                let scales = product::quantized(self, scales, quantization)?;
+                let scales = quantized(self, scales, quantization)?;
                 Ok((x, RawOutput::at(self, "out", out)?, scales))
             })
         };

@@ -7,9 +7,11 @@
 //! Unstable, because it is for this library's own packages. Any release may change it.
 #![allow(unsafe_code)]
 
+mod arguments;
 mod group;
 mod kind;
 mod pipelines;
+mod planned;
 mod product;
 mod shards;
 

@@ -1,22 +1,22 @@
 //! Products of any kind, type and backend.
 
 use super::Memory;
-use super::group::{AnyBackend, AnyGroup};
+use super::arguments::{Arguments, misplaced};
+use super::group::AnyBackend;
+#[cfg(doc)]
+use super::group::AnyGroup;
+use super::planned::Bound;
 use super::shards::AnyShards;
 use crate::backend::Backend;
 use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::ops::call::{RawOutput, RawShards, RawView, require_property};
-use crate::ops::gather_product::{GatherProduct, PlannedGather, RawProduct};
-use crate::ops::own_product::{self, PlannedProduct};
-use crate::ops::partial_sums::{PlannedSums, SumOperands};
-use crate::ops::product::{Addends, ProductOptions, RawOutputs, RawWeights};
-use crate::ops::quantized::ProductOutput;
-use crate::ops::scales::{Placed as PlacedScales, RawOperand, RawShardedOperand, Scales};
-use crate::ops::sum_product::{self, PlannedAllReduce, ScatterProduct};
-use crate::ops::{Quantized, RowSplit};
-use crate::profile::span::Span;
+use crate::ops::RowSplit;
+use crate::ops::call::require_property;
+use crate::ops::gather_product::GatherProduct;
+use crate::ops::own_product;
+use crate::ops::product::{Addends, ProductOptions};
+use crate::ops::sum_product::{self, ScatterProduct};
 use crate::refusal::{self, Refusal};
 use crate::route::Route;
 use crate::schedule::{
@@ -203,168 +203,8 @@ pub trait Prepared: Send + Sync {
     }
 }
 
-/// The arguments of a call as its group takes them. They have the safety of the call that gives them.
-struct Arguments<'g, 'c, B: Backend> {
-    group: &'g Group<B>,
-    call: &'c ProductCall<'c>,
-}
-
-impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
-    fn view(&self, name: &str, memory: Memory) -> refusal::Result<RawView<'g, B>> {
-        // SAFETY: as that of the call.
-        unsafe { RawView::at(self.group, name, memory) }
-    }
-
-    fn output(&self, name: &str, memory: Memory) -> refusal::Result<RawOutput<'g, B>> {
-        // SAFETY: as that of the call.
-        unsafe { RawOutput::at(self.group, name, memory) }
-    }
-
-    /// Scales in this rank's memory. `name`: theirs in messages.
-    fn scales(&self, name: &str, memory: Memory) -> refusal::Result<RawView<'g, B>> {
-        require_f32(name, memory.dtype)?;
-        self.view(name, memory)
-    }
-
-    fn operand(
-        &self,
-        [name, scales]: [&str; 2],
-        operand: &Operand,
-    ) -> refusal::Result<RawOperand<'g, B>> {
-        let scales = match operand.scales {
-            Some((memory, scaling)) => Some(Scales::raw(self.scales(scales, memory)?, scaling)),
-            None => None,
-        };
-        Ok(RawOperand::new(self.view(name, operand.values)?, scales))
-    }
-
-    fn addends(&self) -> refusal::Result<Addends<'g, B>> {
-        let ProductCall { bias, residual, .. } = self.call;
-        Ok(Addends {
-            bias: bias.map(|bias| self.view("bias", bias)).transpose()?,
-            residual: residual
-                .map(|residual| self.view("residual", residual))
-                .transpose()?,
-        })
-    }
-
-    fn weights(&self) -> refusal::Result<RawWeights<'g, B>> {
-        let weights = self.call.weights.iter();
-        weights
-            .map(|weight| self.operand(["b", SCALES_OF_B], weight))
-            .collect()
-    }
-
-    /// The rows, which must be this rank's own.
-    fn own(&self) -> refusal::Result<RawOperand<'g, B>> {
-        match &self.call.a {
-            RowOperand::Own(own) => self.operand(["a", SCALES_OF_A], own),
-            RowOperand::Sharded(..) => Err(misplaced("a", "a matrix of this rank's own")),
-        }
-    }
-
-    /// The rows, which must be sharded.
-    fn sharded(&self) -> refusal::Result<RawShardedOperand<'g, B>> {
-        let RowOperand::Sharded(shards, scales) = &self.call.a else {
-            return Err(misplaced("a", "a sharded matrix"));
-        };
-        let scales = match scales {
-            None => None,
-            Some(ShardedScales::Own(memory, scaling)) => {
-                let scales = self.scales(SCALES_OF_A, *memory)?;
-                Some(PlacedScales::Own(Scales::raw(scales, *scaling)))
-            }
-            Some(ShardedScales::Sharded(shards, scaling)) => {
-                Some(PlacedScales::sharded(shards.raw(SCALES_OF_A)?, *scaling)?)
-            }
-        };
-        let shards = shards.raw("a")?;
-        self.group.require_same("a", shards.group)?;
-        Ok(RawShardedOperand::new(shards, scales))
-    }
-
-    fn operands(&self) -> refusal::Result<SumOperands<'g, 'g, B>> {
-        Ok(SumOperands {
-            a: self.own()?,
-            weights: self.weights()?,
-            addends: self.addends()?,
-        })
-    }
-
-    /// The outputs, which must be this rank's own.
-    fn outputs(&self) -> refusal::Result<RawOutputs<'g, B>> {
-        let Outputs::Own(outputs) = self.call.outputs else {
-            return Err(misplaced("out", "a matrix of this rank's own"));
-        };
-        let outputs = outputs.iter().map(|output| {
-            let scales = match output.scales {
-                // SAFETY: as that of the call.
-                Some((memory, how)) => Some(unsafe { quantized(self.group, memory, how)? }),
-                None => None,
-            };
-            Ok(ProductOutput::new(
-                self.output("out", output.values)?,
-                scales,
-            ))
-        });
-        outputs.collect()
-    }
-
-    /// The weights and the outputs, which must be this rank's own.
-    fn product(&self) -> refusal::Result<RawProduct<'g, 'g, B>> {
-        Ok((self.weights()?, self.outputs()?))
-    }
-
-    /// The sums, which must go to a sharded matrix.
-    fn sums(&self) -> refusal::Result<RawShards<'g, B>> {
-        match self.call.outputs {
-            Outputs::Sharded(shards) => shards.raw("out"),
-            Outputs::Own(_) => Err(misplaced("out", "a sharded matrix")),
-        }
-    }
-}
-
-const SCALES_OF_A: &str = "scales of a";
-const SCALES_OF_B: &str = "scales of b";
-const SCALES_OF_OUT: &str = "scales of out";
-
-fn require_f32(name: &str, found: DType) -> refusal::Result<()> {
-    require_property(name, "the dtype", found == DType::F32, DType::F32, found)
-}
-
-fn misplaced(argument: &str, expected: &str) -> Refusal {
-    let found = match expected {
-        "a sharded matrix" => "a matrix of this rank's own",
-        _ => "a sharded matrix",
-    };
-    Refusal::Unsuitable {
-        argument: argument.into(),
-        what: "the kind".into(),
-        expected: expected.into(),
-        found: found.into(),
-    }
-}
-
-/// Scales of an output, which are made or given as `how` says.
-///
-/// # Safety
-/// As [`RawOutput::at`].
-pub(super) unsafe fn quantized<B: Backend>(
-    group: &Group<B>,
-    memory: Memory,
-    how: Quantization,
-) -> refusal::Result<Quantized<'_, B>> {
-    require_f32(SCALES_OF_OUT, memory.dtype)?;
-    // SAFETY: as this function's.
-    unsafe {
-        let given = RawView::at(group, SCALES_OF_OUT, memory)?;
-        let made = RawOutput::at(group, SCALES_OF_OUT, memory)?;
-        Ok(Quantized::raw(given, made, how))
-    }
-}
-
 /// The error of a product that is refused. The other ranks are told, unless the product is this rank's alone.
-fn refused<B: Backend>(group: &Group<B>, kind: ProductKind, refusal: Refusal) -> Error {
+pub(super) fn refused<B: Backend>(group: &Group<B>, kind: ProductKind, refusal: Refusal) -> Error {
     match kind {
         ProductKind::Matmul => {
             let error = Refusal::of(group.rank(), kind.name())(refusal);
@@ -541,148 +381,5 @@ pub(super) fn supports<B: AnyBackend>(
             let n = only_width(&widths).map_err(judge)?;
             sum_product::supports_all_reduce(&options, group, &addends, rows, n)
         }
-    }
-}
-
-/// A planned product with the group whose calls it makes.
-struct Bound<B: Backend, P>(Group<B>, ProductKind, P);
-
-/// A product that has been planned, as it takes arguments.
-trait Planned<B: Backend>: Send + Sync {
-    fn run(
-        &self,
-        arguments: &Arguments<'_, '_, B>,
-        refuse: &dyn Fn(Refusal) -> Error,
-        trace: Option<&mut Vec<Span>>,
-    ) -> Result<()>;
-    fn explain(&self) -> String;
-    fn config(&self) -> Config;
-}
-
-impl<B: AnyBackend, P: Planned<B>> Bound<B, P> {
-    /// # Safety
-    /// As the calls of [`AnyGroup`].
-    unsafe fn call(&self, call: &ProductCall, trace: Option<&mut Vec<Span>>) -> Result<()> {
-        let Bound(group, kind, planned) = self;
-        let refuse = |refusal| refused(group, *kind, refusal);
-        planned.run(&Arguments { group, call }, &refuse, trace)
-    }
-}
-
-impl<B: AnyBackend, P: Planned<B>> Prepared for Bound<B, P> {
-    unsafe fn run(&self, call: &ProductCall) -> Result<()> {
-        // SAFETY: as this function's.
-        unsafe { self.call(call, None) }
-    }
-
-    unsafe fn run_traced(&self, call: &ProductCall) -> Result<Trace> {
-        let mut spans = Vec::new();
-        // SAFETY: as this function's.
-        unsafe { self.call(call, Some(&mut spans))? };
-        Ok(Trace::new(AnyGroup::rank(&self.0), spans))
-    }
-
-    fn explain(&self) -> String {
-        self.2.explain()
-    }
-
-    fn config(&self) -> Config {
-        self.2.config()
-    }
-}
-
-impl<B: AnyBackend> Planned<B> for PlannedProduct<B> {
-    fn run(
-        &self,
-        arguments: &Arguments<'_, '_, B>,
-        refuse: &dyn Fn(Refusal) -> Error,
-        trace: Option<&mut Vec<Span>>,
-    ) -> Result<()> {
-        if trace.is_some() {
-            let what = "a product of one rank has no trace".into();
-            return Err(refuse(Refusal::Unsupported { what }));
-        }
-        let a = arguments.own().map_err(refuse)?;
-        let addends = arguments.addends().map_err(refuse)?;
-        self.run(addends, a, arguments.product().map_err(refuse)?)
-    }
-
-    fn explain(&self) -> String {
-        self.explain().to_string()
-    }
-
-    fn config(&self) -> Config {
-        self.config()
-    }
-}
-
-impl<B: AnyBackend> Planned<B> for PlannedGather<B> {
-    fn run(
-        &self,
-        arguments: &Arguments<'_, '_, B>,
-        refuse: &dyn Fn(Refusal) -> Error,
-        trace: Option<&mut Vec<Span>>,
-    ) -> Result<()> {
-        let a = arguments.sharded().map_err(refuse)?;
-        let addends = arguments.addends().map_err(refuse)?;
-        self.run(addends, a, arguments.product().map_err(refuse)?, trace)
-    }
-
-    fn explain(&self) -> String {
-        self.explain().to_string()
-    }
-
-    fn config(&self) -> Config {
-        self.config()
-    }
-}
-
-impl<B: AnyBackend> Planned<B> for PlannedSums<B> {
-    fn run(
-        &self,
-        arguments: &Arguments<'_, '_, B>,
-        refuse: &dyn Fn(Refusal) -> Error,
-        trace: Option<&mut Vec<Span>>,
-    ) -> Result<()> {
-        let operands = arguments.operands().map_err(refuse)?;
-        match arguments.call.outputs {
-            Outputs::Own(_) => {
-                let outputs = arguments.outputs().map_err(refuse)?;
-                self.scatter(&operands, outputs, trace)
-            }
-            Outputs::Sharded(_) => {
-                let out = arguments.sums().map_err(refuse)?;
-                self.scatter_into(&operands, out, trace)
-            }
-        }
-    }
-
-    fn explain(&self) -> String {
-        self.explain().to_string()
-    }
-
-    fn config(&self) -> Config {
-        self.config()
-    }
-}
-
-impl<B: AnyBackend> Planned<B> for PlannedAllReduce<B> {
-    fn run(
-        &self,
-        arguments: &Arguments<'_, '_, B>,
-        refuse: &dyn Fn(Refusal) -> Error,
-        trace: Option<&mut Vec<Span>>,
-    ) -> Result<()> {
-        let operands = arguments.operands().map_err(refuse)?;
-        let out = arguments.sums().map_err(refuse)?;
-        self.run(&operands, out, trace)
-    }
-
-    fn explain(&self) -> String {
-        self.sums.explain().to_string()
-    }
-
-    fn config(&self) -> Config {
-        self.sums.config()
     }
 }

@@ -1,0 +1,176 @@
+//! The arguments of a product, from descriptions to what its group takes.
+
+use super::Memory;
+use super::group::AnyBackend;
+use super::product::{Operand, Outputs, ProductCall, RowOperand, ShardedScales};
+use crate::backend::Backend;
+use crate::element::DType;
+use crate::group::Group;
+use crate::ops::Quantized;
+use crate::ops::call::{RawOutput, RawShards, RawView, require_property};
+use crate::ops::gather_product::RawProduct;
+use crate::ops::partial_sums::SumOperands;
+use crate::ops::product::{Addends, RawOutputs, RawWeights};
+use crate::ops::quantized::ProductOutput;
+use crate::ops::scales::{Placed as PlacedScales, RawOperand, RawShardedOperand, Scales};
+use crate::refusal::{self, Refusal};
+use crate::schedule::Quantization;
+/// The arguments of a call as its group takes them. They have the safety of the call that gives them.
+pub(super) struct Arguments<'g, 'c, B: Backend> {
+    pub group: &'g Group<B>,
+    pub call: &'c ProductCall<'c>,
+}
+
+impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
+    fn view(&self, name: &str, memory: Memory) -> refusal::Result<RawView<'g, B>> {
+        // SAFETY: as that of the call.
+        unsafe { RawView::at(self.group, name, memory) }
+    }
+
+    fn output(&self, name: &str, memory: Memory) -> refusal::Result<RawOutput<'g, B>> {
+        // SAFETY: as that of the call.
+        unsafe { RawOutput::at(self.group, name, memory) }
+    }
+
+    /// Scales in this rank's memory. `name`: theirs in messages.
+    fn scales(&self, name: &str, memory: Memory) -> refusal::Result<RawView<'g, B>> {
+        require_f32(name, memory.dtype)?;
+        self.view(name, memory)
+    }
+
+    fn operand(
+        &self,
+        [name, scales]: [&str; 2],
+        operand: &Operand,
+    ) -> refusal::Result<RawOperand<'g, B>> {
+        let scales = match operand.scales {
+            Some((memory, scaling)) => Some(Scales::raw(self.scales(scales, memory)?, scaling)),
+            None => None,
+        };
+        Ok(RawOperand::new(self.view(name, operand.values)?, scales))
+    }
+
+    pub fn addends(&self) -> refusal::Result<Addends<'g, B>> {
+        let ProductCall { bias, residual, .. } = self.call;
+        Ok(Addends {
+            bias: bias.map(|bias| self.view("bias", bias)).transpose()?,
+            residual: residual
+                .map(|residual| self.view("residual", residual))
+                .transpose()?,
+        })
+    }
+
+    fn weights(&self) -> refusal::Result<RawWeights<'g, B>> {
+        let weights = self.call.weights.iter();
+        weights
+            .map(|weight| self.operand(["b", SCALES_OF_B], weight))
+            .collect()
+    }
+
+    /// The rows, which must be this rank's own.
+    pub fn own(&self) -> refusal::Result<RawOperand<'g, B>> {
+        match &self.call.a {
+            RowOperand::Own(own) => self.operand(["a", SCALES_OF_A], own),
+            RowOperand::Sharded(..) => Err(misplaced("a", "a matrix of this rank's own")),
+        }
+    }
+
+    /// The rows, which must be sharded.
+    pub fn sharded(&self) -> refusal::Result<RawShardedOperand<'g, B>> {
+        let RowOperand::Sharded(shards, scales) = &self.call.a else {
+            return Err(misplaced("a", "a sharded matrix"));
+        };
+        let scales = match scales {
+            None => None,
+            Some(ShardedScales::Own(memory, scaling)) => {
+                let scales = self.scales(SCALES_OF_A, *memory)?;
+                Some(PlacedScales::Own(Scales::raw(scales, *scaling)))
+            }
+            Some(ShardedScales::Sharded(shards, scaling)) => {
+                Some(PlacedScales::sharded(shards.raw(SCALES_OF_A)?, *scaling)?)
+            }
+        };
+        let shards = shards.raw("a")?;
+        self.group.require_same("a", shards.group)?;
+        Ok(RawShardedOperand::new(shards, scales))
+    }
+
+    pub fn operands(&self) -> refusal::Result<SumOperands<'g, 'g, B>> {
+        Ok(SumOperands {
+            a: self.own()?,
+            weights: self.weights()?,
+            addends: self.addends()?,
+        })
+    }
+
+    /// The outputs, which must be this rank's own.
+    pub fn outputs(&self) -> refusal::Result<RawOutputs<'g, B>> {
+        let Outputs::Own(outputs) = self.call.outputs else {
+            return Err(misplaced("out", "a matrix of this rank's own"));
+        };
+        let outputs = outputs.iter().map(|output| {
+            let scales = match output.scales {
+                // SAFETY: as that of the call.
+                Some((memory, how)) => Some(unsafe { quantized(self.group, memory, how)? }),
+                None => None,
+            };
+            Ok(ProductOutput::new(
+                self.output("out", output.values)?,
+                scales,
+            ))
+        });
+        outputs.collect()
+    }
+
+    /// The weights and the outputs, which must be this rank's own.
+    pub fn product(&self) -> refusal::Result<RawProduct<'g, 'g, B>> {
+        Ok((self.weights()?, self.outputs()?))
+    }
+
+    /// The sums, which must go to a sharded matrix.
+    pub fn sums(&self) -> refusal::Result<RawShards<'g, B>> {
+        match self.call.outputs {
+            Outputs::Sharded(shards) => shards.raw("out"),
+            Outputs::Own(_) => Err(misplaced("out", "a sharded matrix")),
+        }
+    }
+}
+
+const SCALES_OF_A: &str = "scales of a";
+const SCALES_OF_B: &str = "scales of b";
+const SCALES_OF_OUT: &str = "scales of out";
+
+fn require_f32(name: &str, found: DType) -> refusal::Result<()> {
+    require_property(name, "the dtype", found == DType::F32, DType::F32, found)
+}
+
+pub(super) fn misplaced(argument: &str, expected: &str) -> Refusal {
+    let found = match expected {
+        "a sharded matrix" => "a matrix of this rank's own",
+        _ => "a sharded matrix",
+    };
+    Refusal::Unsuitable {
+        argument: argument.into(),
+        what: "the kind".into(),
+        expected: expected.into(),
+        found: found.into(),
+    }
+}
+
+/// Scales of an output, which are made or given as `how` says.
+///
+/// # Safety
+/// As [`RawOutput::at`].
+pub(super) unsafe fn quantized<B: Backend>(
+    group: &Group<B>,
+    memory: Memory,
+    how: Quantization,
+) -> refusal::Result<Quantized<'_, B>> {
+    require_f32(SCALES_OF_OUT, memory.dtype)?;
+    // SAFETY: as this function's.
+    unsafe {
+        let given = RawView::at(group, SCALES_OF_OUT, memory)?;
+        let made = RawOutput::at(group, SCALES_OF_OUT, memory)?;
+        Ok(Quantized::raw(given, made, how))
+    }
+}
