@@ -34,6 +34,7 @@ __all__ = [
     "Scaled",
     "Prepared",
     "Sharded",
+    "TensorCalls",
     "Trace",
     "launch",
     "is_rank",
@@ -123,6 +124,25 @@ class Quantized:
 
 @final
 class Trace: ...
+
+@final
+class TensorCalls:
+    def __new__(cls, group: Group) -> TensorCalls: ...
+    def add(
+        self,
+        a: Any,
+        b: Any,
+        prepared: Prepared,
+        *,
+        rows: Sharded | None,
+        transposed: bool,
+        new: Callable[..., Any],
+        outputs: list[tuple[tuple[Any, ...], dict[str, Any]]],
+    ) -> None: ...
+    def clear(self) -> None: ...
+    def lend(self, address: int, matrix: Sharded) -> None: ...
+    def take_back(self, address: int) -> None: ...
+    def __call__(self, a: Any, b: Any) -> list[Any] | None: ...
 
 @final
 class Prepared:

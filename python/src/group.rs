@@ -38,7 +38,7 @@ impl Group {
     }
 
     /// The group, unless it is closed.
-    fn get(&self, py: Python<'_>) -> PyResult<Arc<dyn AnyGroup>> {
+    pub fn get(&self, py: Python<'_>) -> PyResult<Arc<dyn AnyGroup>> {
         let group = self.0.read().unwrap_or_else(PoisonError::into_inner);
         match &*group {
             Some(group) => Ok(Arc::clone(group)),

@@ -9,6 +9,7 @@ mod names;
 mod operands;
 mod prepared;
 mod sharded;
+mod tensor_calls;
 mod tensors;
 #[cfg(feature = "timing")]
 mod timing;
@@ -30,6 +31,8 @@ mod _native {
     use super::prepared::Prepared;
     #[pymodule_export]
     use super::sharded::Sharded;
+    #[pymodule_export]
+    use super::tensor_calls::TensorCalls;
     #[pymodule_export]
     use super::trace::Trace;
 

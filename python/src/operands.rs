@@ -259,7 +259,7 @@ pub fn is_list(object: &Bound<'_, PyAny>) -> bool {
 }
 
 /// The objects of a list or a tuple, or the one that is none.
-fn listed<'py>(object: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
+pub fn listed<'py>(object: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
     if let Ok(list) = object.cast::<PyList>() {
         return list.iter().collect();
     }

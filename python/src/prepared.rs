@@ -277,6 +277,13 @@ pub struct Prepared {
     product: Product,
 }
 
+impl Prepared {
+    /// The product.
+    pub fn planned(&self) -> &dyn raw::Prepared {
+        &**self.planned
+    }
+}
+
 #[pymethods]
 impl Prepared {
     #[pyo3(signature = (a, b, out=None, *, bias=None, residual=None))]

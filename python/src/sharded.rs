@@ -33,6 +33,32 @@ impl Sharded {
         self.shards.try_read().map_err(|_| in_use(py))
     }
 
+    /// Changes how many rows each rank owns.
+    fn split(&self, py: Python<'_>, rows: &[usize]) -> PyResult<()> {
+        let mut shards = match self.shards.try_write() {
+            Ok(shards) => shards,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return Err(in_use(py)),
+        };
+        let set = called_at(None, || shards.set_rows(rows));
+        set.map_err(|error| exception(py, &error, Some(self.group.rank())))
+    }
+
+    /// Makes each rank own so many rows.
+    pub fn split_evenly(&self, py: Python<'_>, rows: usize) -> PyResult<()> {
+        let world = self.group.world_size();
+        let [m, _] = self.read(py)?.shape();
+        match m == rows * world {
+            true => Ok(()),
+            false => self.split(py, &vec![rows; world]),
+        }
+    }
+
+    /// This rank's own rows, if they lie in one place and nobody changes them.
+    pub fn own_memory(&self, py: Python<'_>) -> Option<Memory> {
+        self.read(py).ok()?.own_rows().ok()
+    }
+
     /// What keeps the memory.
     pub fn keeper(&self) -> Keeper {
         Arc::clone(&self.shards) as Keeper
@@ -95,13 +121,7 @@ impl Sharded {
 
     /// Changes how many rows each rank owns: `rows[r]` for rank r. All ranks must give the same. The contents are lost.
     fn set_rows(&self, py: Python<'_>, rows: Vec<usize>) -> PyResult<()> {
-        let mut shards = match self.shards.try_write() {
-            Ok(shards) => shards,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return Err(in_use(py)),
-        };
-        let set = called_at(None, || shards.set_rows(&rows));
-        set.map_err(|error| exception(py, &error, Some(self.group.rank())))
+        self.split(py, &rows)
     }
 
     /// This rank's own rows, as a matrix that may be written. If the matrix has stages, they lie in several places;

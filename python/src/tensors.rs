@@ -30,7 +30,7 @@ pub struct Given {
 
 /// The table of functions of a library that gives tensors without calls of Python: `DLPackExchangeAPI`.
 #[repr(C)]
-struct Exchange {
+pub struct Exchange {
     version: [u32; 2],
     previous: *mut Exchange,
     allocate: *const c_void,
@@ -44,7 +44,7 @@ struct Exchange {
 static EXCHANGES: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
 
 /// The table of an object's type, if it has one.
-fn exchange_of(object: &Bound<'_, PyAny>) -> Option<&'static Exchange> {
+pub fn exchange_of(object: &Bound<'_, PyAny>) -> Option<&'static Exchange> {
     let class = object.get_type();
     let key = class.as_ptr() as usize;
     let known = |all: &Vec<(usize, usize)>| all.iter().find(|entry| entry.0 == key).copied();
@@ -93,16 +93,18 @@ pub fn given(
     name: &str,
     writes: bool,
 ) -> PyResult<Given> {
+    let py = object.py();
     if let Some(exchange) = exchange_of(object)
-        && let Some(memory) = exchanged(object, exchange, group, call, name)?
+        && let Some(tensor) = exchange.tensor(object)?
     {
+        let memory = exchange.memory(py, &tensor, group, [call, name])?;
+        exchange.follow(py, tensor.device, group)?;
         return Ok(Given {
             memory,
             owner: None,
         });
     }
     let tensor = managed(object, group, call, name)?;
-    let py = object.py();
     if writes && tensor.is_read_only() {
         return Err(read_only(py, group.rank(), call, name));
     }
@@ -131,45 +133,52 @@ pub fn memory_of(
     memory.map_err(|error| exception(py, &error, Some(group.rank())))
 }
 
-/// The memory of an object by its library's table, which asks for no owner. None if the table cannot say it.
-fn exchanged(
-    object: &Bound<'_, PyAny>,
-    exchange: &Exchange,
-    group: &dyn AnyGroup,
-    call: &str,
-    name: &str,
-) -> PyResult<Option<Memory>> {
-    let py = object.py();
-    let Some(tensor_of) = exchange.tensor_of else {
-        return Ok(None);
-    };
-    let mut tensor = std::mem::MaybeUninit::<DLTensor>::zeroed();
-    // SAFETY: the object is of the table's type, and the GIL is held.
-    if unsafe { tensor_of(object.as_ptr(), tensor.as_mut_ptr()) } != 0 {
-        return Err(PyErr::fetch(py));
+impl Exchange {
+    /// The tensor of an object whose type has the table. It is true as long as nobody changes the object. None if the
+    /// table cannot say it.
+    pub fn tensor(&self, object: &Bound<'_, PyAny>) -> PyResult<Option<DLTensor>> {
+        let Some(tensor_of) = self.tensor_of else {
+            return Ok(None);
+        };
+        let mut tensor = std::mem::MaybeUninit::<DLTensor>::zeroed();
+        // SAFETY: the object is of the table's type, and the GIL is held.
+        if unsafe { tensor_of(object.as_ptr(), tensor.as_mut_ptr()) } != 0 {
+            return Err(PyErr::fetch(object.py()));
+        }
+        // SAFETY: the function has succeeded, so it has written the tensor.
+        Ok(Some(unsafe { tensor.assume_init() }))
     }
-    // SAFETY: the function has succeeded, so it has written the tensor.
-    let tensor = unsafe { tensor.assume_init() };
-    // SAFETY: the tensor's library says what is true, and the object lives during the call.
-    let memory = called_at(None, || unsafe { group.memory_of(call, name, &tensor) });
-    let memory = memory.map_err(|error| exception(py, &error, Some(group.rank())))?;
-    if group.backend() == BackendKind::Cuda
-        && let Some(current_stream) = exchange.current_stream
-    {
-        let DLDevice {
-            device_type,
-            device_id,
-        } = tensor.device;
+
+    /// The memory of a tensor of the library whose object lives. `names`: those of the call and of the argument.
+    pub fn memory(
+        &self,
+        py: Python<'_>,
+        tensor: &DLTensor,
+        group: &dyn AnyGroup,
+        [call, name]: [&str; 2],
+    ) -> PyResult<Memory> {
+        // SAFETY: the tensor's library says what is true, and the object lives during the call.
+        let memory = called_at(None, || unsafe { group.memory_of(call, name, tensor) });
+        memory.map_err(|error| exception(py, &error, Some(group.rank())))
+    }
+
+    /// Makes a group on a GPU go on on the library's current stream of the device, if the table says it.
+    pub fn follow(&self, py: Python<'_>, device: DLDevice, group: &dyn AnyGroup) -> PyResult<()> {
+        let Some(current_stream) = self.current_stream else {
+            return Ok(());
+        };
+        if group.backend() == BackendKind::Host {
+            return Ok(());
+        }
         let mut stream = std::ptr::null_mut();
-        // SAFETY: the device is the tensor's.
-        if unsafe { current_stream(device_type, device_id, &mut stream) } != 0 {
+        // SAFETY: the device is that of a tensor of the library.
+        if unsafe { current_stream(device.device_type, device.device_id, &mut stream) } != 0 {
             return Err(PyErr::fetch(py));
         }
         // SAFETY: the library's streams live as long as its tensors are used.
         let set = called_at(None, || unsafe { group.set_stream(stream as usize) });
-        set.map_err(|error| exception(py, &error, Some(group.rank())))?;
+        set.map_err(|error| exception(py, &error, Some(group.rank())))
     }
-    Ok(Some(memory))
 }
 
 /// The tensor of an object, by `__dlpack__`. `call` and `name` say whose argument it is.

@@ -1,14 +1,15 @@
-"""What a call of all_gather_matmul takes on the host, through Rust and through Python: medians in microseconds.
+"""What a call takes on the host, through Rust, Python and PyTorch: medians in microseconds.
 
-It needs two GPUs and a build with the feature `timing`. Calls of all kinds are timed in one process, by turns, because a
-process's place among the cores changes all its times.
+It needs two GPUs and a build with the feature `timing`. Calls of all kinds are timed in one process, by turns, because
+a process's place among the cores changes all its times.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from typing import Callable
+from collections.abc import Callable
 
 import gemmesh
 from gemmesh import _native
@@ -17,25 +18,52 @@ M, N, K = 128, 1792, 4096
 FLIGHT, FLIGHTS = 8, 256
 
 
-def python_calls(group: gemmesh.Group) -> dict[str, Callable[[], object]]:
+Calls = dict[str, Callable[[], object]]
+
+
+def python_calls(group: gemmesh.Group) -> Calls:
+    """Calls of Python, with matrices of gemmesh."""
     a, b, out = group.sharded(M, K, "bf16"), group.zeros(N, K, "bf16"), group.zeros(M, N, "bf16")
-    prepared = group.prepare("all_gather_matmul", a, b, out)
-    calls = {
-        "Python, prepared": lambda: prepared(a, b, out),
-        "Python": lambda: group.all_gather_matmul(a, b, out),
+    wide, sums = group.zeros(M, K, "bf16"), group.zeros(M // group.world_size, N, "bf16")
+    gather = group.prepare("all_gather_matmul", a, b, out)
+    scatter = group.prepare("matmul_reduce_scatter", wide, b, sums)
+    return {
+        "gather, Python, prepared": lambda: gather(a, b, out),
+        "gather, Python": lambda: group.all_gather_matmul(a, b, out),
+        "scatter, Python, prepared": lambda: scatter(wide, b, sums),
+        "scatter, Python": lambda: group.matmul_reduce_scatter(wide, b, sums),
     }
-    try:
-        import torch
-    except ImportError:
-        return calls
+
+
+def torch_calls(group: gemmesh.Group) -> Calls:
+    """Calls with tensors of PyTorch, and operations of PyTorch, which make their outputs."""
+    import torch
+
+    import gemmesh.torch as ours
+
     device = torch.device("cuda", group.device[1])
     torch.cuda.set_device(device)
-    tb = torch.zeros(N, K, device=device, dtype=torch.bfloat16)
-    tout = torch.zeros(M, N, device=device, dtype=torch.bfloat16)
-    calls["Python, prepared, tensors of torch"] = lambda: prepared(a, tb, tout)
-    calls["Python, tensors of torch"] = lambda: group.all_gather_matmul(a, tb, tout)
-    # Whoever uses torch is on its stream.
-    group.set_stream(torch.cuda.current_stream().cuda_stream)
+    name = "host_time"
+    ours.use(name, group)
+    options = {"device": device, "dtype": torch.bfloat16}
+    b, out, wide = torch.zeros(N, K, **options), torch.zeros(M, N, **options), torch.zeros(M, K, **options)
+    rows = torch.zeros(M // group.world_size, K, **options)
+    sharded, lent = group.sharded(M, K, "bf16"), ours.empty(rows.shape, rows.dtype, name, device)
+    gather = group.prepare("all_gather_matmul", sharded, b, out)
+    ops, weight, weights = torch.ops.gemmesh, b.t(), [b.t()]
+    calls: Calls = {
+        "gather, Python, tensors, prepared": lambda: gather(sharded, b, out),
+        "gather, Python, tensors": lambda: group.all_gather_matmul(sharded, b, out),
+    }
+    for how, module in ("torch function", ours), ("torch op", ops):
+        fused, scatter = module.fused_all_gather_matmul, module.fused_matmul_reduce_scatter
+        calls[f"gather, {how}, own rows"] = lambda fused=fused: fused(lent, weights, 0, name, return_A=False)
+        calls[f"gather, {how}, rows copied"] = lambda fused=fused: fused(rows, weights, 0, name, return_A=False)
+        calls[f"scatter, {how}"] = lambda scatter=scatter: scatter(wide, weight, "sum", 0, name)
+    # What PyTorch itself takes for an output, a copy and a product.
+    calls["torch.empty_strided"] = lambda: torch.empty_strided((M, N), (N, 1), **options)
+    calls["torch.Tensor.copy_"] = lambda: wide[: rows.shape[0]].copy_(rows)
+    calls["torch.mm"] = lambda: torch.mm(wide, weight)
     return calls
 
 
@@ -46,24 +74,32 @@ def main() -> None:
         address = group.all_gather_bytes(b"host_time %d" % time.time_ns())[0].decode()
         rust = _native.RustCalls(group.rank, group.world_size, address, [M, N, K])
         calls = python_calls(group)
-        times: dict[str, list[int]] = {"Rust, prepared": [], "Rust": []} | {name: [] for name in calls}
-        clock = time.perf_counter_ns
+        with contextlib.suppress(ImportError):
+            calls |= torch_calls(group)
+        times: dict[str, list[int]] = {}
         for _ in range(FLIGHTS):
-            times["Rust, prepared"] += rust.flight(True, FLIGHT)
-            times["Rust"] += rust.flight(False, FLIGHT)
+            for operation, short in ("all_gather_matmul", "gather"), ("matmul_reduce_scatter", "scatter"):
+                for prepared, how in (True, "Rust, prepared"), (False, "Rust"):
+                    times.setdefault(f"{short}, {how}", []).extend(rust.flight(operation, prepared, FLIGHT))
             for name, call in calls.items():
-                # The device's queues are empty, and the ranks begin together.
-                group.synchronize()
-                group.barrier()
-                for _ in range(FLIGHT):
-                    begin = clock()
-                    call()
-                    times[name].append(clock() - begin)
+                times.setdefault(name, []).extend(flight(group, call))
         group.synchronize()
         for name, nanoseconds in times.items() if group.rank == 0 else ():
             # The first half warms up.
-            print(f"{name}: {statistics.median(nanoseconds[FLIGHT * FLIGHTS // 2 :]) / 1000:.2f}")
+            print(f"{name}: {statistics.median(nanoseconds[FLIGHT * FLIGHTS // 2 :]) / 1000:.2f}", flush=True)
         group.barrier()
+
+
+def flight(group: gemmesh.Group, call: Callable[[], object]) -> list[int]:
+    """The nanoseconds of some calls. The device's queues are empty, and the ranks begin together."""
+    clock, times = time.perf_counter_ns, []
+    group.synchronize()
+    group.barrier()
+    for _ in range(FLIGHT):
+        begin = clock()
+        call()
+        times.append(clock() - begin)
+    return times
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ GEMMESH_TORCH_DEVICE is cuda.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -13,13 +14,14 @@ import os
 import sys
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmesh
 import gemmesh.torch
@@ -237,6 +239,87 @@ def lent_rows_are_not_copied() -> None:
     del view
     gc.collect()
     assert freed() is None and before not in _shards.LENT
+
+
+@contextlib.contextmanager
+def without_planning() -> Iterator[None]:
+    """Operations that are not found among the calls that need no Python fail."""
+    gather, scatter = _products._gather, _products._scatter
+
+    def fail(*_: object) -> NoReturn:
+        raise AssertionError("the call was planned in Python")
+
+    _products._gather = _products._scatter = fail
+    try:
+        yield
+    finally:
+        _products._gather, _products._scatter = gather, scatter
+
+
+@case
+def planned_products_need_no_python() -> None:
+    b, b2 = weight(48, 16), weight(48, 24, seed=10)
+    wide = made(7 * world(), 48, of=rank())
+    lent = gemmesh.torch.empty((7, 48), torch.bfloat16, name(), DEVICE)
+
+    def products(a: Tensor) -> list[Tensor]:
+        full, (c, c2) = OPS.fused_all_gather_matmul(a, [b, b2], 0, name())
+        _, (d,) = OPS.fused_all_gather_matmul(a, [b.contiguous()], 0, name(), return_A=False)
+        return [full, c, c2, d, OPS.fused_matmul_reduce_scatter(wide, b, "sum", 0, name())]
+
+    for seed in range(3):
+        a = made(7, 48, of=rank(), seed=seed)
+        # Rows of a wider matrix, too, and memory that is gathered where it lies.
+        strided = made(7, 64, of=rank(), seed=seed)[:, :48].copy_(a)
+        lent.copy_(a)
+        if seed == 0:
+            products(a), products(strided), products(lent)
+        with without_planning():
+            for rows in (a, strided, lent):
+                full, c, c2, d, _ = products(rows)
+                assert torch.equal(full, gathered(7, 48, seed=seed)) and torch.equal(c, d)
+                near(c, full.double() @ b.double())
+                near(c2, full.double() @ b2.double())
+    # A different M of the same matrix, and a larger one, which is a new matrix.
+    for rows in (3, 7, 500, 7):
+        a, full = made(rows, 48, of=rank()), gathered(rows, 48)
+        near(OPS.fused_all_gather_matmul(a, [b], 0, name())[1][0], full.double() @ b.double())
+
+
+@case
+def functions_are_the_operations() -> None:
+    ours = gemmesh.torch
+    a, b = made(4, 32, of=rank()), weight(32, 16)
+    wide = made(4 * world(), 32, of=rank())
+
+    def both(module: Any, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        full, (c,) = module.fused_all_gather_matmul(a, [b], 0, name())
+        return full, c, module.fused_matmul_reduce_scatter(wide, b, "avg", 0, name())
+
+    expected = both(OPS, a, b)
+    for found in (both(ours, a, b), both(ours, torch.nn.Parameter(a, False), b)):
+        assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+    # A gradient, a compiler, a mode and a profile see the operations.
+    a.requires_grad_()
+    both(ours, a, b)[1].sum().backward()
+    assert a.grad is not None
+    a = a.detach()
+    compiled = torch.compile(lambda a, b: both(ours, a, b), fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(*each) for each in zip(compiled(a, b), expected, strict=True))
+    seen: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Seen():
+        both(ours, a, b)
+    assert {"gemmesh.fused_all_gather_matmul.default", "gemmesh.fused_matmul_reduce_scatter.default"} <= set(seen)
+    with torch.profiler.profile() as profile:
+        both(ours, a, b)
+    assert "gemmesh::fused_all_gather_matmul" in {event.key for event in profile.key_averages()}
+    refuses(Exception, "fused_all_gather_matmul", lambda: ours.fused_all_gather_matmul(a.to("meta"), [b], 0, name()))
 
 
 # fp8.

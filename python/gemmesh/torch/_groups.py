@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 
 from .. import ArgumentError, Group, MisuseError
+from .._native import TensorCalls
 from ..types import Backend
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class Joined:
 
     __slots__ = (
         "cuda",
+        "gather_calls",
         "gathers",
         "group",
         "index",
@@ -34,6 +36,7 @@ class Joined:
         "rank",
         "scaled_gathers",
         "scaled_scatters",
+        "scatter_calls",
         "scatters",
         "shards",
         "world",
@@ -55,6 +58,9 @@ class Joined:
         self.scatters: dict[tuple[Any, ...], Scatter] = {}
         self.scaled_gathers: dict[tuple[Any, ...], ScaledGather] = {}
         self.scaled_scatters: dict[tuple[Any, ...], ScaledScatter] = {}
+        #: Those of plain products, which cost the least.
+        self.gather_calls = TensorCalls(group)
+        self.scatter_calls = TensorCalls(group)
         #: Matrices that the rows of inputs are copied to, by type and K.
         self.shards: dict[tuple[torch.dtype, int], Shards] = {}
         #: What CUDA graphs use.
@@ -63,11 +69,15 @@ class Joined:
     def enter(self, *used: object) -> bool:
         """Puts later work on PyTorch's current stream. If it is captured, keeps what it uses, and returns true."""
         self.group.set_stream(_current_stream(self.index))
-        is_captured: bool = torch._C._cuda_isCurrentStreamCapturing()
+        is_captured = self.is_captured()
         if is_captured:
             for each in used:
                 self.kept[id(each)] = each
         return is_captured
+
+    def is_captured(self) -> bool:
+        """True if PyTorch captures its current stream."""
+        return self.cuda and bool(torch._C._cuda_isCurrentStreamCapturing())
 
     def is_of_now(self) -> bool:
         """False if the process group that had the name is gone."""
@@ -85,14 +95,18 @@ _ON_HOST: dict[str, Joined] = {}
 _ON_CUDA: dict[str, Joined] = {}
 
 
+def known(name: str, tensor: torch.Tensor) -> Joined | None:
+    """The group of an operation of `tensor`, if it is there."""
+    found = (_ON_CUDA if tensor.is_cuda else _ON_HOST).get(name)
+    if found is None:
+        return None
+    of = found.process_group
+    return found if of is None or _registered(name) is of else None
+
+
 def joined(name: str, tensor: torch.Tensor) -> Joined:
-    """The group of an operation of `tensor`. Collective at its first use."""
-    known = (_ON_CUDA if tensor.is_cuda else _ON_HOST).get(name)
-    if known is not None:
-        of = known.process_group
-        if of is None or _registered(name) is of:
-            return known
-    return _join(name, tensor.device)
+    """As `known`, or made. Collective at its first use."""
+    return known(name, tensor) or _join(name, tensor.device)
 
 
 def world_of(name: str) -> int:
@@ -123,9 +137,9 @@ def joined_of(group: ProcessGroup | str | None, device: torch.device | str | Non
     if device is None:
         device = "cuda" if _on_cuda(name) else "cpu"
     on = torch.device(device)
-    known = (_ON_CUDA if on.type == "cuda" else _ON_HOST).get(name)
-    if known is not None and known.is_of_now():
-        return known
+    found = (_ON_CUDA if on.type == "cuda" else _ON_HOST).get(name)
+    if found is not None and found.is_of_now():
+        return found
     return _join(name, on)
 
 
@@ -136,8 +150,8 @@ def use(group_name: str, group: Group) -> None:
     before its first operation of that name.
     """
     groups = _ON_CUDA if group.backend == "cuda" else _ON_HOST
-    known = groups.get(group_name)
-    if known is not None and known.is_of_now() and known.group is not group:
+    found = groups.get(group_name)
+    if found is not None and found.is_of_now() and found.group is not group:
         raise MisuseError(f"gemmesh.torch.use: the name {group_name!r} has a group already; use a different name")
     process_group = _registered(group_name)
     if process_group is not None:
@@ -200,9 +214,9 @@ def _join(name: str, device: torch.device) -> Joined:
     on_cuda = device.type == "cuda"
     if device.type not in ("cuda", "cpu"):
         raise ArgumentError(f"the tensor is on {device}; gemmesh has operations for cuda and cpu")
-    for known in (_ON_HOST, _ON_CUDA):
-        for old in [each for each, group in known.items() if not group.is_of_now()]:
-            del known[old]
+    for groups in (_ON_HOST, _ON_CUDA):
+        for old in [each for each, group in groups.items() if not group.is_of_now()]:
+            del groups[old]
     process_group = _registered(name)
     if process_group is None:
         raise _unknown(name)

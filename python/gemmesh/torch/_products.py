@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import ArgumentError, Group, MisuseError, Prepared, Scaled, Sharded
+from .._native import TensorCalls
 from ..types import Operation, ScalingName
-from ._groups import Joined, joined, refuse_capture
-from ._shards import LENT, Own, shards_of
+from ._groups import Joined, joined, known, refuse_capture
+from ._shards import Own, lent, shards_of
 
 #: How many weights one product takes.
 _MAX_WEIGHTS = 4
@@ -57,28 +58,28 @@ def prepare(group: Group, operation: Operation, a: Any, b: Any, out: Any, option
 class Output:
     """A contiguous tensor of a given shape, without values."""
 
-    __slots__ = ("_device", "_dtype", "_padded", "_shape", "_strides")
+    __slots__ = ("is_padded", "options", "shape")
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self._shape = tuple(shape)
-        columns = self._shape[-1]
+        extents = tuple(shape)
+        columns = extents[-1]
         # Rows on GPUs begin at multiples of 16 bytes.
         whole = 16 // dtype.itemsize if device.type == "cuda" else 1
         pitch = -(-columns // whole) * whole
-        self._padded = pitch != columns and math.prod(self._shape[:-1]) > 1
-        laid = (*self._shape[:-1], pitch) if self._padded else self._shape
-        self._strides = tuple(max(1, math.prod(laid[axis + 1 :])) for axis in range(len(laid)))
-        self._dtype = dtype
-        self._device = device
+        self.is_padded = pitch != columns and math.prod(extents[:-1]) > 1
+        laid = (*extents[:-1], pitch) if self.is_padded else extents
+        strides = tuple(max(1, math.prod(laid[axis + 1 :])) for axis in range(len(laid)))
+        #: The arguments of torch.empty_strided, which takes less time than torch.empty.
+        self.shape = (extents, strides)
+        self.options: dict[str, Any] = {"dtype": dtype, "device": device}
 
     def make(self) -> Tensor:
         """Memory for a product."""
-        # This takes less time than torch.empty.
-        return torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
+        return torch.empty_strided(*self.shape, **self.options)
 
     def made(self, out: Tensor) -> Tensor:
         """What the operation returns of the memory."""
-        return out.contiguous() if self._padded else out
+        return out.contiguous() if self.is_padded else out
 
 
 def _layout_of(b: Tensor) -> str | None:
@@ -94,18 +95,44 @@ def _layout_of(b: Tensor) -> str | None:
 class Weight:
     """How a weight [K, N] of a given layout becomes an operand."""
 
-    __slots__ = ("_dense", "_transposed", "layout")
+    __slots__ = ("is_dense", "is_transposed", "layout")
 
     def __init__(self, b: Tensor) -> None:
         layout = _layout_of(b)
-        self._dense = layout is not None
+        self.is_dense = layout is not None
         self.layout = layout or "kn"
-        self._transposed = layout == "nk"
+        self.is_transposed = layout == "nk"
 
     def of(self, b: Tensor) -> Tensor:
-        if self._transposed:
+        if self.is_transposed:
             return b.t()
-        return b if self._dense else b.contiguous()
+        return b if self.is_dense else b.contiguous()
+
+
+def keep(
+    calls: TensorCalls,
+    operands: tuple[Tensor, Sequence[Tensor]],
+    prepared: Prepared,
+    rows: Sharded | None,
+    weights: Sequence[Weight],
+    outputs: Sequence[Output],
+) -> None:
+    """Lets later calls with tensors like these need no Python, if the tensors are operands and results as they are."""
+    if all(weight.is_dense for weight in weights) and not any(output.is_padded for output in outputs):
+        calls.add(
+            *operands,
+            prepared,
+            rows=rows,
+            transposed=weights[0].is_transposed,
+            new=torch.empty_strided,
+            outputs=[(output.shape, output.options) for output in outputs],
+        )
+
+
+def copy_of(whole: Tensor, m: int, shape: Sequence[int], dim: int) -> Tensor:
+    """A copy of the m rows that have been gathered, of a shape whose first dimension then moves to `dim`."""
+    full = whole[:m].clone().view(shape)
+    return full.movedim(0, dim) if dim else full
 
 
 def strided_rows(a: Tensor) -> bool:
@@ -208,41 +235,29 @@ class Gather:
             for index in self._alone:
                 words = self._words(index)
                 self._joined.group.matmul(rows, weights[index], outputs[index], bias=biases[index], **words)
+        elif scales is None and self._dim == 0 and not is_captured and strided_rows(a):
+            self._keep(a, bs)
         outputs = [output.made(out) for output, out in zip(self._outputs, outputs, strict=True)]
         if self._dim:
             outputs = [output.movedim(0, self._dim) for output in outputs]
-        return (self._all_rows(whole) if return_a else None), outputs
+        return (copy_of(whole, self._own.m, self._shape, self._dim) if return_a else None), outputs
 
-    def one(self, a: Tensor, b: Tensor, return_a: bool) -> tuple[Tensor | None, list[Tensor]]:
-        """As a call with one weight and no scales, in less time."""
-        prepared = self._prepared
-        if prepared is None:
-            return self(a, (b,), return_a)
-        sharded, whole, is_captured = self._place(a)
-        if is_captured:
-            prepared = self._capturable()
-        output = self._outputs[0].make()
-        prepared(sharded, self._weights[0].of(b), output)
-        output = self._outputs[0].made(output)
-        if self._dim:
-            output = output.movedim(0, self._dim)
-        return (self._all_rows(whole) if return_a else None), [output]
+    def _keep(self, a: Tensor, bs: Sequence[Tensor]) -> None:
+        """Lets later calls need no Python."""
+        if self._prepared is not None:
+            into = self._own.shards.sharded
+            keep(self._joined.gather_calls, (a, bs), self._prepared, into, self._weights, self._outputs)
 
     def _place(self, a: Tensor) -> tuple[Sharded, Tensor, bool]:
         """The sharded matrix that has these rows, the memory of all its rows, and whether a graph is captured."""
         own = self._own
         if self._dim:
             a = a.movedim(self._dim, 0)
-        lent = LENT.get(a.data_ptr()) if LENT else None
-        is_captured = self._joined.cuda and self._joined.enter(self, own.shards.sharded, lent)
-        if lent is not None and lent.fits(self._joined, a):
-            return lent.sharded, lent.whole, is_captured
+        found = lent(self._joined, a)
+        is_captured = self._joined.cuda and self._joined.enter(self, own.shards.sharded, found)
+        if found is not None:
+            return found.sharded, found.whole, is_captured
         return own.put(a), own.shards.whole, is_captured
-
-    def _all_rows(self, whole: Tensor) -> Tensor:
-        """A copy of the rows that have been gathered."""
-        full = whole[: self._own.m].clone().view(self._shape)
-        return full.movedim(0, self._dim) if self._dim else full
 
     def _multiply_arriving(
         self, rows: Any, weights: Sequence[Any], outputs: Sequence[Tensor], bias: Tensor | None, is_captured: bool
@@ -283,21 +298,45 @@ NO_OPTIONS: dict[str, Any] = {}
 def all_gather_matmul(
     a: Tensor, bs: Sequence[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
+    result = direct_gather(a, bs, gather_dim, group_name, return_A)
+    return _gather(a, bs, gather_dim, group_name, return_A) if result is None else result
+
+
+def direct_gather(
+    a: Tensor, bs: Sequence[Tensor], dim: int, name: str, return_a: bool
+) -> tuple[Tensor | None, list[Tensor]] | None:
+    """As `all_gather_matmul`, if the product has been planned and needs no Python."""
+    found = known(name, a)
+    if dim != 0 or found is None or found.is_captured():
+        return None
+    products: list[Tensor] | None = found.gather_calls(a, bs)
+    if products is None:
+        return None
+    return (_copy_of_all(found, a) if return_a else None), products
+
+
+def _copy_of_all(joined: Joined, a: Tensor) -> Tensor:
+    """A copy of all ranks' rows, which have been gathered."""
+    own = lent(joined, a)
+    whole = own.whole if own else joined.shards[a.dtype, a.shape[-1]].whole
+    shape = (a.shape[0] * joined.world, *a.shape[1:])
+    return copy_of(whole, math.prod(shape[:-1]), shape, 0)
+
+
+def _gather(
+    a: Tensor, bs: Sequence[Tensor], gather_dim: int, group_name: str, return_a: bool
+) -> tuple[Tensor | None, list[Tensor]]:
     found = joined(group_name, a)
-    if len(bs) == 1:
-        b = bs[0]
-        key: tuple[Any, ...] = (gather_dim, a.shape, a.dtype, b.shape, b.stride(), b.dtype)
-    else:
-        key = (gather_dim, a.shape, a.dtype, *((b.shape, b.stride(), b.dtype) for b in bs))
+    key = (gather_dim, a.shape, a.dtype, *((b.shape, b.stride(), b.dtype) for b in bs))
     plan = found.gathers.get(key)
     if plan is None:
         check("fused_all_gather_matmul", a, bs, gather_dim, "gather_dim")
         if gather_dim == a.dim() - 1:
-            return _gather_columns(found, a, bs, return_A)
+            return _gather_columns(found, a, bs, return_a)
         refuse_capture("plan a product")
         plan = Gather(found, a, bs, gather_dim, [a.dtype] * len(bs), [NO_OPTIONS] * len(bs))
         remember(found.gathers, key, plan)
-    return plan.one(a, bs[0], return_A) if len(bs) == 1 else plan(a, bs, return_A)
+    return plan(a, bs, return_a)
 
 
 def _gather_columns(
@@ -356,8 +395,7 @@ class Scatter:
         bias: Tensor | None = None,
     ) -> Tensor:
         joined = self._joined
-        if joined.cuda:
-            joined.enter(self)
+        is_captured = joined.cuda and joined.enter(self)
         dim = self._dim
         rows: Any = a.movedim(dim, 0) if dim else a
         if not self._dense:
@@ -372,10 +410,9 @@ class Scatter:
             options = {"weight_layout": self._weight.layout, **self._options}
             prepared = prepare(joined.group, "matmul_reduce_scatter", rows, weight, out, options)
             self._prepared = prepared
-        if bias is None:
-            prepared(rows, weight, out)
-        else:
-            prepared(rows, weight, out, bias=bias)
+        prepared(rows, weight, out, bias=bias)
+        if scales is None and self._dense and dim == 0 and self._divisor == 1 and not is_captured:
+            keep(joined.scatter_calls, (a, (b,)), prepared, None, (self._weight,), (self._out,))
         out = self._out.made(out)
         if self._divisor != 1:
             out = out.div_(self._divisor).to(self._dtype)
@@ -392,6 +429,20 @@ def check_scatter(call: str, joined: Joined, extent: int, dim: int, reduce_op: s
 
 
 def matmul_reduce_scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+    result = direct_scatter(a, b, reduce_op, scatter_dim, group_name)
+    return _scatter(a, b, reduce_op, scatter_dim, group_name) if result is None else result
+
+
+def direct_scatter(a: Tensor, b: Tensor, reduce_op: str, dim: int, name: str) -> Tensor | None:
+    """As `matmul_reduce_scatter`, if the sum has been planned and needs no Python."""
+    found = known(name, a)
+    if dim != 0 or reduce_op != "sum" or found is None or found.is_captured():
+        return None
+    sums: list[Tensor] | None = found.scatter_calls(a, (b,))
+    return None if sums is None else sums[0]
+
+
+def _scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
     found = joined(group_name, a)
     key = (scatter_dim, reduce_op, a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype)
     plan = found.scatters.get(key)
@@ -403,7 +454,7 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int
         check_scatter(call, found, extent, scatter_dim, reduce_op, "scatter_dim")
         if last:
             # Columns of a product are rows of the transposed one: Bᵀ [N, K] times A [M, K].
-            columns = matmul_reduce_scatter(b.t(), a.reshape(-1, a.shape[-1]).t(), reduce_op, 0, group_name)
+            columns = _scatter(b.t(), a.reshape(-1, a.shape[-1]).t(), reduce_op, 0, group_name)
             return columns.t().contiguous().view(*a.shape[:-1], -1)
         refuse_capture("plan a product")
         plan = Scatter(found, a, b, scatter_dim, reduce_op == "avg", a.dtype, NO_OPTIONS)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Shards:
     """A sharded matrix of one type and K whose capacity grows. Every rank owns as many rows."""
 
-    __slots__ = ("_capacity", "dtype", "joined", "k", "m", "sharded", "whole")
+    __slots__ = ("_capacity", "dtype", "joined", "k", "sharded", "whole")
 
     sharded: Sharded
     #: All rows of the capacity, [capacity, K]. A different tensor after the matrix has grown.
@@ -31,9 +31,12 @@ class Shards:
         self.joined = joined
         self.dtype = dtype
         self.k = k
-        #: The rows of all ranks.
-        self.m = -1
         self._capacity = 0
+
+    @property
+    def m(self) -> int:
+        """The rows of all ranks. -1 if there is no matrix yet."""
+        return self.sharded.shape[0] if self._capacity else -1
 
     def resize(self, m: int) -> None:
         """Sets the rows of all ranks. Collective if they don't fit, and the contents are lost."""
@@ -47,8 +50,9 @@ class Shards:
             with torch.inference_mode(False):
                 self.whole = from_dlpack(sharded.whole)
             self.sharded, self._capacity = sharded, capacity
+            # Its calls have the matrix before.
+            self.joined.gather_calls.clear()
         self.sharded.set_rows([m // world] * world)
-        self.m = m
 
 
 class Own:
@@ -121,6 +125,12 @@ class Lent:
 LENT: dict[int, Lent] = {}
 
 
+def lent(joined: Joined, rows: Tensor) -> Lent | None:
+    """The matrix whose own rows these are."""
+    found = LENT.get(rows.data_ptr()) if LENT else None
+    return found if found is not None and found.fits(joined, rows) else None
+
+
 def empty(
     shape: Sequence[int],
     dtype: torch.dtype = torch.bfloat16,
@@ -147,6 +157,11 @@ def empty(
     if rows > 0:
         address = own.data_ptr()
         LENT[address] = Lent(joined, sharded, whole, own)
+        joined.gather_calls.lend(address, sharded)
         # Views share the storage, which is freed when the last of them is.
-        weakref.finalize(own.untyped_storage(), LENT.pop, address, None).atexit = False
+        weakref.finalize(own.untyped_storage(), _take_back, address).atexit = False
     return own.view(tuple(shape))
+
+
+def _take_back(address: int) -> None:
+    LENT.pop(address).joined.gather_calls.take_back(address)
