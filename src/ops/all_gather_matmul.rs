@@ -252,8 +252,9 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         weights: impl Into<Weights<'w, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let product = (weights.into().all, outputs.into().all);
-        self.product.run(self.addends, a.into().into(), product)
+        let (weights, mut outputs) = (weights.into(), outputs.into());
+        let product = (&weights.all[..], &mut outputs.all[..]);
+        self.product.run(&self.addends, &a.into().into(), product)
     }
 
     /// Plans the product of matrices like `a` with a weight of N = `n`, so that it can run many times.
@@ -275,7 +276,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     ) -> Result<Prepared<'a, B, T>> {
         let planned = self
             .product
-            .prepare(self.addends, RawShards::from(a), &n.into().0)?;
+            .prepare(&self.addends, RawShards::from(a), &n.into().0)?;
         Ok(Prepared {
             planned,
             addends: self.addends,
@@ -319,7 +320,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         n: impl Into<WeightWidths>,
     ) -> Result<()> {
         let (rows, widths) = (rows.into(), n.into().0);
-        self.product.supported(group, self.addends, &rows, &widths)
+        self.product.supported(group, &self.addends, &rows, &widths)
     }
 }
 
@@ -406,9 +407,10 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         weights: impl Into<Weights<'w, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let product = (weights.into().all, outputs.into().all);
+        let (weights, mut outputs) = (weights.into(), outputs.into());
+        let product = (&weights.all[..], &mut outputs.all[..]);
         self.planned
-            .run(self.addends, a.into().into(), product, None)
+            .run(&self.addends, &a.into().into(), product, None)
     }
 
     /// As [`Prepared::run`], and returns a trace of this rank's work.
@@ -426,9 +428,10 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     ) -> Result<Trace> {
         let a = RawShardedOperand::from(a.into());
         let mut spans = Vec::new();
-        let product = (weights.into().all, outputs.into().all);
+        let (weights, mut outputs) = (weights.into(), outputs.into());
+        let product = (&weights.all[..], &mut outputs.all[..]);
         self.planned
-            .run(self.addends, a, product, Some(&mut spans))?;
+            .run(&self.addends, &a, product, Some(&mut spans))?;
         Ok(Trace::new(a.values.group.rank(), spans))
     }
 
@@ -438,7 +441,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// As [`all_gather_matmul`].
     #[track_caller]
     pub fn gather<'w>(&self, a: impl Into<ShardedOperand<'w, B, T>>) -> Result<()> {
-        self.planned.gather(a.into().into(), None)
+        self.planned.gather(&a.into().into(), None)
     }
 
     /// Only multiplies, with the rows of `a` that this rank has gathered before. Not collective.
@@ -452,9 +455,10 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         weights: impl Into<Weights<'w, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let product = (weights.into().all, outputs.into().all);
+        let (weights, mut outputs) = (weights.into(), outputs.into());
+        let product = (&weights.all[..], &mut outputs.all[..]);
         self.planned
-            .matmul(self.addends, a.into().into(), product, None)
+            .matmul(&self.addends, &a.into().into(), product, None)
     }
 
     /// [`Prepared::gather`] and then [`Prepared::matmul`], and returns a trace of both. Collective; for pictures of what
@@ -474,11 +478,12 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         let RawShards { group, layout, .. } = a.values;
         let rank = group.rank();
         let (mut gathered, mut multiplied) = (Vec::new(), Vec::new());
-        self.planned.gather(a, Some(&mut gathered))?;
-        let product = (weights.into().all, outputs.into().all);
+        self.planned.gather(&a, Some(&mut gathered))?;
+        let (weights, mut outputs) = (weights.into(), outputs.into());
+        let product = (&weights.all[..], &mut outputs.all[..]);
         let multiplied_spans = Some(&mut multiplied);
         self.planned
-            .matmul(self.addends, a, product, multiplied_spans)?;
+            .matmul(&self.addends, &a, product, multiplied_spans)?;
         let mut trace = Trace::new(rank, gathered);
         trace.extend(Trace::new(rank, multiplied));
         // All rows are there, so the schedule does not say whose they are.
@@ -503,6 +508,6 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     #[track_caller]
     pub unsafe fn copy<'w>(&self, a: impl Into<ShardedOperand<'w, B, T>>) -> Result<()> {
         // SAFETY: as this function's.
-        unsafe { self.planned.copy(a.into().into()) }
+        unsafe { self.planned.copy(&a.into().into()) }
     }
 }

@@ -3,6 +3,7 @@
 //! it too.
 #![allow(unsafe_code)]
 
+use std::mem;
 use std::panic::Location;
 use std::sync::Arc;
 
@@ -35,8 +36,8 @@ pub struct RawView<'a, B: Backend> {
 enum RawMemory<'a, B: Backend> {
     /// From a byte on.
     View(ViewMemory<'a, B>, usize),
-    /// In memory that the caller keeps.
-    Place(Memory),
+    /// In memory that the caller keeps: the address, and the bytes from row to row.
+    Place(u64, usize),
 }
 
 // Derived, they would need a backend that can be copied.
@@ -80,12 +81,11 @@ impl<'a, B: Backend> RawView<'a, B> {
         memory: Memory,
     ) -> refusal::Result<RawView<'a, B>> {
         memory.check::<B>(argument)?;
-        let Memory { dtype, shape, .. } = memory;
         Ok(RawView {
             group,
-            dtype,
-            shape,
-            memory: RawMemory::Place(memory),
+            dtype: memory.dtype,
+            shape: memory.shape,
+            memory: RawMemory::Place(memory.address, pitch_of::<B>(&memory)),
         })
     }
 
@@ -93,19 +93,18 @@ impl<'a, B: Backend> RawView<'a, B> {
     pub fn input(&self) -> Bound<'a, B> {
         match self.memory {
             RawMemory::View(memory, offset) => memory.input(offset),
-            RawMemory::Place(memory) => place_of_memory(memory),
+            RawMemory::Place(address, pitch) => Bound::Place(address, pitch),
         }
     }
 }
 
-/// Binds memory that the caller keeps, and that has been checked.
-fn place_of_memory<'a, B: Backend>(memory: Memory) -> Bound<'a, B> {
+/// The bytes from row to row of memory that has been checked.
+fn pitch_of<B: Backend>(memory: &Memory) -> usize {
     // A single row has no pitch of its own.
-    let pitch = match memory.shape[0] {
+    match memory.shape[0] {
         0 | 1 => memory.width().next_multiple_of(B::ROW_ALIGNMENT.max(1)),
         _ => memory.pitch,
-    };
-    Bound::Place(memory.address, pitch)
+    }
 }
 
 /// A matrix of this rank's own that an operation writes.
@@ -138,13 +137,17 @@ impl<'a, B: Backend> RawOutput<'a, B> {
         memory: Memory,
     ) -> refusal::Result<RawOutput<'a, B>> {
         memory.check::<B>(argument)?;
-        let Memory { dtype, shape, .. } = memory;
         Ok(RawOutput {
             group,
-            dtype,
-            shape,
-            bound: place_of_memory(memory),
+            dtype: memory.dtype,
+            shape: memory.shape,
+            bound: Bound::Place(memory.address, pitch_of::<B>(&memory)),
         })
+    }
+
+    /// Takes the memory, to bind it. None is left.
+    pub fn take_bound(&mut self) -> Bound<'a, B> {
+        mem::replace(&mut self.bound, Bound::Nothing)
     }
 }
 

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use super::call::{self, Added, Arguments, RawShards, require_same_group};
 use super::product::{
-    self, Addends, ProductOptions, RawOutputs, RawWeights, bind_outputs, bind_weights,
-    check_outputs, check_weights, product_of,
+    self, Addends, ProductOptions, RawProduct, bind_outputs, bind_weights, check_outputs,
+    check_weights, product_of,
 };
 use super::quantized::OutputForm;
 use super::row_split::{RowSplit, staged};
@@ -33,25 +33,22 @@ pub struct GatherProduct {
     pub stages: Option<usize>,
 }
 
-/// The weights and the outputs of a call.
-pub type RawProduct<'w, 'o, B> = (RawWeights<'w, B>, RawOutputs<'o, B>);
-
 impl GatherProduct {
     /// Plans the product, unless the group has its program, and runs it.
     #[track_caller]
     pub fn run<B: Backend>(
         &self,
-        addends: Addends<B>,
-        a: RawShardedOperand<B>,
-        (weights, outputs): RawProduct<'_, '_, B>,
+        addends: &Addends<B>,
+        a: &RawShardedOperand<B>,
+        (weights, outputs): RawProduct<B>,
     ) -> Result<()> {
         let (RawShards { group, layout, .. }, options) = (a.values, &self.options);
         let planned = || {
-            let widths = options.widths(group, layout.k(), &weights)?;
-            let call = options.called(a.scaling()?, &weights, OutputForm::of(&outputs)?)?;
+            let widths = options.widths(group, layout.k(), weights)?;
+            let call = options.called(a.scaling()?, weights, OutputForm::of(outputs)?)?;
             let layout = staged(a.values.layout.clone(), self.stages)?;
             let problem = options.problem::<B>(PRODUCT, layout, &widths, &call)?;
-            let program = self.program(group, &addends, &problem)?;
+            let program = self.program(group, addends, &problem)?;
             Ok((problem, program))
         };
         let (problem, program) = planned().map_err(group.refusal(PRODUCT.name()))?;
@@ -67,7 +64,7 @@ impl GatherProduct {
     #[track_caller]
     pub fn prepare<B: Backend>(
         &self,
-        addends: Addends<B>,
+        addends: &Addends<B>,
         a: RawShards<B>,
         widths: &Widths,
     ) -> Result<PlannedGather<B>> {
@@ -77,7 +74,7 @@ impl GatherProduct {
             let layout = staged(a.layout.clone(), self.stages)?;
             let call = self.options.planned();
             let problem = self.options.problem::<B>(PRODUCT, layout, widths, &call)?;
-            let program = self.program(group, &addends, &problem)?;
+            let program = self.program(group, addends, &problem)?;
             let config = Some(product_of(B::schedule(&program)).config);
             let layout = problem.layout.clone();
             let gather = Problem {
@@ -104,7 +101,7 @@ impl GatherProduct {
     pub fn supported<B: Backend>(
         &self,
         group: &Group<B>,
-        addends: Addends<B>,
+        addends: &Addends<B>,
         rows: &RowSplit,
         widths: &Widths,
     ) -> Result<()> {
@@ -176,9 +173,9 @@ impl<B: Backend> PlannedGather<B> {
     #[track_caller]
     pub fn run(
         &self,
-        addends: Addends<B>,
-        a: RawShardedOperand<B>,
-        product: RawProduct<'_, '_, B>,
+        addends: &Addends<B>,
+        a: &RawShardedOperand<B>,
+        product: RawProduct<B>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let call = self.call(&self.program);
@@ -187,18 +184,18 @@ impl<B: Backend> PlannedGather<B> {
 
     /// Only gathers. Collective.
     #[track_caller]
-    pub fn gather(&self, a: RawShardedOperand<B>, trace: Option<&mut Vec<Span>>) -> Result<()> {
+    pub fn gather(&self, a: &RawShardedOperand<B>, trace: Option<&mut Vec<Span>>) -> Result<()> {
         let call = self.call(&self.gather);
-        call.collective(Addends::default(), a, None, trace)
+        call.collective(&Addends::default(), a, None, trace)
     }
 
     /// Only multiplies, with rows that have been gathered.
     #[track_caller]
     pub fn matmul(
         &self,
-        addends: Addends<B>,
-        a: RawShardedOperand<B>,
-        product: RawProduct<'_, '_, B>,
+        addends: &Addends<B>,
+        a: &RawShardedOperand<B>,
+        product: RawProduct<B>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let call = self.call(&self.multiply);
@@ -210,7 +207,7 @@ impl<B: Backend> PlannedGather<B> {
     /// # Safety
     /// Until the copy has ended, no other rank writes its own rows of this matrix.
     #[track_caller]
-    pub unsafe fn copy(&self, a: RawShardedOperand<B>) -> Result<()> {
+    pub unsafe fn copy(&self, a: &RawShardedOperand<B>) -> Result<()> {
         let Problem { layout, beside, .. } = self.problem.clone();
         let problem = Problem {
             beside,
@@ -219,7 +216,7 @@ impl<B: Backend> PlannedGather<B> {
         let program = self.group.program(problem, Some(self.config()));
         let program = program.map_err(Refusal::of(self.group.rank(), COPY.name()))?;
         let call = self.call(&program);
-        call.alone(COPY, Addends::default(), a, None, None)
+        call.alone(COPY, &Addends::default(), a, None, None)
     }
 
     fn call<'c>(&'c self, program: &'c Arc<B::Program>) -> GatherCall<'c, B> {
@@ -245,15 +242,15 @@ impl<B: Backend> GatherCall<'_, B> {
     #[track_caller]
     fn collective(
         &self,
-        addends: Addends<B>,
-        a: RawShardedOperand<B>,
-        product: Option<RawProduct<'_, '_, B>>,
+        addends: &Addends<B>,
+        a: &RawShardedOperand<B>,
+        product: Option<RawProduct<B>>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let Some(agreed) = B::schedule(self.program).agreed() else {
             return self.alone(PRODUCT, addends, a, product, None);
         };
-        self.check(&addends, a, product.as_ref())
+        self.check(addends, a, product.as_ref())
             .map_err(a.values.group.refusal(agreed.name()))?;
         self.launch(addends, a, product, trace)
     }
@@ -263,12 +260,12 @@ impl<B: Backend> GatherCall<'_, B> {
     fn alone(
         &self,
         operation: Operation,
-        addends: Addends<B>,
-        a: RawShardedOperand<B>,
-        product: Option<RawProduct<'_, '_, B>>,
+        addends: &Addends<B>,
+        a: &RawShardedOperand<B>,
+        product: Option<RawProduct<B>>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let checked = self.check(&addends, a, product.as_ref());
+        let checked = self.check(addends, a, product.as_ref());
         a.values.group.judged(operation.name(), checked)?;
         self.launch(addends, a, product, trace)
     }
@@ -276,16 +273,16 @@ impl<B: Backend> GatherCall<'_, B> {
     #[track_caller]
     fn launch(
         &self,
-        addends: Addends<B>,
-        a: RawShardedOperand<B>,
-        product: Option<RawProduct<'_, '_, B>>,
+        addends: &Addends<B>,
+        a: &RawShardedOperand<B>,
+        product: Option<RawProduct<B>>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let mut bound = [const { Bound::Nothing }; MATRICES];
         a.bind(&mut bound);
         addends.bind(&mut bound);
         if let Some((weights, outputs)) = product {
-            bind_weights(&mut bound, &weights);
+            bind_weights(&mut bound, weights);
             bind_outputs(&mut bound, outputs);
         }
         let arguments = Arguments {
@@ -301,8 +298,8 @@ impl<B: Backend> GatherCall<'_, B> {
     fn check(
         &self,
         addends: &Addends<B>,
-        a: RawShardedOperand<B>,
-        product: Option<&RawProduct<'_, '_, B>>,
+        a: &RawShardedOperand<B>,
+        product: Option<&RawProduct<B>>,
     ) -> refusal::Result<()> {
         let (group, problem) = (a.values.group, self.problem);
         let layout = &problem.layout;

@@ -191,8 +191,9 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         weights: impl Into<Weights<'m, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let product = (weights.into().all, outputs.into().all);
-        own_product::run(&self.options, self.addends, a.into().into(), product)
+        let (weights, mut outputs) = (weights.into(), outputs.into());
+        let product = (&weights.all[..], &mut outputs.all[..]);
+        own_product::run(&self.options, &self.addends, &a.into().into(), product)
     }
 
     /// Plans products of a matrix [m, k] with a weight of N = `n`, so that they can run many times.
@@ -212,10 +213,10 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         shape: [usize; 2],
         n: impl Into<WeightWidths>,
     ) -> Result<PreparedMatmul<'a, B, T>> {
-        let (options, addends) = (&self.options, self.addends);
+        let (options, addends) = (&self.options, &self.addends);
         Ok(PreparedMatmul {
             planned: own_product::prepare(options, group, addends, shape, &n.into().0)?,
-            addends,
+            addends: *addends,
             element: PhantomData,
         })
     }
@@ -253,7 +254,7 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         shape: [usize; 2],
         n: impl Into<WeightWidths>,
     ) -> Result<()> {
-        own_product::supported(&self.options, group, self.addends, shape, &n.into().0)
+        own_product::supported(&self.options, group, &self.addends, shape, &n.into().0)
     }
 }
 
@@ -323,7 +324,8 @@ impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
         weights: impl Into<Weights<'m, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let product = (weights.into().all, outputs.into().all);
-        self.planned.run(self.addends, a.into().into(), product)
+        let (weights, mut outputs) = (weights.into(), outputs.into());
+        let product = (&weights.all[..], &mut outputs.all[..]);
+        self.planned.run(&self.addends, &a.into().into(), product)
     }
 }

@@ -192,7 +192,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         out: &mut ShardedMatrix<B, O>,
     ) -> Result<()> {
         let operands = operands(a, b, self.addends);
-        sum_product::all_reduce(&self.options, operands, (&*out).into())
+        sum_product::all_reduce(&self.options, &operands, (&*out).into())
     }
 
     /// Plans the sums for matrices like `a` and outputs like `out`, so that they can run many times.

@@ -238,7 +238,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         out: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
         let operands = operands(a, b, self.addends);
-        self.product.run(operands, out.into().all)
+        self.product.run(&operands, &mut out.into().all)
     }
 
     /// As [`MatmulReduceScatter::run`], but writes the sums into this rank's own rows of a sharded matrix.
@@ -257,7 +257,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         out: &mut ShardedMatrix<B, O>,
     ) -> Result<()> {
         let operands = operands(a, b, self.addends);
-        self.product.run_into(operands, RawShards::from(&*out))
+        self.product.run_into(&operands, RawShards::from(&*out))
     }
 
     /// Plans the sum for matrices like `a` and weights of N = `n`, so that it can run many times.
@@ -382,7 +382,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         out: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
         let operands = operands(a, b, self.addends);
-        self.planned.scatter(&operands, out.into().all, None)
+        self.planned.scatter(&operands, &mut out.into().all, None)
     }
 
     /// As [`PreparedReduceScatter::run`], and returns a trace of this rank's work.
@@ -402,7 +402,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         let mut spans = Vec::new();
         let operands = operands(a, b, self.addends);
         self.planned
-            .scatter(&operands, out.into().all, Some(&mut spans))?;
+            .scatter(&operands, &mut out.into().all, Some(&mut spans))?;
         Ok(Trace::new(self.planned.group().rank(), spans))
     }
 
@@ -456,10 +456,10 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     #[doc(hidden)]
     #[track_caller]
     pub fn reduce_scatter<O: OutputOf<T>>(&self, out: &mut Matrix<B, O>) -> Result<()> {
-        let out = Outputs::<B, T>::from(out).all;
+        let mut out = Outputs::<B, T>::from(out).all;
         let checked = self.planned.check_out(&out);
         checked.map_err(Refusal::of(self.planned.group().rank(), "reduce_scatter"))?;
-        self.planned.reduce(&self.addends, only(out), &[])
+        self.planned.reduce(&self.addends, only(&mut out), &[])
     }
 
     /// Copies the other ranks' partials of this rank's rows without notifying them. Not collective; for benchmarks,

@@ -7,8 +7,8 @@ use smallvec::smallvec;
 
 use super::call::RawView;
 use super::product::{RawOutputs, RawWeights};
-use super::quantized::{ProductOutput, QuantizedOutput};
-use super::scales::{Operand, RawOperand};
+use super::quantized::QuantizedOutput;
+use super::scales::Operand;
 use crate::backend::Backend;
 use crate::element::{AddendOf, DType, Element, OutputOf, Value, WeightOf};
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut};
@@ -70,11 +70,15 @@ macro_rules! weights_of {
 
         impl<'a, B: Backend, T: Element, W: WeightOf<T>> FromIterator<$one> for Weights<'a, B, T> {
             fn from_iter<I: IntoIterator<Item = $one>>(weights: I) -> Self {
-                let weights = weights.into_iter().map(Operand::from);
-                Weights {
-                    all: weights.map(RawOperand::from).collect(),
+                let mut collected = Weights {
+                    all: RawWeights::new(),
                     rows: PhantomData,
+                };
+                // `collect` would move the whole list.
+                for weight in weights {
+                    collected.all.push(Operand::from(weight).into());
                 }
+                collected
             }
         }
     )+};
@@ -237,10 +241,15 @@ macro_rules! outputs_of {
             for Outputs<'a, B, T>
         {
             fn from_iter<I: IntoIterator<Item = $one>>(outputs: I) -> Self {
-                Outputs {
-                    all: outputs.into_iter().map(ProductOutput::from).collect(),
+                let mut collected = Outputs {
+                    all: RawOutputs::new(),
                     element: PhantomData,
+                };
+                // `collect` would move the whole list.
+                for out in outputs {
+                    collected.all.push(out.into());
                 }
+                collected
             }
         }
     };

@@ -6,9 +6,8 @@ use std::sync::Arc;
 use super::call::{
     self, Added, Arguments, RawView, require_dtype, require_same_group, require_shape,
 };
-use super::gather_product::RawProduct;
 use super::product::{
-    self, Addends, CallForm, ProductOptions, bind_outputs, bind_weights, check_outputs,
+    self, Addends, CallForm, ProductOptions, RawProduct, bind_outputs, bind_weights, check_outputs,
     check_weights, product_of,
 };
 use super::quantized::OutputForm;
@@ -28,16 +27,16 @@ const OPERATION: Operation = Operation::Matmul;
 #[track_caller]
 pub fn run<B: Backend>(
     options: &ProductOptions,
-    addends: Addends<B>,
-    a: RawOperand<B>,
-    product: RawProduct<'_, '_, B>,
+    addends: &Addends<B>,
+    a: &RawOperand<B>,
+    product: RawProduct<B>,
 ) -> Result<()> {
     let RawView { group, shape, .. } = a.values;
     let (weights, outputs) = &product;
     let plan = || {
         let call = options.called(a.scaling()?, weights, OutputForm::of(outputs)?)?;
         let widths = options.widths(group, shape[1], weights)?;
-        plan(options, group, &addends, shape, &widths, &call)
+        plan(options, group, addends, shape, &widths, &call)
     };
     let planned = group.judged(OPERATION.name(), plan())?;
     planned.run(addends, a, product)
@@ -48,13 +47,13 @@ pub fn run<B: Backend>(
 pub fn prepare<B: Backend>(
     options: &ProductOptions,
     group: &Group<B>,
-    addends: Addends<B>,
+    addends: &Addends<B>,
     shape: [usize; 2],
     widths: &Widths,
 ) -> Result<PlannedProduct<B>> {
     let planned = options.check_widths(widths).and_then(|()| {
         let call = options.planned();
-        plan(options, group, &addends, shape, widths, &call)
+        plan(options, group, addends, shape, widths, &call)
     });
     group.judged(OPERATION.name(), planned)
 }
@@ -64,14 +63,14 @@ pub fn prepare<B: Backend>(
 pub fn supported<B: Backend>(
     options: &ProductOptions,
     group: &Group<B>,
-    addends: Addends<B>,
+    addends: &Addends<B>,
     shape: [usize; 2],
     widths: &Widths,
 ) -> Result<()> {
     let answer = || {
         options.check_widths(widths)?;
         let call = options.planned();
-        let problem = problem(options, group, &addends, shape, widths, &call)?;
+        let problem = problem(options, group, addends, shape, widths, &call)?;
         group.checked_schedule(&problem, options.config).map(drop)
     };
     group.answered(OPERATION.name(), answer())
@@ -136,17 +135,17 @@ impl<B: Backend> PlannedProduct<B> {
     #[track_caller]
     pub fn run(
         &self,
-        addends: Addends<B>,
-        a: RawOperand<B>,
-        product: RawProduct<'_, '_, B>,
+        addends: &Addends<B>,
+        a: &RawOperand<B>,
+        product: RawProduct<B>,
     ) -> Result<()> {
-        let checked = self.check(&addends, &a, &product);
+        let checked = self.check(addends, a, &product);
         self.group.judged(OPERATION.name(), checked)?;
         let (weights, outputs) = product;
         let mut bound = [const { Bound::Nothing }; MATRICES];
         a.bind(&mut bound, matrices::A, matrices::A_SCALES);
         addends.bind(&mut bound);
-        bind_weights(&mut bound, &weights);
+        bind_weights(&mut bound, weights);
         bind_outputs(&mut bound, outputs);
         let arguments = Arguments {
             matrices: &bound,
@@ -161,7 +160,7 @@ impl<B: Backend> PlannedProduct<B> {
         &self,
         addends: &Addends<B>,
         a: &RawOperand<B>,
-        (weights, outputs): &RawProduct<'_, '_, B>,
+        (weights, outputs): &RawProduct<B>,
     ) -> refusal::Result<()> {
         let (group, problem) = (&self.group, &self.problem);
         let layout = &problem.layout;

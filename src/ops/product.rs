@@ -27,6 +27,9 @@ pub type RawWeights<'a, B> = SmallVec<[RawOperand<'a, B>; MAX_WEIGHTS]>;
 /// The outputs of a product.
 pub type RawOutputs<'a, B> = SmallVec<[ProductOutput<'a, B>; MAX_WEIGHTS]>;
 
+/// The weights and the outputs of a call. They are large, so they stay where they were made.
+pub type RawProduct<'p, 'w, 'o, B> = (&'p [RawOperand<'w, B>], &'p mut [ProductOutput<'o, B>]);
+
 /// What [`MAX_WEIGHTS`] limits, in messages.
 const WEIGHTS: &str = "the number of weights of a product";
 
@@ -244,7 +247,7 @@ impl ProductOptions {
         &self,
         group: &Group<B>,
         k: usize,
-        weights: &RawWeights<B>,
+        weights: &[RawOperand<B>],
     ) -> Result<Widths> {
         self.check_count(weights.len())?;
         let widths = weights.iter().enumerate().map(|(number, weight)| {
@@ -445,12 +448,12 @@ pub fn bind_weights<'m, B: Backend>(
     }
 }
 
-/// Binds outputs.
+/// Binds outputs, which are bound to nothing else afterwards.
 pub fn bind_outputs<'m, 'o: 'm, B: Backend>(
     matrices: &mut [Bound<'m, B>; MATRICES],
-    outputs: RawOutputs<'o, B>,
+    outputs: &mut [ProductOutput<'o, B>],
 ) {
-    for (number, out) in outputs.into_iter().enumerate().take(MAX_WEIGHTS) {
+    for (number, out) in outputs.iter_mut().enumerate().take(MAX_WEIGHTS) {
         out.bind(matrices, number);
     }
 }

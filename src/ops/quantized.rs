@@ -210,13 +210,13 @@ impl<'a, B: Backend> ProductOutput<'a, B> {
         }
     }
 
-    /// Binds values and scales to the matrices of this output.
-    pub fn bind<'m>(self, matrices: &mut [Bound<'m, B>; MATRICES], number: usize)
+    /// Binds values and scales to the matrices of this output, which has none afterwards.
+    pub fn bind<'m>(&mut self, matrices: &mut [Bound<'m, B>; MATRICES], number: usize)
     where
         'a: 'm,
     {
-        matrices[OUT + number] = self.values.bound;
-        if let Some(scales) = self.scales {
+        matrices[OUT + number] = self.values.take_bound();
+        if let Some(scales) = self.scales.take() {
             matrices[OUT_SCALES + number] = scales.bound();
         }
     }

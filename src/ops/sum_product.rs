@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::call::{self, Added, Arguments, RawShards, RawView, require_same_group, require_shape};
 use super::partial_sums::{PlannedSums, SumOperands, Which, split};
-use super::product::{Addends, CallForm, ProductOptions, RawOutputs};
-use super::quantized::OutputForm;
+use super::product::{Addends, CallForm, ProductOptions};
+use super::quantized::{OutputForm, ProductOutput};
 use super::row_split::RowSplit;
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
@@ -30,20 +30,24 @@ pub struct ScatterProduct<'a> {
 impl ScatterProduct<'_> {
     /// Plans the sum, unless the group has its programs, and runs it.
     #[track_caller]
-    pub fn run<B: Backend>(&self, operands: SumOperands<B>, out: RawOutputs<B>) -> Result<()> {
+    pub fn run<B: Backend>(
+        &self,
+        operands: &SumOperands<B>,
+        out: &mut [ProductOutput<B>],
+    ) -> Result<()> {
         let RawView { group, shape, .. } = operands.a.values;
         let plan = || {
-            let call = operands.called(&self.options, OutputForm::of(&out)?)?;
+            let call = operands.called(&self.options, OutputForm::of(out)?)?;
             let (n, layout) = (operands.n(&self.options)?, self.layout(group, shape)?);
             self.plan(group, &operands.addends, n, layout, &call)
         };
         let planned = plan().map_err(group.refusal(Which::Own.name()))?;
-        planned.scatter(&operands, out, None)
+        planned.scatter(operands, out, None)
     }
 
     /// As [`ScatterProduct::run`], into this rank's own rows of `out`.
     #[track_caller]
-    pub fn run_into<B: Backend>(&self, operands: SumOperands<B>, out: RawShards<B>) -> Result<()> {
+    pub fn run_into<B: Backend>(&self, operands: &SumOperands<B>, out: RawShards<B>) -> Result<()> {
         let RawView { group, shape, .. } = operands.a.values;
         let [m, k] = shape;
         let plan = || -> refusal::Result<PlannedSums<B>> {
@@ -59,7 +63,7 @@ impl ScatterProduct<'_> {
             self.plan(group, &operands.addends, n, layout, &call)
         };
         let planned = plan().map_err(group.refusal(Which::Own.name()))?;
-        planned.scatter_into(&operands, out, None)
+        planned.scatter_into(operands, out, None)
     }
 
     /// Plans the sum for matrices [m, k] and weights of N = `n`.
@@ -119,10 +123,10 @@ impl<B: Backend> PlannedSums<B> {
     pub fn scatter(
         &self,
         operands: &SumOperands<B>,
-        out: RawOutputs<B>,
+        out: &mut [ProductOutput<B>],
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let checked = self.check_out(&out);
+        let checked = self.check_out(out);
         self.run(operands, checked, only(out), &[], trace)
     }
 
@@ -139,19 +143,17 @@ impl<B: Backend> PlannedSums<B> {
     }
 }
 
-/// The only output, which has been checked.
-pub fn only<B: Backend>(outputs: RawOutputs<B>) -> Bound<B> {
-    let mut outputs = outputs.into_iter();
-    outputs
-        .next()
-        .map_or(Bound::Nothing, |out| out.values.bound)
+/// Takes the memory of the only output, which has been checked.
+pub fn only<'o, B: Backend>(outputs: &mut [ProductOutput<'o, B>]) -> Bound<'o, B> {
+    let out = outputs.first_mut();
+    out.map_or(Bound::Nothing, |out| out.values.take_bound())
 }
 
 /// Plans a sum that all ranks get, unless the group has its programs, and runs it.
 #[track_caller]
 pub fn all_reduce<B: Backend>(
     options: &ProductOptions,
-    operands: SumOperands<B>,
+    operands: &SumOperands<B>,
     out: RawShards<B>,
 ) -> Result<()> {
     let RawView { group, shape, .. } = operands.a.values;
@@ -160,7 +162,7 @@ pub fn all_reduce<B: Backend>(
         PlannedAllReduce::plan(options, group, &operands.addends, shape, out, &call)
     };
     let planned = plan().map_err(group.refusal(Which::All.name()))?;
-    planned.run(&operands, out, None)
+    planned.run(operands, out, None)
 }
 
 /// Plans the sums of products of a matrix [m, k] for outputs like `out`.

@@ -8,7 +8,6 @@ use crate::element::DType;
 use crate::group::Group;
 use crate::ops::Quantized;
 use crate::ops::call::{RawOutput, RawShards, RawView, require_property};
-use crate::ops::gather_product::RawProduct;
 use crate::ops::partial_sums::SumOperands;
 use crate::ops::product::{Addends, RawOutputs, RawWeights};
 use crate::ops::quantized::ProductOutput;
@@ -60,11 +59,12 @@ impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
         })
     }
 
-    fn weights(&self) -> refusal::Result<RawWeights<'g, B>> {
-        let weights = self.call.weights.iter();
-        weights
-            .map(|weight| self.operand(["b", SCALES_OF_B], weight))
-            .collect()
+    /// Adds the weights to a list, which stays where it is. A list that is returned would be moved.
+    pub fn weights(&self, weights: &mut RawWeights<'g, B>) -> refusal::Result<()> {
+        for weight in self.call.weights {
+            weights.push(self.operand(["b", SCALES_OF_B], weight)?);
+        }
+        Ok(())
     }
 
     /// The rows, which must be this rank's own.
@@ -96,35 +96,32 @@ impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
     }
 
     pub fn operands(&self) -> refusal::Result<SumOperands<'g, 'g, B>> {
-        Ok(SumOperands {
+        let mut operands = SumOperands {
             a: self.own()?,
-            weights: self.weights()?,
+            weights: RawWeights::new(),
             addends: self.addends()?,
-        })
+        };
+        self.weights(&mut operands.weights)?;
+        Ok(operands)
     }
 
-    /// The outputs, which must be this rank's own.
-    pub fn outputs(&self) -> refusal::Result<RawOutputs<'g, B>> {
-        let Outputs::Own(outputs) = self.call.outputs else {
+    /// Adds the outputs, which must be this rank's own, to a list.
+    pub fn outputs(&self, outputs: &mut RawOutputs<'g, B>) -> refusal::Result<()> {
+        let Outputs::Own(all) = self.call.outputs else {
             return Err(misplaced("out", "a matrix of this rank's own"));
         };
-        let outputs = outputs.iter().map(|output| {
+        for output in all {
             let scales = match output.scales {
                 // SAFETY: as that of the call.
                 Some((memory, how)) => Some(unsafe { quantized(self.group, memory, how)? }),
                 None => None,
             };
-            Ok(ProductOutput::new(
+            outputs.push(ProductOutput::new(
                 self.output("out", output.values)?,
                 scales,
-            ))
-        });
-        outputs.collect()
-    }
-
-    /// The weights and the outputs, which must be this rank's own.
-    pub fn product(&self) -> refusal::Result<RawProduct<'g, 'g, B>> {
-        Ok((self.weights()?, self.outputs()?))
+            ));
+        }
+        Ok(())
     }
 
     /// The sums, which must go to a sharded matrix.

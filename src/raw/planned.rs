@@ -9,6 +9,7 @@ use crate::group::Group;
 use crate::ops::gather_product::PlannedGather;
 use crate::ops::own_product::PlannedProduct;
 use crate::ops::partial_sums::PlannedSums;
+use crate::ops::product::{RawOutputs, RawWeights};
 use crate::ops::sum_product::PlannedAllReduce;
 use crate::profile::span::Span;
 use crate::refusal::Refusal;
@@ -74,7 +75,10 @@ impl<B: AnyBackend> Planned<B> for PlannedProduct<B> {
         }
         let a = arguments.own().map_err(refuse)?;
         let addends = arguments.addends().map_err(refuse)?;
-        self.run(addends, a, arguments.product().map_err(refuse)?)
+        let (mut weights, mut outputs) = (RawWeights::new(), RawOutputs::new());
+        arguments.weights(&mut weights).map_err(refuse)?;
+        arguments.outputs(&mut outputs).map_err(refuse)?;
+        self.run(&addends, &a, (&weights, &mut outputs))
     }
 
     fn explain(&self) -> String {
@@ -95,7 +99,10 @@ impl<B: AnyBackend> Planned<B> for PlannedGather<B> {
     ) -> Result<()> {
         let a = arguments.sharded().map_err(refuse)?;
         let addends = arguments.addends().map_err(refuse)?;
-        self.run(addends, a, arguments.product().map_err(refuse)?, trace)
+        let (mut weights, mut outputs) = (RawWeights::new(), RawOutputs::new());
+        arguments.weights(&mut weights).map_err(refuse)?;
+        arguments.outputs(&mut outputs).map_err(refuse)?;
+        self.run(&addends, &a, (&weights, &mut outputs), trace)
     }
 
     fn explain(&self) -> String {
@@ -117,8 +124,9 @@ impl<B: AnyBackend> Planned<B> for PlannedSums<B> {
         let operands = arguments.operands().map_err(refuse)?;
         match arguments.call.outputs {
             Outputs::Own(_) => {
-                let outputs = arguments.outputs().map_err(refuse)?;
-                self.scatter(&operands, outputs, trace)
+                let mut outputs = RawOutputs::new();
+                arguments.outputs(&mut outputs).map_err(refuse)?;
+                self.scatter(&operands, &mut outputs, trace)
             }
             Outputs::Sharded(_) => {
                 let out = arguments.sums().map_err(refuse)?;

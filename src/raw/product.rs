@@ -15,7 +15,7 @@ use crate::ops::RowSplit;
 use crate::ops::call::require_property;
 use crate::ops::gather_product::GatherProduct;
 use crate::ops::own_product;
-use crate::ops::product::{Addends, ProductOptions};
+use crate::ops::product::{Addends, ProductOptions, RawOutputs, RawWeights};
 use crate::ops::sum_product::{self, ScatterProduct};
 use crate::refusal::{self, Refusal};
 use crate::route::Route;
@@ -231,18 +231,22 @@ pub(super) unsafe fn run<B: AnyBackend>(
         ProductKind::Matmul => {
             let a = arguments.own().map_err(refuse)?;
             let addends = arguments.addends().map_err(refuse)?;
-            let product = arguments.product().map_err(refuse)?;
-            own_product::run(&options, addends, a, product)
+            let (mut weights, mut outputs) = (RawWeights::new(), RawOutputs::new());
+            arguments.weights(&mut weights).map_err(refuse)?;
+            arguments.outputs(&mut outputs).map_err(refuse)?;
+            own_product::run(&options, &addends, &a, (&weights, &mut outputs))
         }
         ProductKind::AllGatherMatmul => {
             let a = arguments.sharded().map_err(refuse)?;
             let addends = arguments.addends().map_err(refuse)?;
-            let operands = arguments.product().map_err(refuse)?;
+            let (mut weights, mut outputs) = (RawWeights::new(), RawOutputs::new());
+            arguments.weights(&mut weights).map_err(refuse)?;
+            arguments.outputs(&mut outputs).map_err(refuse)?;
             let gather = GatherProduct {
                 options,
                 stages: product.stages,
             };
-            gather.run(addends, a, operands)
+            gather.run(&addends, &a, (&weights, &mut outputs))
         }
         ProductKind::MatmulReduceScatter => {
             let operands = arguments.operands().map_err(refuse)?;
@@ -252,19 +256,20 @@ pub(super) unsafe fn run<B: AnyBackend>(
             };
             match call.outputs {
                 Outputs::Own(_) => {
-                    let outputs = arguments.outputs().map_err(refuse)?;
-                    scatter.run(operands, outputs)
+                    let mut outputs = RawOutputs::new();
+                    arguments.outputs(&mut outputs).map_err(refuse)?;
+                    scatter.run(&operands, &mut outputs)
                 }
                 Outputs::Sharded(_) => {
                     let out = arguments.sums().map_err(refuse)?;
-                    scatter.run_into(operands, out)
+                    scatter.run_into(&operands, out)
                 }
             }
         }
         ProductKind::MatmulAllReduce => {
             let operands = arguments.operands().map_err(refuse)?;
             let out = arguments.sums().map_err(refuse)?;
-            sum_product::all_reduce(&options, operands, out)
+            sum_product::all_reduce(&options, &operands, out)
         }
     }
 }
@@ -312,7 +317,7 @@ fn plan<B: AnyBackend>(
     let (addends, widths) = (Addends::default(), Widths::from(widths));
     match (product.kind, rows) {
         (ProductKind::Matmul, PreparedFor::Own(shape)) => {
-            let planned = own_product::prepare(&options, group, addends, shape, &widths)?;
+            let planned = own_product::prepare(&options, group, &addends, shape, &widths)?;
             Ok(Box::new(Bound(group.clone(), product.kind, planned)))
         }
         (ProductKind::AllGatherMatmul, PreparedFor::Sharded(a)) => {
@@ -322,7 +327,7 @@ fn plan<B: AnyBackend>(
                 options,
                 stages: product.stages,
             };
-            let planned = gather.prepare(addends, a, &widths)?;
+            let planned = gather.prepare(&addends, a, &widths)?;
             Ok(Box::new(Bound(group.clone(), product.kind, planned)))
         }
         (ProductKind::MatmulReduceScatter, PreparedFor::Own(shape)) => {
@@ -361,13 +366,13 @@ pub(super) fn supports<B: AnyBackend>(
     let (addends, widths) = (Addends::default(), Widths::from(widths));
     let shape = rows.shape();
     match product.kind {
-        ProductKind::Matmul => own_product::supported(&options, group, addends, shape, &widths),
+        ProductKind::Matmul => own_product::supported(&options, group, &addends, shape, &widths),
         ProductKind::AllGatherMatmul => {
             let gather = GatherProduct {
                 options,
                 stages: product.stages,
             };
-            gather.supported(group, addends, rows, &widths)
+            gather.supported(group, &addends, rows, &widths)
         }
         ProductKind::MatmulReduceScatter => {
             let n = only_width(&widths).map_err(judge)?;

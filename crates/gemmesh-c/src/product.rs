@@ -149,17 +149,7 @@ unsafe fn output(output: &gemmesh_output) -> Result<Output> {
     })
 }
 
-/// A product's arguments as C gives them, of which the sharded matrices are held.
-struct Given {
-    a: RowsGiven,
-    // Room for the usual numbers. More would take time to move.
-    weights: SmallVec<[Operand; 2]>,
-    outputs: SmallVec<[Output; 1]>,
-    sharded_output: Option<Arc<AnyShards>>,
-    bias: Option<Memory>,
-    residual: Option<Memory>,
-}
-
+/// The rows as C gives them, of which the sharded matrices are held.
 enum RowsGiven {
     Own(Operand),
     Sharded(Arc<AnyShards>, Option<(ScalesGiven, Scaling)>),
@@ -219,58 +209,48 @@ impl RowsGiven {
     }
 }
 
-/// Converts each of these. `collect` takes several times as long, because it moves what is large.
-fn each<C, A: smallvec::Array>(
-    given: &[C],
-    convert: impl Fn(&C) -> Result<A::Item>,
-) -> Result<SmallVec<A>> {
-    let mut converted = SmallVec::new();
-    for one in given {
-        converted.push(convert(one)?);
-    }
-    Ok(converted)
-}
-
 /// Two pointers of which one must be null.
 fn only_one(argument: &str, found: &str) -> Failure {
     Failure::unsuitable(argument, "the pointer", "given once", found)
 }
 
-impl Given {
-    /// # Safety
-    /// As [`sized`], for what the call points to, too.
-    unsafe fn new(pointer: *const gemmesh_product_call) -> Result<Given> {
-        // SAFETY: as this function's, for all that the call points to.
-        unsafe {
-            let call = sized("the call", pointer)?;
-            let weights = slice("weights", call.weights, call.weight_count)?;
-            let outputs = slice("outputs", call.outputs, call.output_count)?;
-            let given = Given {
-                a: RowsGiven::new(call)?,
-                weights: each(weights, |weight| operand("b", weight))?,
-                outputs: each(outputs, |out| output(out))?,
-                sharded_output: shards_if_given("out", call.sharded_output)?,
-                bias: memory_if_given("bias", call.bias)?,
-                residual: memory_if_given("residual", call.residual)?,
-            };
-            match given.sharded_output.is_some() && !given.outputs.is_empty() {
-                true => Err(only_one("out", "outputs and sharded_output")),
-                false => Ok(given),
+/// Runs a call with its arguments as gemmesh takes them. The lists are made here and only lent, because they are large.
+///
+/// # Safety
+/// As [`sized`], for what the call points to, too.
+unsafe fn with_arguments(
+    pointer: *const gemmesh_product_call,
+    run: impl FnOnce(&ProductCall) -> Result<()>,
+) -> Result<()> {
+    // SAFETY: as this function's, for all that the call points to.
+    unsafe {
+        let call = sized("the call", pointer)?;
+        let a = RowsGiven::new(call)?;
+        let mut weights = SmallVec::<[Operand; 4]>::new();
+        for weight in slice("weights", call.weights, call.weight_count)? {
+            weights.push(operand("b", weight)?);
+        }
+        let mut outputs = SmallVec::<[Output; 4]>::new();
+        for out in slice("outputs", call.outputs, call.output_count)? {
+            outputs.push(output(out)?);
+        }
+        let sharded_output = shards_if_given("out", call.sharded_output)?;
+        let bias = memory_if_given("bias", call.bias)?;
+        let residual = memory_if_given("residual", call.residual)?;
+        let outputs = match &sharded_output {
+            Some(_) if !outputs.is_empty() => {
+                return Err(only_one("out", "outputs and sharded_output"));
             }
-        }
-    }
-
-    fn call(&self) -> ProductCall<'_> {
-        ProductCall {
-            a: self.a.operand(),
-            weights: &self.weights,
-            outputs: match &self.sharded_output {
-                Some(shards) => Outputs::Sharded(shards),
-                None => Outputs::Own(&self.outputs),
-            },
-            bias: self.bias,
-            residual: self.residual,
-        }
+            Some(shards) => Outputs::Sharded(shards),
+            None => Outputs::Own(&outputs),
+        };
+        run(&ProductCall {
+            a: a.operand(),
+            weights: &weights,
+            outputs,
+            bias,
+            residual,
+        })
     }
 }
 
@@ -300,8 +280,8 @@ pub unsafe extern "C" fn gemmesh_run(
     in_group("gemmesh_run", kind, group, |group| {
         // SAFETY: as the crate and the header's gemmesh_memory say.
         unsafe {
-            let (product, given) = (self::product(product)?, Given::new(call)?);
-            Ok(group.run(&product, &given.call())?)
+            let product = self::product(product)?;
+            with_arguments(call, |call| Ok(group.run(&product, call)?))
         }
     })
 }
@@ -362,7 +342,7 @@ pub unsafe extern "C" fn gemmesh_prepared_run(
         let planned = PREPARED.get("prepared", prepared)?;
         with(CALL, planned.is_collective, &planned.group, |_| {
             // SAFETY: as the crate and the header's gemmesh_memory say.
-            unsafe { Ok(planned.prepared.run(&Given::new(call)?.call())?) }
+            unsafe { with_arguments(call, |call| Ok(planned.prepared.run(call)?)) }
         })
     })
 }
