@@ -42,10 +42,11 @@ impl Memory {
     pub(crate) fn check<B: Backend>(&self, argument: &str) -> Result<()> {
         let [rows, columns] = self.shape;
         bytes_of_dtype(self.dtype, rows, columns)?;
+        // A power of two, so that no division is needed.
         let multiple = B::ROW_ALIGNMENT.max(self.dtype.bytes());
         let pitch = if rows > 1 { self.pitch } else { 0 };
         for (what, value) in [("address", self.address as usize), ("pitch", pitch)] {
-            if rows > 0 && !value.is_multiple_of(multiple) {
+            if rows > 0 && value & (multiple - 1) != 0 {
                 return Err(Refusal::Unaligned {
                     what: format!("the {what} of {argument}"),
                     value,

@@ -110,16 +110,17 @@ pub fn all_gather_matmul<B: Backend, T: Element, W: WeightOf<T>, O: OutputOf<T>>
 /// ```
 #[must_use = "nothing is done before it is run"]
 pub struct AllGatherMatmul<'a, B: Backend, T: Element> {
-    product: GatherProduct,
+    options: ProductOptions,
+    stages: Option<usize>,
     addends: Addends<'a, B>,
     element: PhantomData<T>,
 }
 
 impl<B: Backend, T: Element> fmt::Debug for AllGatherMatmul<'_, B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let GatherProduct { options, stages } = &self.product;
-        let stages = option("stages", *stages);
-        options.describe(f, "AllGatherMatmul", &self.addends, [stages])
+        let stages = option("stages", self.stages);
+        self.options
+            .describe(f, "AllGatherMatmul", &self.addends, [stages])
     }
 }
 
@@ -127,10 +128,8 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// Default options: no bias, and the configuration that the backend chooses.
     pub fn new() -> Self {
         AllGatherMatmul {
-            product: GatherProduct {
-                options: ProductOptions::new(T::DTYPE),
-                stages: None,
-            },
+            options: ProductOptions::new(T::DTYPE),
+            stages: None,
             addends: Addends::default(),
             element: PhantomData,
         }
@@ -146,7 +145,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
 
     /// Applies a function to each element, in f32, after the bias and before the result is rounded.
     pub fn activation(mut self, activation: Activation) -> Self {
-        self.product.options.activation = activation;
+        self.options.activation = activation;
         self
     }
 
@@ -155,13 +154,13 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// The output is `activation(a · gateᵀ) * (a · upᵀ)`, computed in f32 and rounded once. Neither product is written
     /// to memory. Both weights have the same N. A bias is [1, 2 N]; the gate's part comes first.
     pub fn gated(mut self) -> Self {
-        self.product.options.gated = true;
+        self.options.gated = true;
         self
     }
 
     /// How the weights are stored. The default is [N, K]; the other layout is [K, N].
     pub fn weight_layout(mut self, layout: WeightLayout) -> Self {
-        self.product.options.weights = layout;
+        self.options.weights = layout;
         self
     }
 
@@ -177,7 +176,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// Ranks may promise different things. The promise is of no use on the host backend, if ranks share a GPU, if the
     /// kernel's CTAs are limited, or if copies bring the rows or take the sums away.
     pub fn constant_weights(mut self) -> Self {
-        self.product.options.constant_weights = true;
+        self.options.constant_weights = true;
         self
     }
 
@@ -185,7 +184,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     ///
     /// The default is `T` if it has 16 bits, and bf16 for fp8. [`OutputOf`](crate::OutputOf) lists the others.
     pub fn output_dtype(mut self, dtype: DType) -> Self {
-        self.product.options.output_dtype = Some(dtype);
+        self.options.output_dtype = Some(dtype);
         self
     }
 
@@ -195,7 +194,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// stage the second block, and so on. The rows of the output stay in order. A matrix made by
     /// [`Group::sharded_staged`] has its own number of stages.
     pub fn stages(mut self, stages: usize) -> Self {
-        self.product.stages = Some(stages);
+        self.stages = Some(stages);
         self
     }
 
@@ -203,34 +202,41 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     ///
     /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::WeightOf) lists the others.
     pub fn weight_dtype(mut self, dtype: DType) -> Self {
-        self.product.options.weight_dtype = Some(dtype);
+        self.options.weight_dtype = Some(dtype);
         self
     }
 
     /// Makes [`AllGatherMatmul::prepare`] plan for scales of `a` and of the weights. [`AllGatherMatmul::run`] needs no
     /// such hint.
     pub fn scaling(mut self, a: Scaling, weights: impl Into<WeightScaling>) -> Self {
-        self.product.options.scaling = (a, weights.into().0);
+        self.options.scaling = (a, weights.into().0);
         self
     }
 
     /// Makes [`AllGatherMatmul::prepare`] plan for outputs that are quantised. [`AllGatherMatmul::run`] needs no such
     /// hint.
     pub fn quantization(mut self, quantization: Quantization) -> Self {
-        self.product.options.quantization = Some(quantization);
+        self.options.quantization = Some(quantization);
         self
     }
 
     /// How sums of products of fp8 are made. The default is [`Accumulation::Promoted`].
     pub fn accumulation(mut self, accumulation: Accumulation) -> Self {
-        self.product.options.accumulation = accumulation;
+        self.options.accumulation = accumulation;
         self
     }
 
     /// Uses `config` instead of the configuration that the backend would choose.
     pub fn config(mut self, config: Config) -> Self {
-        self.product.options.config = Some(config);
+        self.options.config = Some(config);
         self
+    }
+
+    fn product(&self) -> GatherProduct<'_> {
+        GatherProduct {
+            options: &self.options,
+            stages: self.stages,
+        }
     }
 
     /// Runs the product, as [`all_gather_matmul`].
@@ -254,7 +260,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     ) -> Result<()> {
         let (weights, mut outputs) = (weights.into(), outputs.into());
         let product = (&weights.all[..], &mut outputs.all[..]);
-        self.product.run(&self.addends, &a.into().into(), product)
+        self.product().run(&self.addends, &a.into().into(), product)
     }
 
     /// Plans the product of matrices like `a` with a weight of N = `n`, so that it can run many times.
@@ -275,7 +281,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         n: impl Into<WeightWidths>,
     ) -> Result<Prepared<'a, B, T>> {
         let planned = self
-            .product
+            .product()
             .prepare(&self.addends, RawShards::from(a), &n.into().0)?;
         Ok(Prepared {
             planned,
@@ -320,7 +326,8 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         n: impl Into<WeightWidths>,
     ) -> Result<()> {
         let (rows, widths) = (rows.into(), n.into().0);
-        self.product.supported(group, &self.addends, &rows, &widths)
+        self.product()
+            .supported(group, &self.addends, &rows, &widths)
     }
 }
 

@@ -27,13 +27,13 @@ const MULTIPLY: Operation = Operation::Multiply;
 const COPY: Operation = Operation::Copy;
 
 /// A product of rows that are gathered: its options.
-#[derive(Clone)]
-pub struct GatherProduct {
-    pub options: ProductOptions,
+#[derive(Clone, Copy)]
+pub struct GatherProduct<'p> {
+    pub options: &'p ProductOptions,
     pub stages: Option<usize>,
 }
 
-impl GatherProduct {
+impl GatherProduct<'_> {
     /// Plans the product, unless the group has its program, and runs it.
     #[track_caller]
     pub fn run<B: Backend>(
@@ -42,7 +42,7 @@ impl GatherProduct {
         a: &RawShardedOperand<B>,
         (weights, outputs): RawProduct<B>,
     ) -> Result<()> {
-        let (RawShards { group, layout, .. }, options) = (a.values, &self.options);
+        let (RawShards { group, layout, .. }, options) = (a.values, self.options);
         let planned = || {
             let widths = options.widths(group, layout.k(), weights)?;
             let call = options.called(a.scaling()?, weights, OutputForm::of(outputs)?)?;
@@ -107,7 +107,7 @@ impl GatherProduct {
     ) -> Result<()> {
         let answer = || {
             let layout = rows.layout(group)?;
-            let (k, options) = (layout.k(), &self.options);
+            let (k, options) = (layout.k(), self.options);
             options.check_widths(widths)?;
             let layout = staged(layout, self.stages)?;
             let problem = options.problem::<B>(PRODUCT, layout, widths, &options.planned())?;

@@ -111,16 +111,18 @@ pub fn matmul_reduce_scatter<B: Backend, T: Element, W: WeightOf<T>, O: OutputOf
 /// ```
 #[must_use = "nothing is done before it is run"]
 pub struct MatmulReduceScatter<'a, B: Backend, T: Element> {
-    product: ScatterProduct<'a>,
+    options: ProductOptions,
+    rows: Option<&'a [usize]>,
     addends: Addends<'a, B>,
     element: PhantomData<T>,
 }
 
 impl<B: Backend, T: Element> fmt::Debug for MatmulReduceScatter<'_, B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let ScatterProduct { options, rows } = &self.product;
+        let rows = self.rows;
         let rows = rows.map(|rows| format!("rows of {} ranks", rows.len()));
-        options.describe(f, "MatmulReduceScatter", &self.addends, [rows])
+        self.options
+            .describe(f, "MatmulReduceScatter", &self.addends, [rows])
     }
 }
 
@@ -128,10 +130,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// Default options: no bias, an even split, and the configuration that the backend chooses.
     pub fn new() -> Self {
         MatmulReduceScatter {
-            product: ScatterProduct {
-                options: ProductOptions::new(T::DTYPE),
-                rows: None,
-            },
+            options: ProductOptions::new(T::DTYPE),
+            rows: None,
             addends: Addends::default(),
             element: PhantomData,
         }
@@ -155,19 +155,19 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
 
     /// Applies a function to each sum, in f32, after the bias. It is never applied to a partial.
     pub fn activation(mut self, activation: Activation) -> Self {
-        self.product.options.activation = activation;
+        self.options.activation = activation;
         self
     }
 
     /// How the weights are stored. The default is [N, K]; the other layout is [K, N].
     pub fn weight_layout(mut self, layout: WeightLayout) -> Self {
-        self.product.options.weights = layout;
+        self.options.weights = layout;
         self
     }
 
     /// As [`AllGatherMatmul::constant_weights`](crate::AllGatherMatmul::constant_weights).
     pub fn constant_weights(mut self) -> Self {
-        self.product.options.constant_weights = true;
+        self.options.constant_weights = true;
         self
     }
 
@@ -175,7 +175,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     ///
     /// The default is `T` if it has 16 bits, and bf16 for fp8. [`OutputOf`](crate::OutputOf) lists the others.
     pub fn output_dtype(mut self, dtype: DType) -> Self {
-        self.product.options.output_dtype = Some(dtype);
+        self.options.output_dtype = Some(dtype);
         self
     }
 
@@ -184,20 +184,20 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     ///
     /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::WeightOf) lists the others.
     pub fn weight_dtype(mut self, dtype: DType) -> Self {
-        self.product.options.weight_dtype = Some(dtype);
+        self.options.weight_dtype = Some(dtype);
         self
     }
 
     /// Makes [`MatmulReduceScatter::prepare`] plan for scales of `a` and of the weights. [`MatmulReduceScatter::run`] needs no
     /// such hint.
     pub fn scaling(mut self, a: Scaling, weights: impl Into<WeightScaling>) -> Self {
-        self.product.options.scaling = (a, weights.into().0);
+        self.options.scaling = (a, weights.into().0);
         self
     }
 
     /// How sums of products of fp8 are made. The default is [`Accumulation::Promoted`].
     pub fn accumulation(mut self, accumulation: Accumulation) -> Self {
-        self.product.options.accumulation = accumulation;
+        self.options.accumulation = accumulation;
         self
     }
 
@@ -212,14 +212,21 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     ///
     /// By default, up to eight ranks with GPUs of their own store few rows and push many. Other groups pull.
     pub fn config(mut self, config: Config) -> Self {
-        self.product.options.config = Some(config);
+        self.options.config = Some(config);
         self
     }
 
     /// Gives rank r `rows[r]` rows of the sum, those of rank 0 first. A rank may have none.
     pub fn rows(mut self, rows: &'a [usize]) -> Self {
-        self.product.rows = Some(rows);
+        self.rows = Some(rows);
         self
+    }
+
+    fn product(&self) -> ScatterProduct<'_> {
+        ScatterProduct {
+            options: &self.options,
+            rows: self.rows,
+        }
     }
 
     /// Runs the operation, as [`matmul_reduce_scatter`].
@@ -238,7 +245,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         out: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
         let operands = operands(a, b, self.addends);
-        self.product.run(&operands, &mut out.into().all)
+        self.product().run(&operands, &mut out.into().all)
     }
 
     /// As [`MatmulReduceScatter::run`], but writes the sums into this rank's own rows of a sharded matrix.
@@ -257,7 +264,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         out: &mut ShardedMatrix<B, O>,
     ) -> Result<()> {
         let operands = operands(a, b, self.addends);
-        self.product.run_into(&operands, RawShards::from(&*out))
+        self.product().run_into(&operands, RawShards::from(&*out))
     }
 
     /// Plans the sum for matrices like `a` and weights of N = `n`, so that it can run many times.
@@ -277,7 +284,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     ) -> Result<PreparedReduceScatter<'a, B, T>> {
         let RawView { group, shape, .. } = RawOperand::from(a.into()).values;
         Ok(PreparedReduceScatter {
-            planned: self.product.prepare(group, &self.addends, shape, n)?,
+            planned: self.product().prepare(group, &self.addends, shape, n)?,
             addends: self.addends,
             element: PhantomData,
         })
@@ -307,7 +314,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// As [`MatmulReduceScatter::prepare`].
     #[track_caller]
     pub fn supported(&self, group: &Group<B>, shape: [usize; 2], n: usize) -> Result<()> {
-        self.product.supported(group, &self.addends, shape, n)
+        self.product().supported(group, &self.addends, shape, n)
     }
 }
 

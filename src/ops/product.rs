@@ -145,21 +145,34 @@ impl ProductOptions {
 
     /// What the builder says of calls that it prepares.
     pub fn planned(&self) -> CallForm {
-        let half = |otherwise| match self.dtype.is_half() {
-            true => self.dtype,
-            false => otherwise,
-        };
         CallForm {
-            weights: self.weight_dtype.unwrap_or(half(DType::F8E4M3)),
-            output: OutputForm {
-                dtype: self.output_dtype.unwrap_or(match self.quantization {
-                    Some(_) => DType::F8E4M3,
-                    None => half(DType::Bf16),
-                }),
-                quantization: self.quantization,
-            },
+            weights: self.planned_weights(),
+            output: self.planned_output(),
             a_scaling: self.scaling.0,
             b_scaling: self.scaling.1.clone(),
+        }
+    }
+
+    fn planned_weights(&self) -> DType {
+        self.weight_dtype.unwrap_or(self.half_or(DType::F8E4M3))
+    }
+
+    fn planned_output(&self) -> OutputForm {
+        let dtype = self.output_dtype.unwrap_or(match self.quantization {
+            Some(_) => DType::F8E4M3,
+            None => self.half_or(DType::Bf16),
+        });
+        OutputForm {
+            dtype,
+            quantization: self.quantization,
+        }
+    }
+
+    /// The type of the operands, if it has 16 bits.
+    fn half_or(&self, otherwise: DType) -> DType {
+        match self.dtype.is_half() {
+            true => self.dtype,
+            false => otherwise,
         }
     }
 
@@ -170,14 +183,16 @@ impl ProductOptions {
         weights: &[RawOperand<B>],
         output: Option<OutputForm>,
     ) -> Result<CallForm> {
-        let planned = self.planned();
         let weight = weights.first().map(|weight| weight.values.dtype);
-        let b_scaling = weights.iter().map(RawOperand::scaling);
+        let mut b_scaling = WeightScalings::new();
+        for weight in weights {
+            b_scaling.push(weight.scaling()?);
+        }
         Ok(CallForm {
-            weights: weight.unwrap_or(planned.weights),
-            output: output.unwrap_or(planned.output),
+            weights: weight.unwrap_or_else(|| self.planned_weights()),
+            output: output.unwrap_or_else(|| self.planned_output()),
             a_scaling,
-            b_scaling: b_scaling.collect::<Result<_>>()?,
+            b_scaling,
         })
     }
 

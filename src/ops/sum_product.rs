@@ -20,9 +20,9 @@ use crate::schedule::plan::matrices::{self, MATRICES};
 use crate::schedule::{Config, Layout, Operation, Problem, Route};
 
 /// A product whose sums are scattered: its options.
-#[derive(Clone)]
+#[derive(Clone, Copy)]
 pub struct ScatterProduct<'a> {
-    pub options: ProductOptions,
+    pub options: &'a ProductOptions,
     /// The rows that each rank gets. They are split evenly if nothing is said.
     pub rows: Option<&'a [usize]>,
 }
@@ -37,8 +37,8 @@ impl ScatterProduct<'_> {
     ) -> Result<()> {
         let RawView { group, shape, .. } = operands.a.values;
         let plan = || {
-            let call = operands.called(&self.options, OutputForm::of(out)?)?;
-            let (n, layout) = (operands.n(&self.options)?, self.layout(group, shape)?);
+            let call = operands.called(self.options, OutputForm::of(out)?)?;
+            let (n, layout) = (operands.n(self.options)?, self.layout(group, shape)?);
             self.plan(group, &operands.addends, n, layout, &call)
         };
         let planned = plan().map_err(group.refusal(Which::Own.name()))?;
@@ -51,7 +51,7 @@ impl ScatterProduct<'_> {
         let RawView { group, shape, .. } = operands.a.values;
         let [m, k] = shape;
         let plan = || -> refusal::Result<PlannedSums<B>> {
-            let n = operands.n(&self.options)?;
+            let n = operands.n(self.options)?;
             require_same_group("out", out.group, group)?;
             require_shape("out [M, N]", [m, n], out.shape())?;
             out.require_by_rank("out")?;
@@ -59,7 +59,7 @@ impl ScatterProduct<'_> {
                 Some(_) => self.layout(group, shape)?,
                 None => out.layout.of_columns(k)?,
             };
-            let call = operands.called(&self.options, Some(out.dtype.into()))?;
+            let call = operands.called(self.options, Some(out.dtype.into()))?;
             self.plan(group, &operands.addends, n, layout, &call)
         };
         let planned = plan().map_err(group.refusal(Which::Own.name()))?;
@@ -91,7 +91,7 @@ impl ScatterProduct<'_> {
     ) -> Result<()> {
         let answer = || {
             let (layout, call) = (self.layout(group, shape)?, self.options.planned());
-            let checked = Which::Own.check(&self.options, addends, group, layout, n, &call);
+            let checked = Which::Own.check(self.options, addends, group, layout, n, &call);
             checked.map(drop)
         };
         group.answered(Which::Own.name(), answer())
@@ -105,7 +105,7 @@ impl ScatterProduct<'_> {
         layout: Layout,
         call: &CallForm,
     ) -> refusal::Result<PlannedSums<B>> {
-        PlannedSums::new(&self.options, addends, Which::Own, group, layout, n, call)
+        PlannedSums::new(self.options, addends, Which::Own, group, layout, n, call)
     }
 
     /// Which rank owns which rows of the product of a matrix [m, k].

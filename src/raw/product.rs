@@ -101,12 +101,15 @@ impl Product {
         }
     }
 
-    fn options(&self) -> refusal::Result<ProductOptions> {
+    fn check(&self) -> refusal::Result<()> {
         let fits = self.dtype.is_multiplied();
         let expected = "bf16, f16, f8e4m3 or f8e5m2";
-        require_property("a", "the dtype", fits, expected, self.dtype)?;
+        require_property("a", "the dtype", fits, expected, self.dtype)
+    }
+
+    fn options(&self) -> ProductOptions {
         let (a, weights) = &self.scaling;
-        Ok(ProductOptions {
+        ProductOptions {
             activation: self.activation,
             gated: self.gated,
             weights: self.weight_layout,
@@ -117,7 +120,7 @@ impl Product {
             quantization: self.quantization,
             constant_weights: self.constant_weights,
             ..ProductOptions::new(self.dtype)
-        })
+        }
     }
 }
 
@@ -225,7 +228,8 @@ pub(super) unsafe fn run<B: AnyBackend>(
     call: &ProductCall,
 ) -> Result<()> {
     let refuse = |refusal| refused(group, product.kind, refusal);
-    let options = product.options().map_err(refuse)?;
+    product.check().map_err(refuse)?;
+    let options = product.options();
     let arguments = Arguments { group, call };
     match product.kind {
         ProductKind::Matmul => {
@@ -243,7 +247,7 @@ pub(super) unsafe fn run<B: AnyBackend>(
             arguments.weights(&mut weights).map_err(refuse)?;
             arguments.outputs(&mut outputs).map_err(refuse)?;
             let gather = GatherProduct {
-                options,
+                options: &options,
                 stages: product.stages,
             };
             gather.run(&addends, &a, (&weights, &mut outputs))
@@ -251,7 +255,7 @@ pub(super) unsafe fn run<B: AnyBackend>(
         ProductKind::MatmulReduceScatter => {
             let operands = arguments.operands().map_err(refuse)?;
             let scatter = ScatterProduct {
-                options,
+                options: &options,
                 rows: product.rows.as_deref(),
             };
             match call.outputs {
@@ -310,9 +314,10 @@ fn plan<B: AnyBackend>(
 ) -> Result<Box<dyn Prepared>> {
     let judge =
         |refusal: Refusal| -> Error { Refusal::of(group.rank(), product.kind.name())(refusal) };
+    product.check().map_err(judge)?;
     let options = ProductOptions {
         config,
-        ..product.options().map_err(judge)?
+        ..product.options()
     };
     let (addends, widths) = (Addends::default(), Widths::from(widths));
     match (product.kind, rows) {
@@ -324,7 +329,7 @@ fn plan<B: AnyBackend>(
             let a = a.raw("a").map_err(judge)?;
             group.require_same("a", a.group).map_err(judge)?;
             let gather = GatherProduct {
-                options,
+                options: &options,
                 stages: product.stages,
             };
             let planned = gather.prepare(&addends, a, &widths)?;
@@ -333,7 +338,7 @@ fn plan<B: AnyBackend>(
         (ProductKind::MatmulReduceScatter, PreparedFor::Own(shape)) => {
             let n = only_width(&widths).map_err(judge)?;
             let scatter = ScatterProduct {
-                options,
+                options: &options,
                 rows: product.rows.as_deref(),
             };
             let planned = scatter.prepare(group, &addends, shape, n)?;
@@ -362,14 +367,15 @@ pub(super) fn supports<B: AnyBackend>(
     widths: &[usize],
 ) -> Result<()> {
     let judge = Refusal::of(group.rank(), product.kind.name());
-    let options = product.options().map_err(judge)?;
+    product.check().map_err(judge)?;
+    let options = product.options();
     let (addends, widths) = (Addends::default(), Widths::from(widths));
     let shape = rows.shape();
     match product.kind {
         ProductKind::Matmul => own_product::supported(&options, group, &addends, shape, &widths),
         ProductKind::AllGatherMatmul => {
             let gather = GatherProduct {
-                options,
+                options: &options,
                 stages: product.stages,
             };
             gather.supported(group, &addends, rows, &widths)
@@ -377,7 +383,7 @@ pub(super) fn supports<B: AnyBackend>(
         ProductKind::MatmulReduceScatter => {
             let n = only_width(&widths).map_err(judge)?;
             let scatter = ScatterProduct {
-                options,
+                options: &options,
                 rows: product.rows.as_deref(),
             };
             scatter.supported(group, &addends, shape, n)
