@@ -75,6 +75,8 @@ impl<'a, B: Backend> RawView<'a, B> {
     ///
     /// # Safety
     /// Until the calls that get it are complete, the memory is that of such a matrix, and nobody else writes it.
+    // Inlined, so that the view is made where it is kept.
+    #[inline(always)]
     pub unsafe fn at(
         group: &'a Group<B>,
         argument: &str,
@@ -131,6 +133,8 @@ impl<'a, B: Backend> RawOutput<'a, B> {
     ///
     /// # Safety
     /// Until the calls that get it are complete, the memory is that of such a matrix, and nobody else uses it.
+    // Inlined, as `RawView::at`.
+    #[inline(always)]
     pub unsafe fn at(
         group: &'a Group<B>,
         argument: &str,

@@ -5,21 +5,24 @@ use super::group::AnyBackend;
 use super::product::{Operand, Outputs, ProductCall, RowOperand, ShardedScales};
 use crate::backend::Backend;
 use crate::element::DType;
+use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::ops::Quantized;
 use crate::ops::call::{RawOutput, RawShards, RawView, require_property};
 use crate::ops::partial_sums::SumOperands;
-use crate::ops::product::{Addends, RawOutputs, RawWeights};
+use crate::ops::product::{Addends, RawOutputs, RawProduct, RawWeights};
 use crate::ops::quantized::ProductOutput;
 use crate::ops::scales::{Placed as PlacedScales, RawOperand, RawShardedOperand, Scales};
 use crate::refusal::{self, Refusal};
 use crate::schedule::Quantization;
+
 /// The arguments of a call as its group takes them. They have the safety of the call that gives them.
 pub(super) struct Arguments<'g, 'c, B: Backend> {
     pub group: &'g Group<B>,
     pub call: &'c ProductCall<'c>,
 }
 
+// Operands are large, and returning one moves it. So those that make one are inlined where it is kept, and lists are lent.
 impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
     fn view(&self, name: &str, memory: Memory) -> refusal::Result<RawView<'g, B>> {
         // SAFETY: as that of the call.
@@ -37,6 +40,7 @@ impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
         self.view(name, memory)
     }
 
+    #[inline(always)]
     fn operand(
         &self,
         [name, scales]: [&str; 2],
@@ -49,6 +53,7 @@ impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
         Ok(RawOperand::new(self.view(name, operand.values)?, scales))
     }
 
+    #[inline(always)]
     pub fn addends(&self) -> refusal::Result<Addends<'g, B>> {
         let ProductCall { bias, residual, .. } = self.call;
         Ok(Addends {
@@ -59,8 +64,8 @@ impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
         })
     }
 
-    /// Adds the weights to a list, which stays where it is. A list that is returned would be moved.
-    pub fn weights(&self, weights: &mut RawWeights<'g, B>) -> refusal::Result<()> {
+    /// Adds the weights to a list.
+    fn weights(&self, weights: &mut RawWeights<'g, B>) -> refusal::Result<()> {
         for weight in self.call.weights {
             weights.push(self.operand(["b", SCALES_OF_B], weight)?);
         }
@@ -76,6 +81,7 @@ impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
     }
 
     /// The rows, which must be sharded.
+    #[inline(always)]
     pub fn sharded(&self) -> refusal::Result<RawShardedOperand<'g, B>> {
         let RowOperand::Sharded(shards, scales) = &self.call.a else {
             return Err(misplaced("a", "a sharded matrix"));
@@ -122,6 +128,18 @@ impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
             ));
         }
         Ok(())
+    }
+
+    /// Makes lists of the weights and of the outputs, which must be this rank's own, and lends them to `run`.
+    pub fn with_product(
+        &self,
+        refuse: &dyn Fn(Refusal) -> Error,
+        run: impl FnOnce(RawProduct<'_, 'g, 'g, B>) -> Result<()>,
+    ) -> Result<()> {
+        let (mut weights, mut outputs) = (RawWeights::new(), RawOutputs::new());
+        self.weights(&mut weights).map_err(refuse)?;
+        self.outputs(&mut outputs).map_err(refuse)?;
+        run((&weights, &mut outputs))
     }
 
     /// The sums, which must go to a sharded matrix.

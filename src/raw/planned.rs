@@ -9,12 +9,13 @@ use crate::group::Group;
 use crate::ops::gather_product::PlannedGather;
 use crate::ops::own_product::PlannedProduct;
 use crate::ops::partial_sums::PlannedSums;
-use crate::ops::product::{RawOutputs, RawWeights};
+use crate::ops::product::RawOutputs;
 use crate::ops::sum_product::PlannedAllReduce;
 use crate::profile::span::Span;
 use crate::refusal::Refusal;
 use crate::schedule::Config;
 use crate::trace::Trace;
+
 /// A planned product with the group whose calls it makes.
 pub(super) struct Bound<B: Backend, P>(pub Group<B>, pub ProductKind, pub P);
 
@@ -75,10 +76,7 @@ impl<B: AnyBackend> Planned<B> for PlannedProduct<B> {
         }
         let a = arguments.own().map_err(refuse)?;
         let addends = arguments.addends().map_err(refuse)?;
-        let (mut weights, mut outputs) = (RawWeights::new(), RawOutputs::new());
-        arguments.weights(&mut weights).map_err(refuse)?;
-        arguments.outputs(&mut outputs).map_err(refuse)?;
-        self.run(&addends, &a, (&weights, &mut outputs))
+        arguments.with_product(refuse, |product| self.run(&addends, &a, product))
     }
 
     fn explain(&self) -> String {
@@ -99,10 +97,7 @@ impl<B: AnyBackend> Planned<B> for PlannedGather<B> {
     ) -> Result<()> {
         let a = arguments.sharded().map_err(refuse)?;
         let addends = arguments.addends().map_err(refuse)?;
-        let (mut weights, mut outputs) = (RawWeights::new(), RawOutputs::new());
-        arguments.weights(&mut weights).map_err(refuse)?;
-        arguments.outputs(&mut outputs).map_err(refuse)?;
-        self.run(&addends, &a, (&weights, &mut outputs), trace)
+        arguments.with_product(refuse, |product| self.run(&addends, &a, product, trace))
     }
 
     fn explain(&self) -> String {

@@ -15,10 +15,11 @@ use crate::ops::RowSplit;
 use crate::ops::call::require_property;
 use crate::ops::gather_product::GatherProduct;
 use crate::ops::own_product;
-use crate::ops::product::{Addends, ProductOptions, RawOutputs, RawWeights};
+use crate::ops::product::{Addends, ProductOptions, RawOutputs};
 use crate::ops::sum_product::{self, ScatterProduct};
 use crate::refusal::{self, Refusal};
 use crate::route::Route;
+use crate::schedule::scaling::WeightScalings;
 use crate::schedule::{
     Accumulation, Activation, Config, Operation, Quantization, Scaling, WeightLayout, Widths,
 };
@@ -113,7 +114,7 @@ impl Product {
             activation: self.activation,
             gated: self.gated,
             weights: self.weight_layout,
-            scaling: (*a, weights.iter().copied().collect()),
+            scaling: (*a, WeightScalings::from_slice(weights)),
             accumulation: self.accumulation,
             weight_dtype: self.weight_dtype,
             output_dtype: self.output_dtype,
@@ -235,22 +236,18 @@ pub(super) unsafe fn run<B: AnyBackend>(
         ProductKind::Matmul => {
             let a = arguments.own().map_err(refuse)?;
             let addends = arguments.addends().map_err(refuse)?;
-            let (mut weights, mut outputs) = (RawWeights::new(), RawOutputs::new());
-            arguments.weights(&mut weights).map_err(refuse)?;
-            arguments.outputs(&mut outputs).map_err(refuse)?;
-            own_product::run(&options, &addends, &a, (&weights, &mut outputs))
+            arguments.with_product(&refuse, |product| {
+                own_product::run(&options, &addends, &a, product)
+            })
         }
         ProductKind::AllGatherMatmul => {
             let a = arguments.sharded().map_err(refuse)?;
             let addends = arguments.addends().map_err(refuse)?;
-            let (mut weights, mut outputs) = (RawWeights::new(), RawOutputs::new());
-            arguments.weights(&mut weights).map_err(refuse)?;
-            arguments.outputs(&mut outputs).map_err(refuse)?;
             let gather = GatherProduct {
                 options: &options,
                 stages: product.stages,
             };
-            gather.run(&addends, &a, (&weights, &mut outputs))
+            arguments.with_product(&refuse, |product| gather.run(&addends, &a, product))
         }
         ProductKind::MatmulReduceScatter => {
             let operands = arguments.operands().map_err(refuse)?;

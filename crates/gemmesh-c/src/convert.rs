@@ -157,6 +157,8 @@ pub(crate) unsafe fn memory(argument: &str, pointer: *const gemmesh_memory) -> R
 ///
 /// # Safety
 /// As [`given`].
+// Usually none is given, which takes a comparison if it is inlined.
+#[inline(always)]
 pub(crate) unsafe fn memory_if_given(
     argument: &str,
     pointer: *const gemmesh_memory,

@@ -42,15 +42,12 @@ static PREPARED: Table<Planned> = Table::new("prepared product", 0xa4);
 unsafe fn product(pointer: *const gemmesh_product) -> Result<Product> {
     // SAFETY: as this function's.
     let asked = unsafe { sized("the product", pointer)? };
-    let of_weights = |scaling: &gemmesh_scaling| numbers::scaling("the weights", *scaling);
+    let (scalings, count) = (asked.weight_scaling, asked.weight_scaling_count);
+    let mut of_weights = Vec::new();
     // SAFETY: as this function's.
-    let weights = unsafe {
-        slice(
-            "weight_scaling",
-            asked.weight_scaling,
-            asked.weight_scaling_count,
-        )?
-    };
+    for scaling in unsafe { slice("weight_scaling", scalings, count)? } {
+        of_weights.push(numbers::scaling("the weights", *scaling)?);
+    }
     let rows = match asked.rows.is_null() {
         true => None,
         // SAFETY: as this function's.
@@ -66,10 +63,7 @@ unsafe fn product(pointer: *const gemmesh_product) -> Result<Product> {
         rows,
         weight_dtype: numbers::dtype_if_given("the weights", asked.weight_dtype)?,
         output_dtype: numbers::dtype_if_given("out", asked.output_dtype)?,
-        scaling: (
-            numbers::scaling("a", asked.scaling)?,
-            weights.iter().map(of_weights).collect::<Result<_>>()?,
-        ),
+        scaling: (numbers::scaling("a", asked.scaling)?, of_weights),
         quantization: numbers::quantization(asked.quantization)?,
         route: numbers::route(asked.route)?,
         ..Product::new(
