@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import socket
 import statistics
 import struct
 import sys
@@ -136,12 +135,15 @@ class WithTorch:
         torch.cuda.set_device(group.device[1])
         device, kind = torch.device("cuda", group.device[1]), {"bf16": torch.bfloat16, "f16": torch.float16}[dtype]
         group.set_stream(torch.cuda.current_stream().cuda_stream)
-        # Rank 0 says where NCCL's ranks meet.
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = struct.unpack("<I", group.all_gather_bytes(struct.pack("<I", free.getsockname()[1]))[0])[0]
-        where = f"tcp://127.0.0.1:{port}"
-        dist.init_process_group("nccl", init_method=where, rank=group.rank, world_size=group.world_size)
+        # A store of its own: under torchrun, PyTorch would take the address for that of the agent's.
+        store = None
+        if group.rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        mine = struct.pack("<I", store.port if store is not None else 0)
+        (port,) = struct.unpack("<I", group.all_gather_bytes(mine)[0])
+        if store is None:
+            store = dist.TCPStore("127.0.0.1", port, None, False)
+        dist.init_process_group("nccl", store=store, rank=group.rank, world_size=group.world_size)
         self.torch, self.dist, self.group = torch, dist, group
         # All ranks know all rows.
         torch.manual_seed(0)

@@ -109,7 +109,7 @@ impl TensorCalls {
 
     /// Makes the product of `a` and the weights `b`, and returns its outputs. Returns None, and does nothing, if no
     /// product of such tensors is kept or the memory of one does not suit.
-    fn __call__<'py>(
+    fn run<'py>(
         &self,
         a: &Bound<'py, PyAny>,
         b: &Bound<'py, PyAny>,

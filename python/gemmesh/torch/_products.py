@@ -309,7 +309,7 @@ def direct_gather(
     found = known(name, a)
     if dim != 0 or found is None or found.is_captured():
         return None
-    products: list[Tensor] | None = found.gather_calls(a, bs)
+    products: list[Tensor] | None = found.gather_calls.run(a, bs)
     if products is None:
         return None
     return (_copy_of_all(found, a) if return_a else None), products
@@ -438,7 +438,7 @@ def direct_scatter(a: Tensor, b: Tensor, reduce_op: str, dim: int, name: str) ->
     found = known(name, a)
     if dim != 0 or reduce_op != "sum" or found is None or found.is_captured():
         return None
-    sums: list[Tensor] | None = found.scatter_calls(a, (b,))
+    sums: list[Tensor] | None = found.scatter_calls.run(a, (b,))
     return None if sums is None else sums[0]
 
 
