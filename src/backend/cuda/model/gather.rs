@@ -11,6 +11,10 @@ use crate::schedule::{Chunking, Config, Numerics, Problem, Route};
 /// Bytes that are stored rather than copied, for each microsecond that copies take to begin and to signal. Even more
 /// bytes would arrive sooner by stores, but stores hold up products.
 const STORED_INSTEAD: f64 = 320e3;
+/// The same for short rows, whose products take less time than the copies. Measured on two H200s (benches/NOTES.md).
+const STORED_INSTEAD_IF_SHORT: f64 = 800e3;
+/// The most bytes of a short row.
+const SHORT_ROW: f64 = 4800.0;
 /// A shard of more bytes is copied in two chunks.
 const LARGE_SHARD: f64 = 80e6;
 
@@ -209,13 +213,18 @@ pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Predict
 /// but then it matters little how rows are moved.
 fn moved(rates: &Rates, problem: &Problem, pushes: bool) -> (Route, Chunking) {
     let world = problem.layout.world();
-    let bytes = (problem.layout.m() * problem.layout.k() * problem.dtypes.operands.bytes()) as f64;
+    let row = (problem.layout.k() * problem.dtypes.operands.bytes()) as f64;
+    let bytes = problem.layout.m() as f64 * row;
     let shard = bytes / world as f64;
     let Link { start, chunk, .. } = rates.push;
     let copies_begin = start + world as f64 * chunk;
+    let stored_instead = match row <= SHORT_ROW {
+        true => STORED_INSTEAD_IF_SHORT,
+        false => STORED_INSTEAD,
+    };
     match pushes {
         false => (Route::Pull, Chunking::new(1)),
-        true if (bytes - shard) / STORED_INSTEAD <= copies_begin => {
+        true if (bytes - shard) / stored_instead <= copies_begin => {
             (Route::Store, Chunking::new(1))
         }
         true => {
@@ -349,6 +358,17 @@ mod tests {
             assert!(chunking.cut_last);
         }
         assert_eq!(chosen(16_384, 512, 8192, 2).chunking.count, 2);
+    }
+
+    #[test]
+    fn of_short_rows_more_bytes_are_stored_than_of_long_ones() {
+        let route = |m, k| chosen(m, 768, k, 2).route;
+        for (short, long) in [((4400, 1408), (1512, 4096)), ((4600, 2000), (2300, 4000))] {
+            assert_eq!(route(short.0, short.1), Route::Store, "{short:?}");
+            assert_eq!(route(long.0, long.1), Route::Push, "{long:?}");
+        }
+        // Copies bring many short rows, too.
+        assert_eq!(route(16384, 2048), Route::Push);
     }
 
     #[test]
