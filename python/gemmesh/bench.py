@@ -135,7 +135,7 @@ class WithTorch:
         torch.cuda.set_device(group.device[1])
         device, kind = torch.device("cuda", group.device[1]), {"bf16": torch.bfloat16, "f16": torch.float16}[dtype]
         group.set_stream(torch.cuda.current_stream().cuda_stream)
-        # A store of its own: under torchrun, PyTorch would take the address for that of the agent's.
+        # A store of its own: under torchrun, PyTorch would connect to the agent's store instead of making one.
         store = None
         if group.rank == 0:
             store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

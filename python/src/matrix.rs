@@ -14,7 +14,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 
 use crate::errors::{argument, exception, read_only};
-use crate::tensors::{given, legacy_capsule, managed, memory_of, versioned_capsule};
+use crate::tensors::{given, legacy_capsule, managed, memory_of_managed, versioned_capsule};
 use crate::waiting::{enqueued, waited};
 
 /// Something that is dropped without the GIL. The last part of a group waits for the other ranks, which may be threads
@@ -115,7 +115,7 @@ impl Kept {
     pub fn adopted(object: &Bound<'_, PyAny>, group: &Arc<dyn AnyGroup>) -> PyResult<Kept> {
         let (call, name) = ("Group.matrix", "the tensor");
         let tensor = managed(object, &**group, call, name)?;
-        let memory = memory_of(object.py(), &tensor, &**group, call, name)?;
+        let memory = memory_of_managed(object.py(), &tensor, &**group, call, name)?;
         let read_only = tensor.is_read_only();
         let adopted = Adopted {
             tensor: Some(tensor),

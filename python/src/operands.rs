@@ -111,6 +111,8 @@ pub struct Reader<'a> {
     /// True if other ranks wait for this one in the call.
     is_collective: bool,
     kept: Vec<Tensor>,
+    /// What lists hold. Another thread may change the lists.
+    listed: Vec<Py<PyAny>>,
 }
 
 impl<'a> Reader<'a> {
@@ -121,6 +123,7 @@ impl<'a> Reader<'a> {
             call,
             is_collective: true,
             kept: Vec::new(),
+            listed: Vec::new(),
         }
     }
 
@@ -208,15 +211,23 @@ impl<'a> Reader<'a> {
 
     /// One weight, or a list or tuple of several.
     pub fn weights(&mut self, object: &Bound<'_, PyAny>) -> PyResult<Vec<Operand>> {
-        listed(object)
-            .iter()
-            .map(|one| self.operand(one, "b"))
-            .collect()
+        let weights = self.listed(object);
+        weights.iter().map(|one| self.operand(one, "b")).collect()
+    }
+
+    /// The objects of a list or a tuple, which live as long as the reader, or the one that is none.
+    fn listed<'py>(&mut self, object: &Bound<'py, PyAny>) -> Vec<Bound<'py, PyAny>> {
+        let objects = listed(object);
+        if is_list(object) {
+            self.listed
+                .extend(objects.iter().map(|one| one.clone().unbind()));
+        }
+        objects
     }
 
     /// One output, or a list or tuple of several.
     pub fn outputs(&mut self, object: &Bound<'_, PyAny>) -> PyResult<Vec<Output>> {
-        let outputs = listed(object);
+        let outputs = self.listed(object);
         let outputs = outputs.iter().map(|one| {
             let Ok(quantized) = one.cast_exact::<Quantized>() else {
                 return Ok(Output {

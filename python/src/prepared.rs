@@ -282,6 +282,11 @@ impl Prepared {
     pub fn planned(&self) -> &dyn raw::Prepared {
         &**self.planned
     }
+
+    /// The name of the call.
+    pub fn name(&self) -> &'static str {
+        self.product.kind.name()
+    }
 }
 
 #[pymethods]

@@ -1,5 +1,4 @@
-//! Products of tensors that have been planned. They are found by what the tensors are, and made without Python between
-//! the call and its group.
+//! Planned products of tensors, found by the tensors' descriptions and run without Python.
 
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -9,20 +8,22 @@ use gemmesh::raw::{AnyGroup, Memory, Operand, Output, Outputs, ProductCall, RowO
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
+use crate::errors::misuse;
 use crate::group::Group;
 use crate::matrix::{Freed, rows_of};
 use crate::operands::listed;
 use crate::prepared::Prepared;
 use crate::sharded::Sharded;
-use crate::tensors::{Exchange, exchange_of, given};
+use crate::tensors::{Exchange, exchange_of, memory_of};
 use crate::waiting::enqueued;
 
-/// How many calls are kept. When there are more, they are planned anew.
+/// How many products are kept. If there are more, all are forgotten, and the next call of each adds it again.
 const MAX_CALLS: usize = 1024;
-/// The name of arguments in messages.
-const CALL: &str = "TensorCalls";
 
-/// Products of PyTorch's tensors that have been planned, by devices, types, extents and strides of their operands.
+/// Planned products of PyTorch's tensors, by the devices, types, extents and strides of their operands.
+///
+/// A matrix is freed without the GIL, for which other threads may then wait with a lock of these. So nothing is dropped
+/// while a lock is held.
 #[pyclass(frozen, module = "gemmesh._native")]
 pub struct TensorCalls {
     group: Freed<Arc<dyn AnyGroup>>,
@@ -57,13 +58,17 @@ impl TensorCalls {
     /// Lets the own rows of a matrix be gathered where they lie.
     fn lend(&self, address: u64, matrix: Py<Sharded>) {
         let mut lent = self.lent.write().unwrap_or_else(PoisonError::into_inner);
-        lent.insert(address, matrix);
+        let before = lent.insert(address, matrix);
+        drop(lent);
+        drop(before);
     }
 
     /// Forgets a matrix.
     fn take_back(&self, address: u64) {
         let mut lent = self.lent.write().unwrap_or_else(PoisonError::into_inner);
-        lent.remove(&address);
+        let before = lent.remove(&address);
+        drop(lent);
+        drop(before);
     }
 
     /// Keeps a product of tensors like `a` and `b`. `new(*args, **options)` makes an output, for each of `outputs`.
@@ -93,18 +98,24 @@ impl TensorCalls {
             new,
             outputs,
         };
+        let key = tensors.key();
         let mut all = self.planned.write().unwrap_or_else(PoisonError::into_inner);
-        if all.len() >= MAX_CALLS {
-            all.clear();
-        }
-        all.insert(tensors.key(), Arc::new(planned));
+        let forgotten = match all.len() >= MAX_CALLS {
+            true => std::mem::take(&mut *all),
+            false => HashMap::new(),
+        };
+        let before = all.insert(key, Arc::new(planned));
+        drop(all);
+        drop((forgotten, before));
         Ok(())
     }
 
     /// Forgets all products.
     fn clear(&self) {
         let mut all = self.planned.write().unwrap_or_else(PoisonError::into_inner);
-        all.clear();
+        let forgotten = std::mem::take(&mut *all);
+        drop(all);
+        drop(forgotten);
     }
 
     /// Makes the product of `a` and the weights `b`, and returns its outputs. Returns None, and does nothing, if no
@@ -117,61 +128,67 @@ impl TensorCalls {
         let Some(tensors) = Tensors::of(a, b) else {
             return Ok(None);
         };
+        let key = tensors.key();
         let planned = {
             let all = self.planned.read().unwrap_or_else(PoisonError::into_inner);
-            all.get(&tensors.key()).cloned()
+            all.get(&key).cloned()
         };
         let Some(planned) = planned else {
             return Ok(None);
         };
-        let py = a.py();
-        let Ok(operands) = planned.operands(py, &**self.group, &tensors) else {
+        let (py, group) = (a.py(), &**self.group);
+        let Ok(operands) = planned.operands(py, group, &tensors) else {
             return Ok(None);
         };
-        tensors
-            .exchange
-            .follow(py, tensors.a.device, &**self.group)?;
         let lent = self.lent_of(py, operands.0.values);
-        planned.run(py, &self.group, operands, lent).map(Some)
+        planned.run(py, group, &tensors, operands, lent).map(Some)
     }
 }
 
 impl TensorCalls {
     /// The matrix whose own rows these are.
     fn lent_of(&self, py: Python<'_>, rows: Memory) -> Option<Py<Sharded>> {
-        let lent = self.lent.read().unwrap_or_else(PoisonError::into_inner);
-        let matrix = lent.get(&rows.address)?;
+        let matrix = {
+            let lent = self.lent.read().unwrap_or_else(PoisonError::into_inner);
+            lent.get(&rows.address)?.clone_ref(py)
+        };
         let own = matrix.get().own_memory(py)?;
-        (own == rows).then(|| matrix.clone_ref(py))
+        (own == rows).then_some(matrix)
     }
 }
 
+/// The tensor of an object, with its library's table of functions. None if the library has no table, or cannot describe
+/// the tensor.
+fn described(object: &Bound<'_, PyAny>) -> Option<(&'static Exchange, DLTensor)> {
+    let exchange = exchange_of(object)?;
+    let tensor = exchange.tensor(object).ok().flatten()?;
+    Some((exchange, tensor))
+}
+
 /// The operands of a call, as their library describes them.
-struct Tensors {
+struct Tensors<'py> {
     exchange: &'static Exchange,
     a: DLTensor,
     weights: Vec<DLTensor>,
+    /// Another thread may change the list that they come from.
+    _weights: Vec<Bound<'py, PyAny>>,
 }
 
-impl Tensors {
-    /// None if the library has no table of functions, or cannot describe a tensor.
-    fn of(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> Option<Tensors> {
-        let described = |object: &Bound<'_, PyAny>| {
-            let exchange = exchange_of(object)?;
-            let tensor = exchange.tensor(object).ok().flatten()?;
-            Some((exchange, tensor))
-        };
+impl<'py> Tensors<'py> {
+    /// None if one of them has no description.
+    fn of(a: &Bound<'py, PyAny>, b: &Bound<'py, PyAny>) -> Option<Tensors<'py>> {
         let (exchange, a) = described(a)?;
-        let weights = listed(b);
-        let weights = weights.iter().map(|one| Some(described(one)?.1));
+        let objects = listed(b);
+        let weights = objects.iter().map(|one| Some(described(one)?.1));
         Some(Tensors {
             exchange,
             a,
             weights: weights.collect::<Option<_>>()?,
+            _weights: objects,
         })
     }
 
-    /// What tensors have in common that one plan serves.
+    /// What two lists of tensors must share to have one plan.
     fn key(&self) -> Vec<i64> {
         let mut key = Vec::with_capacity(16 * (1 + self.weights.len()));
         for tensor in [&self.a].into_iter().chain(&self.weights) {
@@ -184,6 +201,7 @@ impl Tensors {
             ]);
             let dimensions = usize::try_from(tensor.ndim).unwrap_or(0);
             for list in [tensor.shape, tensor.strides] {
+                key.push(i64::from(list.is_null()));
                 if !list.is_null() {
                     // SAFETY: the library describes a tensor of so many dimensions, whose object lives.
                     key.extend(unsafe { std::slice::from_raw_parts(list, dimensions) });
@@ -206,21 +224,33 @@ impl Planned {
             values,
             scales: None,
         };
-        let exchange = tensors.exchange;
-        let rows = exchange.memory(py, &tensors.a, group, [CALL, "a"])?;
+        let rows = memory_of(py, &tensors.a, group, self.name(), "a")?;
         let weights = tensors.weights.iter();
-        let weights = weights.map(|one| self.weight(py, exchange, one, group).map(operand));
+        let weights = weights.map(|one| self.weight(py, one, group).map(operand));
         Ok((operand(rows), weights.collect::<PyResult<_>>()?))
     }
 
+    /// The name of the call.
+    fn name(&self) -> &'static str {
+        self.prepared.get().name()
+    }
+
+    /// Runs the product, and returns its outputs. The ranks that wait for this one are told of an error.
     fn run<'py>(
         &self,
         py: Python<'py>,
-        group: &Arc<dyn AnyGroup>,
+        group: &dyn AnyGroup,
+        tensors: &Tensors,
         (rows, weights): (Operand, Vec<Operand>),
         lent: Option<Py<Sharded>>,
     ) -> PyResult<Bound<'py, PyList>> {
-        let (made, outputs) = self.outputs(py, &**group)?;
+        let told = |error: PyErr| {
+            group.refuse_because(self.name(), &error.to_string());
+            error
+        };
+        let followed = tensors.exchange.follow(py, tensors.a.device, group);
+        followed.map_err(told)?;
+        let (made, outputs) = self.outputs(py, group).map_err(told)?;
         let run = |a| {
             let call = ProductCall {
                 a,
@@ -234,18 +264,18 @@ impl Planned {
             unsafe { self.prepared.get().planned().run(&call) }
         };
         let Some(matrix) = &self.rows else {
-            enqueued(py, &**group, || run(RowOperand::Own(rows)))?;
+            enqueued(py, group, || run(RowOperand::Own(rows)))?;
             return Ok(made);
         };
         if let Some(lent) = lent {
-            let shards = lent.get().read(py)?;
-            enqueued(py, &**group, || run(RowOperand::Sharded(&shards, None)))?;
+            let shards = lent.get().read(py).map_err(told)?;
+            enqueued(py, group, || run(RowOperand::Sharded(&shards, None)))?;
             return Ok(made);
         }
-        matrix.get().split_evenly(py, rows.values.shape[0])?;
-        let shards = matrix.get().read(py)?;
+        let split = matrix.get().split_evenly(py, rows.values.shape[0]);
+        let shards = split.and_then(|()| matrix.get().read(py)).map_err(told)?;
         let place = rows_of(shards.whole(), shards.rows_of(group.rank()));
-        enqueued(py, &**group, || {
+        enqueued(py, group, || {
             // SAFETY: as above. The group orders the copy and the product.
             unsafe { group.copy(rows.values, place)? };
             run(RowOperand::Sharded(&shards, None))
@@ -254,17 +284,12 @@ impl Planned {
     }
 
     /// A weight's memory, [N, K] or [K, N].
-    fn weight(
-        &self,
-        py: Python<'_>,
-        exchange: &Exchange,
-        tensor: &DLTensor,
-        group: &dyn AnyGroup,
-    ) -> PyResult<Memory> {
+    fn weight(&self, py: Python<'_>, tensor: &DLTensor, group: &dyn AnyGroup) -> PyResult<Memory> {
         if !self.transposed {
-            return exchange.memory(py, tensor, group, [CALL, "b"]);
+            return memory_of(py, tensor, group, self.name(), "b");
         }
-        // SAFETY: the library describes a tensor, which has two dimensions and strides, as that of the plan.
+        // SAFETY: the library describes a tensor of two dimensions with strides. `add` has checked that of the plan's
+        // tensors, and the key says the same of these.
         let [mut shape, mut strides] =
             unsafe { [tensor.shape, tensor.strides].map(|list| [list.add(1).read(), list.read()]) };
         let transposed = DLTensor {
@@ -272,7 +297,7 @@ impl Planned {
             strides: strides.as_mut_ptr(),
             ..*tensor
         };
-        exchange.memory(py, &transposed, group, [CALL, "b"])
+        memory_of(py, &transposed, group, self.name(), "b")
     }
 
     /// New outputs.
@@ -287,8 +312,11 @@ impl Planned {
                 .new
                 .bind(py)
                 .call(args.bind(py), Some(options.bind(py)))?;
+            let Some((_, tensor)) = described(&out) else {
+                return Err(misuse(py, "an output is a tensor that cannot be described"));
+            };
             outputs.push(Output {
-                values: given(&out, group, CALL, "out", true)?.memory,
+                values: memory_of(py, &tensor, group, self.name(), "out")?,
                 scales: None,
             });
             made.append(out)?;

@@ -47,17 +47,20 @@ static EXCHANGES: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
 pub fn exchange_of(object: &Bound<'_, PyAny>) -> Option<&'static Exchange> {
     let class = object.get_type();
     let key = class.as_ptr() as usize;
-    let known = |all: &Vec<(usize, usize)>| all.iter().find(|entry| entry.0 == key).copied();
-    let mut all = EXCHANGES.lock().ok()?;
-    let address = match known(&all) {
+    let known = {
+        let all = EXCHANGES.lock().ok()?;
+        all.iter().find(|entry| entry.0 == key).copied()
+    };
+    let address = match known {
         Some((_, address)) => address,
         None => {
+            // Not under the lock: a type's attributes may run Python, and other threads with it.
             let address = find_exchange(&class);
             if address != 0 {
                 // The table belongs to the type, which lives as long as the entry.
                 std::mem::forget(class.clone());
             }
-            all.push((key, address));
+            EXCHANGES.lock().ok()?.push((key, address));
             address
         }
     };
@@ -97,7 +100,7 @@ pub fn given(
     if let Some(exchange) = exchange_of(object)
         && let Some(tensor) = exchange.tensor(object)?
     {
-        let memory = exchange.memory(py, &tensor, group, [call, name])?;
+        let memory = memory_of(py, &tensor, group, call, name)?;
         exchange.follow(py, tensor.device, group)?;
         return Ok(Given {
             memory,
@@ -108,33 +111,44 @@ pub fn given(
     if writes && tensor.is_read_only() {
         return Err(read_only(py, group.rank(), call, name));
     }
-    let memory = memory_of(py, &tensor, group, call, name)?;
+    let memory = memory_of_managed(py, &tensor, group, call, name)?;
     Ok(Given {
         memory,
         owner: Some(tensor),
     })
 }
 
-/// The memory of a tensor.
+/// The memory of a tensor of a library, whose object lives. `call` and `name` say whose argument it is.
 pub fn memory_of(
+    py: Python<'_>,
+    tensor: &DLTensor,
+    group: &dyn AnyGroup,
+    call: &str,
+    name: &str,
+) -> PyResult<Memory> {
+    // SAFETY: the tensor's library says what is true.
+    let memory = called_at(None, || unsafe { group.memory_of(call, name, tensor) });
+    memory.map_err(|error| exception(py, &error, Some(group.rank())))
+}
+
+/// The memory of a tensor that has been taken, as [`memory_of`].
+pub fn memory_of_managed(
     py: Python<'_>,
     tensor: &Tensor,
     group: &dyn AnyGroup,
     call: &str,
     name: &str,
 ) -> PyResult<Memory> {
-    let Some(described) = tensor.described() else {
-        return Err(PyBufferError::new_err(format!(
+    match tensor.described() {
+        Some(described) => memory_of(py, &described, group, call, name),
+        None => Err(PyBufferError::new_err(format!(
             "{name} is a tensor of a version of DLPack that is not known; version 1 is"
-        )));
-    };
-    // SAFETY: the tensor's library says what is true.
-    let memory = called_at(None, || unsafe { group.memory_of(call, name, &described) });
-    memory.map_err(|error| exception(py, &error, Some(group.rank())))
+        ))),
+    }
 }
 
 impl Exchange {
-    /// The tensor of an object whose type has the table. It is true as long as nobody changes the object. None if the
+    /// The tensor of an object whose type has the table. The description is valid until the object changes. None if the
     /// table cannot say it.
     pub fn tensor(&self, object: &Bound<'_, PyAny>) -> PyResult<Option<DLTensor>> {
         let Some(tensor_of) = self.tensor_of else {
@@ -149,20 +163,7 @@ impl Exchange {
         Ok(Some(unsafe { tensor.assume_init() }))
     }
 
-    /// The memory of a tensor of the library whose object lives. `names`: those of the call and of the argument.
-    pub fn memory(
-        &self,
-        py: Python<'_>,
-        tensor: &DLTensor,
-        group: &dyn AnyGroup,
-        [call, name]: [&str; 2],
-    ) -> PyResult<Memory> {
-        // SAFETY: the tensor's library says what is true, and the object lives during the call.
-        let memory = called_at(None, || unsafe { group.memory_of(call, name, tensor) });
-        memory.map_err(|error| exception(py, &error, Some(group.rank())))
-    }
-
-    /// Makes a group on a GPU go on on the library's current stream of the device, if the table says it.
+    /// Puts the later work of a group on a GPU on the library's current stream, if the table says that.
     pub fn follow(&self, py: Python<'_>, device: DLDevice, group: &dyn AnyGroup) -> PyResult<()> {
         let Some(current_stream) = self.current_stream else {
             return Ok(());

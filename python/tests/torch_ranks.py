@@ -7,11 +7,13 @@ GEMMESH_TORCH_DEVICE is cuda.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import math
 import os
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -286,6 +288,58 @@ def planned_products_need_no_python() -> None:
         near(OPS.fused_all_gather_matmul(a, [b], 0, name())[1][0], full.double() @ b.double())
 
 
+@functools.cache
+def alone() -> str:
+    """The name of a process group of this rank alone."""
+    groups = [dist.new_group([each]) for each in range(world())]
+    return str(groups[rank()].group_name)
+
+
+@case
+def averages_and_sums_have_plans_of_their_own() -> None:
+    a, b = made(4, 32, dtype=torch.float16), weight(32, 16, dtype=torch.float16)
+    for reduce_op in ("avg", "sum", "avg", "sum"):
+        found = OPS.fused_matmul_reduce_scatter(a, b, reduce_op, 0, alone())
+        assert found.dtype == torch.float16
+        near(found, a.double() @ b.double(), dtype=torch.float16)
+
+
+@case
+def negated_views_are_multiplied_as_such() -> None:
+    a, b = made(4, 32, of=rank()), weight(32, 16)
+    _, (expected,) = OPS.fused_all_gather_matmul(-a, [b], 0, name())
+    for module in (OPS, gemmesh.torch, OPS, gemmesh.torch):
+        _, (found,) = module.fused_all_gather_matmul(torch._neg_view(a), [b], 0, name())
+        assert torch.equal(found, expected)
+        _, (found,) = module.fused_all_gather_matmul(a, [torch._neg_view(b)], 0, name())
+        assert torch.equal(found, expected)
+
+
+@case
+def matrices_grow_beside_calls_of_other_threads() -> None:
+    a, b = made(4, 8), weight(8, 16)
+    ends = threading.Event()
+    failed: list[BaseException] = []
+
+    def gather() -> None:
+        try:
+            while not ends.is_set():
+                OPS.fused_all_gather_matmul(a, [b], 0, alone())
+        except BaseException as error:
+            failed.append(error)
+
+    OPS.fused_all_gather_matmul(a, [b], 0, alone())
+    thread = threading.Thread(target=gather)
+    thread.start()
+    for k in range(16, 528, 8):
+        for rows in (4, 40):
+            x, w = made(rows, k), weight(k, 16)
+            near(OPS.fused_all_gather_matmul(x, [w], 0, alone())[1][0], x.double() @ w.double())
+    ends.set()
+    thread.join()
+    assert not failed, failed
+
+
 @case
 def functions_are_the_operations() -> None:
     ours = gemmesh.torch
@@ -320,6 +374,7 @@ def functions_are_the_operations() -> None:
         both(ours, a, b)
     assert "gemmesh::fused_all_gather_matmul" in {event.key for event in profile.key_averages()}
     refuses(Exception, "fused_all_gather_matmul", lambda: ours.fused_all_gather_matmul(a.to("meta"), [b], 0, name()))
+    refuses(Exception, "fused_all_gather_matmul", lambda: ours.fused_all_gather_matmul(a, b, 0, name()))
 
 
 # fp8.

@@ -463,7 +463,7 @@ pub fn bind_weights<'m, B: Backend>(
     }
 }
 
-/// Binds outputs, which are bound to nothing else afterwards.
+/// Moves the outputs' memory into `matrices`.
 pub fn bind_outputs<'m, 'o: 'm, B: Backend>(
     matrices: &mut [Bound<'m, B>; MATRICES],
     outputs: &mut [ProductOutput<'o, B>],

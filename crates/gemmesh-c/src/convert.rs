@@ -157,7 +157,7 @@ pub(crate) unsafe fn memory(argument: &str, pointer: *const gemmesh_memory) -> R
 ///
 /// # Safety
 /// As [`given`].
-// Usually none is given, which takes a comparison if it is inlined.
+// Inlined, because the pointer is usually null.
 #[inline(always)]
 pub(crate) unsafe fn memory_if_given(
     argument: &str,

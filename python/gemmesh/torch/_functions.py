@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 from ._products import direct_gather, direct_scatter
 
 _TENSORS = (Tensor, torch.nn.Parameter)
+_SEQUENCES = (list, tuple)
 
 
 def fused_all_gather_matmul(
@@ -51,13 +52,13 @@ def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_di
 
 def _is_plain(a: Tensor, bs: Sequence[Tensor]) -> bool:
     """True if the dispatcher would only go to the operation's kernel."""
-    if type(a) not in _TENSORS:
+    if type(a) not in _TENSORS or type(bs) not in _SEQUENCES or a.is_neg():
         return False
     has_gradients = is_grad_enabled()
     if has_gradients and a.requires_grad:
         return False
     for b in bs:
-        if type(b) not in _TENSORS or (has_gradients and b.requires_grad):
+        if type(b) not in _TENSORS or b.is_neg() or (has_gradients and b.requires_grad):
             return False
     return not (
         _len_torch_dispatch_stack()

@@ -58,7 +58,7 @@ class Joined:
         self.scatters: dict[tuple[Any, ...], Scatter] = {}
         self.scaled_gathers: dict[tuple[Any, ...], ScaledGather] = {}
         self.scaled_scatters: dict[tuple[Any, ...], ScaledScatter] = {}
-        #: Those of plain products, which cost the least.
+        #: Planned products without scales, run without Python.
         self.gather_calls = TensorCalls(group)
         self.scatter_calls = TensorCalls(group)
         #: Matrices that the rows of inputs are copied to, by type and K.
@@ -98,10 +98,7 @@ _ON_CUDA: dict[str, Joined] = {}
 def known(name: str, tensor: torch.Tensor) -> Joined | None:
     """The group of an operation of `tensor`, if it is there."""
     found = (_ON_CUDA if tensor.is_cuda else _ON_HOST).get(name)
-    if found is None:
-        return None
-    of = found.process_group
-    return found if of is None or _registered(name) is of else None
+    return found if found is not None and found.is_of_now() else None
 
 
 def joined(name: str, tensor: torch.Tensor) -> Joined:

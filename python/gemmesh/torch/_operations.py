@@ -150,10 +150,11 @@ def _fake_reduce_scatter(A: Tensor, dim: int, group_name: str) -> Tensor:
 
 # Gradients. The formulas call the operations, so that compilers trace them.
 
-#: True for the sets of keys with which an operation goes straight to its kernel: nothing traces or transforms it.
+#: True for the sets of keys with which an operation goes straight to its kernel: nothing traces or transforms it, and
+#: its tensors are what their memory says.
 _straight: dict[int, bool] = {}
 
-_TRACED = (DispatchKey.Python, DispatchKey.Functionalize)
+_TRACED = (DispatchKey.Python, DispatchKey.Functionalize, DispatchKey.Negative)
 
 
 def _is_straight(keys: DispatchKeySet) -> bool:

@@ -58,24 +58,25 @@ def prepare(group: Group, operation: Operation, a: Any, b: Any, out: Any, option
 class Output:
     """A contiguous tensor of a given shape, without values."""
 
-    __slots__ = ("is_padded", "options", "shape")
+    __slots__ = ("extents", "is_padded", "options")
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        extents = tuple(shape)
-        columns = extents[-1]
+        shape = tuple(shape)
+        columns = shape[-1]
         # Rows on GPUs begin at multiples of 16 bytes.
         whole = 16 // dtype.itemsize if device.type == "cuda" else 1
         pitch = -(-columns // whole) * whole
-        self.is_padded = pitch != columns and math.prod(extents[:-1]) > 1
-        laid = (*extents[:-1], pitch) if self.is_padded else extents
+        self.is_padded = pitch != columns and math.prod(shape[:-1]) > 1
+        laid = (*shape[:-1], pitch) if self.is_padded else shape
         strides = tuple(max(1, math.prod(laid[axis + 1 :])) for axis in range(len(laid)))
-        #: The arguments of torch.empty_strided, which takes less time than torch.empty.
-        self.shape = (extents, strides)
+        #: Shape and strides: with the options, the arguments of torch.empty_strided, which takes less time than
+        #: torch.empty.
+        self.extents = (shape, strides)
         self.options: dict[str, Any] = {"dtype": dtype, "device": device}
 
     def make(self) -> Tensor:
         """Memory for a product."""
-        return torch.empty_strided(*self.shape, **self.options)
+        return torch.empty_strided(*self.extents, **self.options)
 
     def made(self, out: Tensor) -> Tensor:
         """What the operation returns of the memory."""
@@ -125,7 +126,7 @@ def keep(
             rows=rows,
             transposed=weights[0].is_transposed,
             new=torch.empty_strided,
-            outputs=[(output.shape, output.options) for output in outputs],
+            outputs=[(output.extents, output.options) for output in outputs],
         )
 
 
@@ -235,18 +236,13 @@ class Gather:
             for index in self._alone:
                 words = self._words(index)
                 self._joined.group.matmul(rows, weights[index], outputs[index], bias=biases[index], **words)
-        elif scales is None and self._dim == 0 and not is_captured and strided_rows(a):
-            self._keep(a, bs)
+        elif self._prepared is not None and scales is None and self._dim == 0 and not is_captured and strided_rows(a):
+            calls, into = self._joined.gather_calls, self._own.shards.sharded
+            keep(calls, (a, bs), self._prepared, into, self._weights, self._outputs)
         outputs = [output.made(out) for output, out in zip(self._outputs, outputs, strict=True)]
         if self._dim:
             outputs = [output.movedim(0, self._dim) for output in outputs]
         return (copy_of(whole, self._own.m, self._shape, self._dim) if return_a else None), outputs
-
-    def _keep(self, a: Tensor, bs: Sequence[Tensor]) -> None:
-        """Lets later calls need no Python."""
-        if self._prepared is not None:
-            into = self._own.shards.sharded
-            keep(self._joined.gather_calls, (a, bs), self._prepared, into, self._weights, self._outputs)
 
     def _place(self, a: Tensor) -> tuple[Sharded, Tensor, bool]:
         """The sharded matrix that has these rows, the memory of all its rows, and whether a graph is captured."""
@@ -318,7 +314,7 @@ def direct_gather(
 def _copy_of_all(joined: Joined, a: Tensor) -> Tensor:
     """A copy of all ranks' rows, which have been gathered."""
     own = lent(joined, a)
-    whole = own.whole if own else joined.shards[a.dtype, a.shape[-1]].whole
+    whole = own.whole if own is not None else joined.shards[a.dtype, a.shape[-1]].whole
     shape = (a.shape[0] * joined.world, *a.shape[1:])
     return copy_of(whole, math.prod(shape[:-1]), shape, 0)
 
@@ -373,6 +369,7 @@ class Scatter:
         options: dict[str, Any],
     ) -> None:
         moved = a.movedim(dim, 0)
+        average = average and joined.world > 1
         self._joined = joined
         self._dim = dim
         self._dense = strided_rows(moved)
@@ -454,7 +451,7 @@ def _scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name:
         check_scatter(call, found, extent, scatter_dim, reduce_op, "scatter_dim")
         if last:
             # Columns of a product are rows of the transposed one: Bᵀ [N, K] times A [M, K].
-            columns = _scatter(b.t(), a.reshape(-1, a.shape[-1]).t(), reduce_op, 0, group_name)
+            columns = matmul_reduce_scatter(b.t(), a.reshape(-1, a.shape[-1]).t(), reduce_op, 0, group_name)
             return columns.t().contiguous().view(*a.shape[:-1], -1)
         refuse_capture("plan a product")
         plan = Scatter(found, a, b, scatter_dim, reduce_op == "avg", a.dtype, NO_OPTIONS)

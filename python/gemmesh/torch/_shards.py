@@ -50,7 +50,7 @@ class Shards:
             with torch.inference_mode(False):
                 self.whole = from_dlpack(sharded.whole)
             self.sharded, self._capacity = sharded, capacity
-            # Its calls have the matrix before.
+            # Planned calls still gather into the old matrix.
             self.joined.gather_calls.clear()
         self.sharded.set_rows([m // world] * world)
 
