@@ -20,7 +20,7 @@ use crate::operands::{Reader, keeper_of};
 use crate::prepared::{self, Given, Prepared};
 use crate::sharded::Sharded;
 use crate::trace::Trace;
-use crate::waiting::{enqueued, left_behind, waited};
+use crate::waiting::{enqueued, enqueued_on, left_behind, waited};
 
 /// This rank's membership of a group of ranks that multiply together.
 ///
@@ -822,7 +822,9 @@ impl Group {
             .and_then(|a| Ok((a, reader.written(out, "out")?)));
         let (a, out) = both.map_err(|error| reader.told(error))?;
         // SAFETY: the objects keep their memory during the call, and the reader until it is complete.
-        enqueued(py, &*group, || unsafe { group.reduce_scatter(a, out) })?;
+        enqueued_on(py, &*group, reader.stream, || unsafe {
+            group.reduce_scatter(a, out)
+        })?;
         reader.keep();
         Ok(())
     }
@@ -909,7 +911,7 @@ impl Group {
             function.call(rows.rows, rows.owner, memory, rows.stream)
         };
         // SAFETY: the object keeps its memory during the call, and the reader until it is complete.
-        let result = enqueued(py, &*group, || unsafe {
+        let result = enqueued_on(py, &*group, reader.stream, || unsafe {
             group.produce_and_reduce_scatter(options, m, memory, &mut call)
         });
         function.finish(py, result)?;

@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 
 use crate::errors::{argument, exception, read_only};
 use crate::tensors::{given, legacy_capsule, managed, memory_of_managed, versioned_capsule};
-use crate::waiting::{enqueued, waited};
+use crate::waiting::{enqueued_on, waited};
 
 /// Something that is dropped without the GIL. The last part of a group waits for the other ranks, which may be threads
 /// of this process.
@@ -326,15 +326,15 @@ pub fn copy(
     const CALL: &str = "copy_from";
     let group = &target.group;
     let memory = target.written(py, CALL, "the target")?;
-    let owner;
+    let (mut owner, mut stream) = (None, None);
     let from = match source.cast::<Matrix>() {
-        Ok(source) => {
-            owner = None;
-            source.get().0.memory
-        }
+        Ok(source) => source.get().0.memory,
         Err(_) => {
             let given = given(source, &***group, CALL, "the source", false)?;
             owner = given.owner;
+            if let Some(exchange) = given.exchange {
+                stream = exchange.stream_for(py, &***group)?;
+            }
             given.memory
         }
     };
@@ -348,7 +348,7 @@ pub fn copy(
         );
         return Err(argument(py, &sentence, rank, CALL));
     }
-    enqueued(py, &***group, || {
+    enqueued_on(py, &***group, stream, || {
         let mut first = 0;
         blocks.iter().try_for_each(|block| {
             let part = rows_of(from, first..first + block.shape[0]);

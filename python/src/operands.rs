@@ -110,6 +110,8 @@ pub struct Reader<'a> {
     pub call: &'static str,
     /// True if other ranks wait for this one in the call.
     is_collective: bool,
+    /// The stream of the call: the current one of the library whose tensors it gets.
+    pub stream: Option<usize>,
     kept: Vec<Tensor>,
     /// What lists hold. Another thread may change the lists.
     listed: Vec<Py<PyAny>>,
@@ -122,6 +124,7 @@ impl<'a> Reader<'a> {
             group,
             call,
             is_collective: true,
+            stream: None,
             kept: Vec::new(),
             listed: Vec::new(),
         }
@@ -182,6 +185,10 @@ impl<'a> Reader<'a> {
         }
         let given = given(object, self.group, self.call, name, writes)?;
         self.kept.extend(given.owner);
+        // A library has one current stream.
+        if let (None, Some(exchange)) = (self.stream, given.exchange) {
+            self.stream = exchange.stream_for(object.py(), self.group)?;
+        }
         Ok(given.memory)
     }
 

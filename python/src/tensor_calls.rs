@@ -15,7 +15,7 @@ use crate::operands::listed;
 use crate::prepared::Prepared;
 use crate::sharded::Sharded;
 use crate::tensors::{Exchange, exchange_of, memory_of};
-use crate::waiting::enqueued;
+use crate::waiting::enqueued_on;
 
 /// How many products are kept. If there are more, all are forgotten, and the next call of each adds it again.
 const MAX_CALLS: usize = 1024;
@@ -248,8 +248,7 @@ impl Planned {
             group.refuse_because(self.name(), &error.to_string());
             error
         };
-        let followed = tensors.exchange.follow(py, tensors.a.device, group);
-        followed.map_err(told)?;
+        let stream = tensors.exchange.stream_for(py, group).map_err(told)?;
         let (made, outputs) = self.outputs(py, group).map_err(told)?;
         let run = |a| {
             let call = ProductCall {
@@ -264,18 +263,20 @@ impl Planned {
             unsafe { self.prepared.get().planned().run(&call) }
         };
         let Some(matrix) = &self.rows else {
-            enqueued(py, group, || run(RowOperand::Own(rows)))?;
+            enqueued_on(py, group, stream, || run(RowOperand::Own(rows)))?;
             return Ok(made);
         };
         if let Some(lent) = lent {
             let shards = lent.get().read(py).map_err(told)?;
-            enqueued(py, group, || run(RowOperand::Sharded(&shards, None)))?;
+            enqueued_on(py, group, stream, || {
+                run(RowOperand::Sharded(&shards, None))
+            })?;
             return Ok(made);
         }
         let split = matrix.get().split_evenly(py, rows.values.shape[0]);
         let shards = split.and_then(|()| matrix.get().read(py)).map_err(told)?;
         let place = rows_of(shards.whole(), shards.rows_of(group.rank()));
-        enqueued(py, group, || {
+        enqueued_on(py, group, stream, || {
             // SAFETY: as above. The group orders the copy and the product.
             unsafe { group.copy(rows.values, place)? };
             run(RowOperand::Sharded(&shards, None))

@@ -26,6 +26,8 @@ pub struct Given {
     pub memory: Memory,
     /// What must live until the call is complete. None if the library's own stream sees to that.
     pub owner: Option<Tensor>,
+    /// The table of its library, if that says the current stream.
+    pub exchange: Option<&'static Exchange>,
 }
 
 /// The table of functions of a library that gives tensors without calls of Python: `DLPackExchangeAPI`.
@@ -87,8 +89,8 @@ fn find_exchange(class: &Bound<'_, PyType>) -> usize {
 
 /// The memory of an object that gives tensors by DLPack. `writes`: the call writes it.
 ///
-/// On GPUs, an object whose library says its current stream makes the group go on there, as that library's own
-/// operations do. Other objects are told the group's stream, and have their memory ready for it.
+/// On GPUs, a call of an object whose library says its current stream runs there, as that library's own operations do.
+/// Other objects are told the group's stream, and have their memory ready for it.
 pub fn given(
     object: &Bound<'_, PyAny>,
     group: &dyn AnyGroup,
@@ -100,11 +102,10 @@ pub fn given(
     if let Some(exchange) = exchange_of(object)
         && let Some(tensor) = exchange.tensor(object)?
     {
-        let memory = memory_of(py, &tensor, group, call, name)?;
-        exchange.follow(py, tensor.device, group)?;
         return Ok(Given {
-            memory,
+            memory: memory_of(py, &tensor, group, call, name)?,
             owner: None,
+            exchange: Some(exchange),
         });
     }
     let tensor = managed(object, group, call, name)?;
@@ -115,6 +116,7 @@ pub fn given(
     Ok(Given {
         memory,
         owner: Some(tensor),
+        exchange: None,
     })
 }
 
@@ -163,22 +165,24 @@ impl Exchange {
         Ok(Some(unsafe { tensor.assume_init() }))
     }
 
-    /// Puts the later work of a group on a GPU on the library's current stream, if the table says that.
-    pub fn follow(&self, py: Python<'_>, device: DLDevice, group: &dyn AnyGroup) -> PyResult<()> {
+    /// The library's current stream of a group's GPU, a CUstream. None on the host, or if the table does not say it.
+    pub fn stream_for(&self, py: Python<'_>, group: &dyn AnyGroup) -> PyResult<Option<usize>> {
         let Some(current_stream) = self.current_stream else {
-            return Ok(());
+            return Ok(None);
         };
         if group.backend() == BackendKind::Host {
-            return Ok(());
+            return Ok(None);
         }
+        let DLDevice {
+            device_type,
+            device_id,
+        } = group.device();
         let mut stream = std::ptr::null_mut();
-        // SAFETY: the device is that of a tensor of the library.
-        if unsafe { current_stream(device.device_type, device.device_id, &mut stream) } != 0 {
-            return Err(PyErr::fetch(py));
+        // SAFETY: the device is that of tensors of the library.
+        match unsafe { current_stream(device_type, device_id, &mut stream) } {
+            0 => Ok(Some(stream as usize)),
+            _ => Err(PyErr::fetch(py)),
         }
-        // SAFETY: the library's streams live as long as its tensors are used.
-        let set = called_at(None, || unsafe { group.set_stream(stream as usize) });
-        set.map_err(|error| exception(py, &error, Some(group.rank())))
     }
 }
 

@@ -31,6 +31,24 @@ pub fn enqueued<R: Send>(
     }
 }
 
+/// As [`enqueued`], on a stream of another library, a CUstream, if there is one.
+pub fn enqueued_on<R: Send>(
+    py: Python<'_>,
+    group: &dyn AnyGroup,
+    stream: Option<usize>,
+    call: impl FnOnce() -> Result<R> + Send,
+) -> PyResult<R> {
+    let Some(stream) = stream else {
+        return enqueued(py, group, call);
+    };
+    enqueued(py, group, || {
+        let _turn = group.stream_turn();
+        // SAFETY: the library's streams live as long as its tensors are used.
+        unsafe { group.set_stream(stream)? };
+        call()
+    })
+}
+
 /// Makes a call that may wait for other ranks. If a signal's handler raises an exception meanwhile, as that of Ctrl-C
 /// does, the group fails, and the exception is raised.
 pub fn waited<R: Send>(

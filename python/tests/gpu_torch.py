@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import gemmesh  # noqa: E402
 import gemmesh.torch  # noqa: E402
 import torch_ranks as ranks  # noqa: E402
-from torch_ranks import OPS, case, made, name, near, rank, refuses, weight, world  # noqa: E402
+from torch_ranks import OPS, alone, case, made, name, near, rank, refuses, weight, world  # noqa: E402
 
 
 def say(words: str) -> None:
@@ -65,6 +66,36 @@ def operations_follow_the_current_stream() -> None:
         torch.cuda.current_stream().wait_stream(stream)
         assert torch.equal(found, expected) and total.isfinite()
     assert gemmesh.torch.group_of(None, "cuda").stream == torch.cuda.current_stream().cuda_stream
+
+
+@case
+def threads_have_streams_of_their_own() -> None:
+    group, b = alone(), weight(512, 256)
+    inputs = [made(64, 512, of=each) for each in range(2)]
+    expected = [OPS.fused_matmul_reduce_scatter(each, b, "sum", 0, group) for each in inputs]
+    torch.cuda.synchronize()
+    failed: list[BaseException] = []
+
+    def multiply(x: Tensor, of_x: Tensor) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(200):
+                    later = torch.zeros_like(x)
+                    # The input is there late, and the output is read at once: both are wrong on a different stream.
+                    torch.cuda._sleep(200_000)
+                    later.copy_(x)
+                    for module in (OPS, gemmesh.torch):
+                        found = module.fused_matmul_reduce_scatter(later, b, "sum", 0, group)
+                        assert torch.equal(found, of_x)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=multiply, args=each) for each in zip(inputs, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
 
 
 @case

@@ -82,6 +82,9 @@ pub(crate) struct Inner<B: Backend> {
     matrices: Mutex<u32>,
     /// Locked while the group is split, so that two threads of a rank split it one after the other.
     splits: Mutex<()>,
+    /// Locked by a call of [`raw`](crate::raw) that sets the group's stream first, so that no other thread sets it
+    /// before the call has begun.
+    pub stream_turns: Mutex<()>,
 }
 
 impl<B: Backend> Inner<B> {
@@ -435,6 +438,7 @@ impl<B: Backend> Group<B> {
                 partials: Mutex::new(None),
                 matrices: Mutex::new(0),
                 splits: Mutex::new(()),
+                stream_turns: Mutex::new(()),
             })),
         })
     }

@@ -1,7 +1,7 @@
 //! A group of any backend.
 
 use std::any::Any;
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::Memory;
@@ -203,6 +203,8 @@ pub trait AnyGroup: Any + Send + Sync {
     /// Puts later operations on a stream: [`Group::set_stream`]. Nothing is done on the host backend, or if it is the
     /// group's stream.
     unsafe fn set_stream(&self, stream: usize) -> Result<()>;
+    /// Waits for other threads that set the stream for a call. They wait until the guard is dropped.
+    fn stream_turn(&self) -> MutexGuard<'_, ()>;
     /// Records a CUevent behind all operations so far. Nothing is done on the host backend.
     unsafe fn record_event(&self, event: usize) -> Result<()>;
     /// Makes later operations wait for a CUevent. Nothing is done on the host backend.
@@ -424,6 +426,11 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
         }
         let _ = stream;
         Ok(())
+    }
+
+    fn stream_turn(&self) -> MutexGuard<'_, ()> {
+        let turns = &self.inner().stream_turns;
+        turns.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     unsafe fn record_event(&self, event: usize) -> Result<()> {
