@@ -39,8 +39,9 @@ struct Planned {
     rows: Option<Py<Sharded>>,
     /// True if the weights are [N, K] in memory. As tensors they are [K, N].
     transposed: bool,
-    /// Makes an output, with the arguments of each.
+    /// Makes an output.
     new: Py<PyAny>,
+    /// Its arguments, for each output.
     outputs: Vec<(Py<PyTuple>, Py<PyDict>)>,
 }
 
