@@ -11,7 +11,8 @@ use crate::schedule::{Chunking, Config, Numerics, Problem, Route};
 /// Bytes that are stored rather than copied, for each microsecond that copies take to begin and to signal. Even more
 /// bytes would arrive sooner by stores, but stores hold up products.
 const STORED_INSTEAD: f64 = 320e3;
-/// The same for short rows, whose products take less time than the copies. Measured on two H200s (benches/NOTES.md).
+/// The same for short rows that two ranks gather, as was measured for two H200s (benches/NOTES.md). It was not measured
+/// for more ranks.
 const STORED_INSTEAD_IF_SHORT: f64 = 800e3;
 /// The most bytes of a short row.
 const SHORT_ROW: f64 = 4800.0;
@@ -218,7 +219,7 @@ fn moved(rates: &Rates, problem: &Problem, pushes: bool) -> (Route, Chunking) {
     let shard = bytes / world as f64;
     let Link { start, chunk, .. } = rates.push;
     let copies_begin = start + world as f64 * chunk;
-    let stored_instead = match row <= SHORT_ROW {
+    let stored_instead = match row <= SHORT_ROW && world == 2 {
         true => STORED_INSTEAD_IF_SHORT,
         false => STORED_INSTEAD,
     };
@@ -367,8 +368,9 @@ mod tests {
             assert_eq!(route(short.0, short.1), Route::Store, "{short:?}");
             assert_eq!(route(long.0, long.1), Route::Push, "{long:?}");
         }
-        // Copies bring many short rows, too.
+        // Copies bring many short rows, and those of more ranks.
         assert_eq!(route(16384, 2048), Route::Push);
+        assert_eq!(chosen(8800, 768, 1408, 4).route, Route::Push);
     }
 
     #[test]
