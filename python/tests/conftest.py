@@ -1,6 +1,8 @@
-"""The option by which mpirun's ranks run the tests that are theirs, and no others."""
+"""The option by which mpirun's ranks run the tests that are theirs, and no others. Ctrl-C works in all tests."""
 
 from __future__ import annotations
+
+import signal
 
 import pytest
 
@@ -12,6 +14,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "mpi: every rank of mpirun runs the test (needs --only-mpi)")
+    # A shell starts what it puts in the background with the signal ignored, which programs hand on.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
