@@ -54,7 +54,8 @@ mod _native {
     ///
     /// Each has this process's arguments, or `args`: what follows the interpreter on its command line. It joins the
     /// group by `Group.from_env`. What ranks print comes out here, each line behind its rank. If a rank fails, the
-    /// others have 1.5 seconds to end, and RankError names the rank. Ctrl-C gives all ranks as long.
+    /// others have 1.5 seconds to end, and RankError names the rank. Ctrl-C gives all ranks as long. MisuseError if the
+    /// program comes from standard input, where no rank could read it again.
     #[pyfunction]
     #[pyo3(signature = (world, args=None))]
     fn launch(py: Python<'_>, world: usize, args: Option<Vec<String>>) -> PyResult<()> {

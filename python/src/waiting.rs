@@ -11,7 +11,7 @@ use gemmesh::raw::{AnyGroup, BackendKind};
 use gemmesh::{Error, Result};
 use pyo3::prelude::*;
 
-use crate::errors::exception;
+use crate::errors::{exception, misuse};
 
 /// How often a call that waits looks for signals.
 const GLANCE: Duration = Duration::from_millis(50);
@@ -150,8 +150,9 @@ pub fn left_behind<R: Send + 'static>(
 /// to end, and the exception is raised.
 pub fn launch(py: Python<'_>, world: usize, args: Option<Vec<String>>) -> PyResult<()> {
     let mut launch = Launch::new(world);
-    if let Some(args) = args {
-        launch = launch.args(args);
+    match args {
+        Some(args) => launch = launch.args(args),
+        None => require_script(py)?,
     }
     let mut raised = None;
     let mut goes_on = || match Python::attach(|py| py.check_signals()) {
@@ -165,6 +166,19 @@ pub fn launch(py: Python<'_>, world: usize, args: Option<Vec<String>>) -> PyResu
     match raised {
         Some(error) => Err(error),
         None => result.map_err(|error| exception(py, &error, None)),
+    }
+}
+
+/// Checks that the program can be started again. What Python reads from its standard input cannot.
+fn require_script(py: Python<'_>) -> PyResult<()> {
+    let argv: Vec<String> = py.import("sys")?.getattr("argv")?.extract()?;
+    match argv.first().map_or("", String::as_str) {
+        "" | "-" => Err(misuse(
+            py,
+            "gemmesh.launch: the program comes from standard input, which ranks cannot read again; put it into a file, \
+             or give args",
+        )),
+        _ => Ok(()),
     }
 }
 

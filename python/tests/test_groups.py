@@ -216,6 +216,16 @@ def test_launch_raises_what_a_rank_failed_of(tmp_path: Path) -> None:
         assert re.search(rf"^\[{rank}\] gemmesh.errors.RankError: .*{why}$", err, re.MULTILINE)
 
 
+@pytest.mark.parametrize("arguments", [["-"], []])
+def test_launch_refuses_a_program_that_no_rank_could_read(arguments: list[str]) -> None:
+    program = "import gemmesh\ngemmesh.launch(2)\n"
+    found = subprocess.run(
+        [sys.executable, *arguments], input=program, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert found.returncode == 1
+    assert "MisuseError: gemmesh.launch: the program comes from standard input" in found.stderr
+
+
 def test_launch_ends_its_ranks_with_the_interrupt(tmp_path: Path) -> None:
     source = """
 import os, signal, sys, threading, time
