@@ -240,15 +240,22 @@ def draw(side: Side, group: gemmesh.Group, path: str, title: str) -> None:
     group.write_timeline(prepared.traced(a, b, out), path, title)
 
 
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+    return number
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m gemmesh.bench", description="Times a gather and a product.")
     parser.add_argument("--backend", choices=["cuda", "host"], default="cuda" if gemmesh.HAS_CUDA else "host")
-    parser.add_argument("-m", type=int, help="rows of all ranks (4096 on GPUs, else 1024)")
-    parser.add_argument("-n", type=int, help="columns of each rank (6656 on GPUs, else 1024)")
-    parser.add_argument("-k", type=int, help="columns of the rows (16384 on GPUs, else 1024)")
+    parser.add_argument("-m", type=positive, help="rows of all ranks (4096 on GPUs, else 1024)")
+    parser.add_argument("-n", type=positive, help="columns of each rank (6656 on GPUs, else 1024)")
+    parser.add_argument("-k", type=positive, help="columns of the rows (16384 on GPUs, else 1024)")
     parser.add_argument("--dtype", choices=list(BITS), default="bf16")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks to launch, if no launcher has started this (2)")
-    parser.add_argument("--iterations", type=int, default=15, help="timed rounds (15)")
+    parser.add_argument("--ranks", type=positive, default=2, help="ranks to launch, if no launcher has started this (2)")
+    parser.add_argument("--iterations", type=positive, default=15, help="timed rounds (15)")
     parser.add_argument("--profile", metavar="FILE", help="draw a fused product: .svg, or .json for Perfetto")
     return parser.parse_args()
 

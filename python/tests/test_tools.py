@@ -53,6 +53,13 @@ def test_the_benchmark_verifies_and_prints_the_rows(tmp_path: Path, dtype: str) 
     assert "<svg" in (tmp_path / "drawn.svg").read_text()
 
 
+def test_the_benchmark_refuses_numbers_below_one() -> None:
+    for option in ("-m", "-n", "-k", "--ranks", "--iterations"):
+        status, _, err = tool("-m", "gemmesh.bench", "--backend", "host", option, "0")
+        assert status == 2
+        assert "0 is not 1 or more" in err
+
+
 def test_the_example_agrees_with_float64() -> None:
     status, out, err = tool(str(PYTHON / "examples" / "mlp.py"))
     assert (status, err) == (0, "")
