@@ -179,7 +179,8 @@ pub enum Error {
     },
 
     /// Ranks did not come to the rendezvous.
-    #[error("{} not come to {address:?} within {waited_ms} ms; see whether {} started, and with the same address",
+    #[error("{} not come to {address:?} within {waited_ms} ms; see whether {} started, and with the same address, or \
+             raise Builder::arrival_timeout",
         Ranks(.ranks, "has", "have"), if .ranks.len() == 1 { "it was" } else { "they were" })]
     RanksMissing {
         /// The ranks that did not come.
@@ -789,7 +790,7 @@ impl fmt::Debug for Error {
 }
 
 #[cfg(test)]
-mod sentences;
+pub(crate) mod sentences;
 
 #[cfg(test)]
 mod tests {
@@ -828,7 +829,8 @@ mod tests {
         };
         assert_eq!(
             missing.to_string(),
-            "rank 3 has not come to \"job\" within 500 ms; see whether it was started, and with the same address"
+            "rank 3 has not come to \"job\" within 500 ms; see whether it was started, and with the same \
+             address, or raise Builder::arrival_timeout"
         );
         let unsupported = Error::Unsupported {
             rank: 1,

@@ -1,7 +1,7 @@
 //! Errors of the library as the exceptions of `gemmesh.errors`.
 
 use gemmesh::Error;
-use gemmesh::raw::ErrorKind;
+use gemmesh::raw::{Dialect, ErrorKind};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -25,9 +25,9 @@ fn class_of(kind: ErrorKind) -> &'static str {
 
 /// The exception for `error`, which `rank` has got.
 pub fn exception(py: Python<'_>, error: &Error, rank: Option<usize>) -> PyErr {
-    let call = error.call().map(|call| in_python(call.name().into()));
+    let call = error.call().map(|call| Dialect::Python.of(call.name()));
     let class = class_of(error.kind());
-    let sentence = in_python(error.to_string());
+    let sentence = Dialect::Python.of(&error.to_string());
     made(
         py,
         class,
@@ -38,53 +38,31 @@ pub fn exception(py: Python<'_>, error: &Error, rank: Option<usize>) -> PyErr {
     )
 }
 
-/// A sentence with the names that calls and options have in Python.
-fn in_python(sentence: String) -> String {
-    const NAMES: [(&str, &str); 12] = [
-        (
-            ".weight_layout(WeightLayout::Kn)",
-            "it with weight_layout=\"kn\"",
-        ),
-        (
-            ".weight_layout(WeightLayout::Nk)",
-            "it with weight_layout=\"nk\"",
-        ),
-        ("output_dtype(DType::F32)", "dtype=\"f32\""),
-        ("output_dtype(DType::Bf16)", "dtype=\"bf16\""),
-        ("output_dtype(DType::F16)", "dtype=\"f16\""),
-        ("Builder::", "the option "),
-        ("gemmesh::launch::", "gemmesh."),
-        ("gemmesh::launch", "gemmesh.launch"),
-        ("Group::", "Group."),
-        ("ShardedMatrix::", "Sharded."),
-        ("Matrix::copy_from_host", "Matrix.frombytes"),
-        ("Matrix::copy_to_host", "Matrix.tobytes"),
-    ];
-    let replace = |words: String, (rust, python): &(&str, &str)| words.replace(rust, python);
-    NAMES.iter().fold(sentence, replace)
-}
-
 /// A `MisuseError` of the package's own.
 pub fn misuse(py: Python<'_>, sentence: &str) -> PyErr {
     made(py, "MisuseError", sentence, None, &[], None)
 }
 
-/// An `ArgumentError` of the package's own.
-pub fn argument(py: Python<'_>, sentence: &str, rank: usize, call: &str) -> PyErr {
+/// The `ArgumentError` of a `call` of the package's own. `what` is wrong. Without a rank, this process has none yet.
+pub fn argument(py: Python<'_>, rank: Option<usize>, call: &str, what: &str) -> PyErr {
+    let sentence = match rank {
+        Some(rank) => format!("rank {rank}: {call}: {what}"),
+        None => format!("{call}: {what}"),
+    };
     made(
         py,
         "ArgumentError",
-        sentence,
-        Some(rank),
-        &[rank],
+        &sentence,
+        rank,
+        rank.as_slice(),
         Some(call),
     )
 }
 
 /// The `ArgumentError` of a call that would write what is read-only.
 pub fn read_only(py: Python<'_>, rank: usize, call: &str, name: &str) -> PyErr {
-    let sentence = format!("rank {rank}: {call}: {name} is read-only, and the call writes it");
-    argument(py, &sentence, rank, call)
+    let what = format!("{name} is read-only, and the call writes it");
+    argument(py, Some(rank), call, &what)
 }
 
 fn made(

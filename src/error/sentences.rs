@@ -5,7 +5,7 @@ use super::*;
 /// Defines `examples` and, by a match that names every variant of them, that there is one of each.
 macro_rules! examples {
     ($($variant:ident { $($field:ident $(: $value:expr)?),* $(,)? })*) => {
-        fn examples() -> Vec<Error> {
+        pub(crate) fn examples() -> Vec<Error> {
             vec![$(Error::$variant { $($field $(: $value)?),* }),*]
         }
 

@@ -100,14 +100,23 @@ pub fn join(backend: BackendKind, options: Options, joining: Joining) -> Result<
         #[cfg(feature = "cuda")]
         BackendKind::Cuda => join_as::<Cuda>(options, joining),
         #[cfg(not(feature = "cuda"))]
-        BackendKind::Cuda => Err(Error::Unsupported {
-            rank: match joining {
-                Joining::Env => 0,
-                Joining::Address { rank, .. } | Joining::Gather { rank, .. } => rank,
-            },
-            call: "Group::connect".into(),
-            what: "this build of the library has the host backend only".into(),
-        }),
+        BackendKind::Cuda => {
+            let (rank, call) = match joining {
+                Joining::Env => {
+                    let described = crate::launch::rank_environment()?;
+                    (described.map_or(0, |rank| rank.rank), "Group::from_env")
+                }
+                Joining::Address { rank, .. } => (rank, "Group::connect"),
+                Joining::Gather { rank, .. } => (rank, "Group::connect_with"),
+            };
+            Err(Error::Unsupported {
+                rank,
+                call: call.into(),
+                what: "this build of the library has the host backend only; ask for that backend, or build the library \
+                       with CUDA"
+                    .into(),
+            })
+        }
     }
 }
 

@@ -8,6 +8,7 @@
 #![allow(unsafe_code)]
 
 mod arguments;
+mod dialect;
 mod group;
 mod kind;
 mod pipelines;
@@ -17,6 +18,7 @@ mod shards;
 
 pub use crate::interop::tensors::{Tensor, VersionedTensor, export, export_versioned};
 pub use crate::matrix::Memory;
+pub use dialect::Dialect;
 pub use group::{
     AnyBackend, AnyGroup, BackendKind, Gather, Joining, Options, join, unsuitable, wrong_device,
 };

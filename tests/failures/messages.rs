@@ -1047,7 +1047,7 @@ fn ranks_that_do_not_come_are_told_of_in_a_whole_sentence() {
         error.to_string(),
         format!(
             "ranks 1 and 2 have not come to {address:?} within {waited_ms} ms; see whether they were started, and \
-             with the same address"
+             with the same address, or raise Builder::arrival_timeout"
         )
     );
 }

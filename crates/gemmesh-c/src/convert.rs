@@ -100,11 +100,16 @@ pub(crate) unsafe fn words<'a>(argument: &str, pointer: *const c_char) -> Result
 }
 
 /// A struct that begins with its size.
-pub(crate) trait SizeFirst {}
+pub(crate) trait SizeFirst {
+    /// The header's function that makes one.
+    const DEFAULT: &'static str;
+}
 
 macro_rules! size_first {
     ($($type:ident),*) => {$(
-        impl SizeFirst for $type {}
+        impl SizeFirst for $type {
+            const DEFAULT: &'static str = concat!(stringify!($type), "_default");
+        }
         const _: () = assert!(std::mem::offset_of!($type, struct_size) == 0);
     )*};
 }
@@ -122,7 +127,7 @@ pub(crate) unsafe fn sized<'a, T: SizeFirst>(argument: &str, pointer: *const T) 
     // SAFETY: as this function's. The size comes first.
     let size = unsafe { pointer.cast::<usize>().read() };
     if size != size_of::<T>() {
-        let expected = format!("{}, as the struct's initialiser sets it", size_of::<T>());
+        let expected = format!("{}, which {}() sets", size_of::<T>(), T::DEFAULT);
         return Err(Failure::unsuitable(argument, "struct_size", expected, size));
     }
     // SAFETY: as this function's, and the struct has its size.

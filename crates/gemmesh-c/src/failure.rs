@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::ffi::CString;
 
 use gemmesh::Error;
-use gemmesh::raw::ErrorKind;
+use gemmesh::raw::{Dialect, ErrorKind};
 
 use crate::status::gemmesh_status;
 
@@ -62,8 +62,8 @@ impl Failure {
             Failure::Gemmesh(error) => Told {
                 status: status_of(error.kind()),
                 rank: error.at_fault().first().map_or(-1, |rank| *rank as i64),
-                call: text(error.call().map_or(call, |call| call.name())),
-                sentence: text(&error.to_string()),
+                call: text(&Dialect::C.of(error.call().map_or(call, |call| call.name()))),
+                sentence: text(&Dialect::C.of(&error.to_string())),
             },
             Failure::Unsuitable(found) => {
                 let Unsuitable {

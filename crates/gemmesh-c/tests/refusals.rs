@@ -101,6 +101,28 @@ fn freed_handles_are_told_also_when_their_place_is_used_again() {
 }
 
 #[test]
+fn errors_of_joining_name_calls_and_options_of_the_header() {
+    let mut group = null_mut();
+    let hasty = gemmesh_group_options {
+        arrival_timeout_ms: 100,
+        ..default_options()
+    };
+    // SAFETY: as above.
+    unsafe {
+        let missing = gemmesh_group_connect(0, 2, address().as_ptr(), &hasty, &mut group);
+        fails(
+            missing,
+            gemmesh_status::GEMMESH_ERROR_RENDEZVOUS,
+            "or raise arrival_timeout_ms of gemmesh_group_options",
+        );
+        let none = gemmesh_group_connect(2, 2, address().as_ptr(), null(), &mut group);
+        fails(none, ARGUMENT, "gemmesh_group_connect: ");
+        let call = CStr::from_ptr(gemmesh_last_error_call());
+        assert_eq!(call, c"gemmesh_group_connect");
+    }
+}
+
+#[test]
 fn sizes_and_numbers_are_checked() {
     let mut group = null_mut();
     let with = |options: gemmesh_group_options, group| {
@@ -114,7 +136,10 @@ fn sizes_and_numbers_are_checked() {
     fails(
         with(sizeless, &mut group),
         ARGUMENT,
-        "struct_size of the options is 0",
+        &format!(
+            "struct_size of the options is 0 and must be {}, which gemmesh_group_options_default() sets",
+            size_of::<gemmesh_group_options>()
+        ),
     );
     let unknown = gemmesh_group_options {
         backend: 7,
@@ -130,7 +155,11 @@ fn sizes_and_numbers_are_checked() {
         ..default_options()
     };
     if !cfg!(feature = "cuda") {
-        fails(with(cuda, &mut group), ARGUMENT, "host backend only");
+        fails(
+            with(cuda, &mut group),
+            ARGUMENT,
+            "rank 0: gemmesh_group_connect: not supported: this build of the library has the host backend only; ask",
+        );
     }
     ranks(1, |group, _| {
         let product = product(gemmesh_product_kind::GEMMESH_MATMUL, BF16);
