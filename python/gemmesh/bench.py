@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import os
 import statistics
 import struct
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import gemmesh
@@ -27,6 +29,8 @@ import gemmesh
 SHAPES = {"cuda": (4096, 6656, 16384), "host": (1024, 1024, 1024)}
 #: The bits of a significand behind the first.
 BITS = {"bf16": 7, "f16": 10}
+#: Seconds for which the threads of NumPy's BLAS may spin after a product.
+SPINNING = 0.1
 #: More than the caches of a GPU.
 FLUSHED_BYTES = 256 << 20
 
@@ -57,6 +61,8 @@ class WithNumpy:
     """Matrices of gemmesh on any backend; float64 is NumPy's."""
 
     def __init__(self, group: gemmesh.Group, m: int, n: int, k: int, dtype: str) -> None:
+        # NumPy's BLAS reads it when it is loaded. The ranks share the cores.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // group.world_size)))
         import numpy as np
 
         self.group, self.dtype = group, dtype
@@ -119,7 +125,10 @@ class WithNumpy:
         began = time.perf_counter()
         run()
         self.group.synchronize()
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        if run is self.ways.get("numpy mm only"):
+            time.sleep(SPINNING)  # not beside the next product
+        return seconds
 
     def close(self) -> None:
         pass
@@ -247,6 +256,13 @@ def positive(text: str) -> int:
     return number
 
 
+def writable(text: str) -> str:
+    directory = Path(text).absolute().parent
+    if Path(text).is_dir() or not os.access(directory, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written; give a file in a directory that can be")
+    return text
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m gemmesh.bench", description="Times a gather and a product.")
     parser.add_argument("--backend", choices=["cuda", "host"], default="cuda" if gemmesh.HAS_CUDA else "host")
@@ -256,7 +272,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=list(BITS), default="bf16")
     parser.add_argument("--ranks", type=positive, default=2, help="ranks to launch, if no launcher has started this (2)")
     parser.add_argument("--iterations", type=positive, default=15, help="timed rounds (15)")
-    parser.add_argument("--profile", metavar="FILE", help="draw a fused product: .svg, or .json for Perfetto")
+    parser.add_argument("--profile", type=writable, metavar="FILE", help="draw a fused product: .svg, or .json for Perfetto")
     return parser.parse_args()
 
 

@@ -60,6 +60,13 @@ def test_the_benchmark_refuses_numbers_below_one() -> None:
         assert "0 is not 1 or more" in err
 
 
+@pytest.mark.parametrize("path", [".", "nowhere/drawn.svg"])
+def test_the_benchmark_refuses_a_picture_that_cannot_be_written_at_once(tmp_path: Path, path: str) -> None:
+    status, _, err = tool("-m", "gemmesh.bench", "--backend", "host", "--profile", path, cwd=tmp_path)
+    assert status == 2
+    assert f"{path} cannot be written" in err
+
+
 def test_the_example_agrees_with_float64() -> None:
     status, out, err = tool(str(PYTHON / "examples" / "mlp.py"))
     assert (status, err) == (0, "")
@@ -71,4 +78,6 @@ def test_the_readme_s_program_runs(tmp_path: Path) -> None:
     assert program
     path = tmp_path / "program.py"
     path.write_text(program[1])
-    assert tool(str(path)) == (0, "", "")
+    status, out, err = tool(str(path))
+    assert (status, err) == (0, "")
+    assert sorted(out.splitlines()) == [f"[{rank}] Matrix([512, 128], f16, host) is right" for rank in range(4)]
