@@ -4,20 +4,18 @@ use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use gemmesh::error::called_at;
-use gemmesh::raw::{
-    self, AnyGroup, BackendKind, Joining, Options, Product, ProductKind, Split, join,
-};
+use gemmesh::raw::{self, AnyGroup, BackendKind, Joining, Product, ProductKind, Split, join};
 use gemmesh::{AllGatherAndConsume, DType, ProduceAndAllToAll, ProduceAndReduceScatter, RowSplit};
-use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::callbacks::Function;
-use crate::errors::{exception, misuse};
+use crate::errors::{argument, exception, misuse};
 use crate::matrix::{Freed, Kept, Matrix};
-use crate::names;
+use crate::names::{self, Count, Said, count, counts};
 use crate::operands::{Reader, keeper_of};
-use crate::prepared::{self, Given, Prepared};
+use crate::options::{self, Asked, kind_of};
+use crate::prepared::{self, Given, Prepared, reader_of};
 use crate::sharded::Sharded;
 use crate::trace::Trace;
 use crate::waiting::{enqueued, enqueued_on, left_behind, waited};
@@ -46,169 +44,15 @@ impl Group {
         }
     }
 
-    /// Makes a product that is planned when it is called.
-    fn product(
-        &self,
+    /// Joins a group by `call`, whose ranks can gather bytes by the function `gather`.
+    fn gathering(
         py: Python<'_>,
-        product: Product,
-        given: &Given<'_, '_>,
-    ) -> PyResult<Py<PyAny>> {
-        prepared::run(py, &self.get(py)?, product, given)
-    }
-}
-
-fn backend(name: &str) -> PyResult<BackendKind> {
-    match name {
-        "host" => Ok(BackendKind::Host),
-        "cuda" => Ok(BackendKind::Cuda),
-        other => Err(PyValueError::new_err(format!(
-            "backend is {other:?} and must be \"cuda\" or \"host\""
-        ))),
-    }
-}
-
-fn seconds(option: &str, seconds: Option<f64>) -> PyResult<Option<Duration>> {
-    let duration = seconds.map(|seconds| {
-        Duration::try_from_secs_f64(seconds).map_err(|_| {
-            PyValueError::new_err(format!("{option} is {seconds} and must be seconds"))
-        })
-    });
-    duration.transpose()
-}
-
-/// Options of a group, by name.
-fn options(given: Option<&Bound<'_, PyDict>>) -> PyResult<Options> {
-    let mut options = Options::default();
-    for (name, value) in given.into_iter().flat_map(|given| given.iter()) {
-        let name: String = name.extract()?;
-        match name.as_str() {
-            "timeout" => options.timeout = seconds("timeout", value.extract()?)?,
-            "arrival_timeout" => {
-                options.arrival_timeout = seconds("arrival_timeout", value.extract()?)?;
-            }
-            "workers" => options.workers = value.extract()?,
-            "device" => options.device = value.extract()?,
-            "max_ctas" => options.max_ctas = value.extract()?,
-            "numerics" => {
-                let word: Option<String> = value.extract()?;
-                options.numerics = word.as_deref().map(names::numerics).transpose()?;
-            }
-            "name" => options.name = value.extract()?,
-            other => {
-                return Err(PyTypeError::new_err(format!(
-                    "{other:?} is no option of a group; there are timeout, arrival_timeout, workers, device, max_ctas, \
-                     numerics and name"
-                )));
-            }
-        }
-    }
-    Ok(options)
-}
-
-/// The kind of a product, by the name of its operation.
-fn kind_of(operation: &str) -> PyResult<ProductKind> {
-    let kinds = [
-        ProductKind::Matmul,
-        ProductKind::AllGatherMatmul,
-        ProductKind::MatmulReduceScatter,
-        ProductKind::MatmulAllReduce,
-    ];
-    let known = kinds.iter().find(|kind| kind.name() == operation).copied();
-    known.ok_or_else(|| {
-        let names = kinds.map(|kind| format!("{:?}", kind.name())).join(", ");
-        PyValueError::new_err(format!(
-            "operation is {operation:?} and must be one of {names}"
-        ))
-    })
-}
-
-/// What a product does besides multiplying, by name.
-fn product(
-    kind: ProductKind,
-    activation: Option<&str>,
-    gated: bool,
-    weight_layout: &str,
-    accumulation: &str,
-    constant_weights: bool,
-    dtype: Option<&Bound<'_, PyAny>>,
-) -> PyResult<Product> {
-    Ok(Product {
-        activation: names::activation(activation)?,
-        gated,
-        weight_layout: names::weight_layout(weight_layout)?,
-        accumulation: names::accumulation(accumulation)?,
-        constant_weights,
-        output_dtype: dtype.map(names::dtype).transpose()?,
-        // The type of the rows is that of the argument.
-        ..Product::new(kind, DType::Bf16)
-    })
-}
-
-/// Joining, closing, waiting.
-#[pymethods]
-impl Group {
-    /// Joins the group that this process's launcher describes in the environment: torchrun, mpirun, srun,
-    /// gemmesh.launch.
-    ///
-    /// backend: "cuda" (NVIDIA GPUs, a process and a GPU for each rank) or "host" (any machine).
-    /// Options: timeout and arrival_timeout (seconds), workers (threads of a rank on the host), device (the GPU's
-    /// ordinal), max_ctas, numerics ("fast" or "invariant"), name.
-    #[staticmethod]
-    #[pyo3(signature = (*, backend="cuda", **options))]
-    fn from_env(
-        py: Python<'_>,
-        backend: &str,
-        options: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<Group> {
-        let (backend, options) = (self::backend(backend)?, self::options(options)?);
-        let group = left_behind(py, None, move || join(backend, options, Joining::Env))?;
-        Ok(Group::of(group))
-    }
-
-    /// Joins, as `rank`, the group of `world` ranks on this host that give the same `address`, which is any text.
-    ///
-    /// Ranks on the host backend may be threads. Backend and options are those of `from_env`.
-    #[staticmethod]
-    #[pyo3(signature = (rank, world, address, *, backend="cuda", **options))]
-    fn connect(
-        py: Python<'_>,
-        rank: usize,
-        world: usize,
-        address: String,
-        backend: &str,
-        options: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<Group> {
-        let (backend, options) = (self::backend(backend)?, self::options(options)?);
-        let group = left_behind(py, Some(rank), move || {
-            let address = &address;
-            join(
-                backend,
-                options,
-                Joining::Address {
-                    rank,
-                    world,
-                    address,
-                },
-            )
-        })?;
-        Ok(Group::of(group))
-    }
-
-    /// Joins, as `rank`, a group of `world` ranks that can send one another bytes.
-    ///
-    /// `gather(mine: bytes) -> list[bytes]` sends this rank's bytes to all ranks and returns those of all ranks, by
-    /// rank. It is called once, as mpi4py's `comm.allgather`. Backend and options are those of `from_env`.
-    #[staticmethod]
-    #[pyo3(signature = (gather, rank, world, *, backend="cuda", **options))]
-    fn from_callback(
-        py: Python<'_>,
+        call: &str,
         gather: Py<PyAny>,
-        rank: usize,
-        world: usize,
-        backend: &str,
-        options: Option<&Bound<'_, PyDict>>,
+        (rank, world): (usize, usize),
+        (backend, options): (&str, Option<&Bound<'_, PyDict>>),
     ) -> PyResult<Group> {
-        let (backend, options) = (self::backend(backend)?, self::options(options)?);
+        let (backend, options) = options::of_new_group(py, call, Some(rank), backend, options)?;
         let raised = Arc::new(std::sync::Mutex::new(None));
         let noted = raised.clone();
         let joined = left_behind(py, Some(rank), move || {
@@ -242,6 +86,93 @@ impl Group {
         })
     }
 
+    /// Makes a product that is planned when it is called.
+    fn product(
+        &self,
+        py: Python<'_>,
+        kind: ProductKind,
+        asked: Asked<'_, '_>,
+        given: &Given<'_, '_>,
+    ) -> PyResult<Py<PyAny>> {
+        let group = self.get(py)?;
+        let refuse = |what: String| reader_of(&*group, kind).refuse(py, &what);
+        let product = asked.product(kind).map_err(refuse)?;
+        prepared::run(py, &group, product, given)
+    }
+}
+
+/// Joining, closing, waiting.
+#[pymethods]
+impl Group {
+    /// Joins the group that this process's launcher describes in the environment: torchrun, mpirun, srun,
+    /// gemmesh.launch.
+    ///
+    /// backend: "cuda" (NVIDIA GPUs, a process and a GPU for each rank) or "host" (any machine).
+    /// Options: timeout and arrival_timeout (seconds), workers (threads of a rank on the host), device (the GPU's
+    /// ordinal), max_ctas, numerics ("fast" or "invariant"), name.
+    #[staticmethod]
+    #[pyo3(signature = (*, backend="cuda", **options))]
+    fn from_env(
+        py: Python<'_>,
+        backend: &str,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Group> {
+        let (backend, options) =
+            options::of_new_group(py, "Group.from_env", None, backend, options)?;
+        let group = left_behind(py, None, move || join(backend, options, Joining::Env))?;
+        Ok(Group::of(group))
+    }
+
+    /// Joins, as `rank`, the group of `world` ranks on this host that give the same `address`, which is any text.
+    ///
+    /// Ranks on the host backend may be threads. Backend and options are those of `from_env`.
+    #[staticmethod]
+    #[pyo3(signature = (rank, world, address, *, backend="cuda", **options))]
+    fn connect(
+        py: Python<'_>,
+        rank: Count,
+        world: Count,
+        address: String,
+        backend: &str,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Group> {
+        const CALL: &str = "Group.connect";
+        let (rank, world) = options::place(py, CALL, rank, world)?;
+        let (backend, options) = options::of_new_group(py, CALL, Some(rank), backend, options)?;
+        let group = left_behind(py, Some(rank), move || {
+            let address = &address;
+            join(
+                backend,
+                options,
+                Joining::Address {
+                    rank,
+                    world,
+                    address,
+                },
+            )
+        })?;
+        Ok(Group::of(group))
+    }
+
+    /// Joins, as `rank`, a group of `world` ranks that can send one another bytes.
+    ///
+    /// `gather(mine: bytes) -> list[bytes]` sends this rank's bytes to all ranks and returns those of all ranks, by
+    /// rank. It is called once, as mpi4py's `comm.allgather`. Backend and options are those of `from_env`.
+    #[staticmethod]
+    #[pyo3(signature = (gather, rank, world, *, backend="cuda", **options))]
+    fn from_callback(
+        py: Python<'_>,
+        gather: Py<PyAny>,
+        rank: Count,
+        world: Count,
+        backend: &str,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Group> {
+        const CALL: &str = "Group.from_callback";
+        let place = options::place(py, CALL, rank, world)?;
+        Group::gathering(py, CALL, gather, place, (backend, options))
+    }
+
     /// Joins, as `rank`, a group of `world` ranks that share a `torch.distributed.Store`.
     ///
     /// A job may make several groups with one store: all ranks make them in the same order. Backend and options are
@@ -251,27 +182,35 @@ impl Group {
     fn from_store(
         py: Python<'_>,
         store: &Bound<'_, PyAny>,
-        rank: usize,
-        world: usize,
+        rank: Count,
+        world: Count,
         backend: &str,
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Group> {
+        const CALL: &str = "Group.from_store";
+        let (rank, world) = options::place(py, CALL, rank, world)?;
         let gather = py.import("gemmesh._store")?.getattr("gather_by")?;
         let gather = gather.call1((store, rank, world))?.unbind();
-        Group::from_callback(py, gather, rank, world, backend, options)
+        Group::gathering(py, CALL, gather, (rank, world), (backend, options))
     }
 
-    /// Splits the group: ranks that give the same `color` become a group of their own, in the order of their keys.
-    /// Collective. Options that are not given are those of this group.
-    #[pyo3(signature = (color, key=0, **options))]
+    /// Splits the group: ranks that give the same `color` become a group of their own, in the order of their keys, and of
+    /// their ranks in this group where keys are equal or not given. Collective. Options that are not given are those of
+    /// this group.
+    #[pyo3(signature = (color, key=None, **options))]
     fn split(
         &self,
         py: Python<'_>,
-        color: usize,
-        key: usize,
+        color: Count,
+        key: Option<Count>,
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Group> {
-        let (group, options) = (self.get(py)?, self::options(options)?);
+        let group = self.get(py)?;
+        let reader = Reader::collective(&*group, "Group.split");
+        let refuse = |what: String| reader.refuse(py, &what);
+        let color = color.of("color").map_err(refuse)?;
+        let key = count("key", key).map_err(refuse)?.unwrap_or(0);
+        let options = options::of_group(options, refuse).map_err(|error| reader.told(error))?;
         let part = waited(py, &*group, || group.split(options, color, key))?;
         Ok(Group::of(part))
     }
@@ -351,8 +290,10 @@ impl Group {
 
     /// Puts later operations on `stream`, a CUstream as a number, such as `torch.cuda.current_stream().cuda_stream`. It
     /// must live until the group uses a different one. Does nothing on the host.
-    fn set_stream(&self, py: Python<'_>, stream: usize) -> PyResult<()> {
+    fn set_stream(&self, py: Python<'_>, stream: Count) -> PyResult<()> {
         let group = self.get(py)?;
+        let refuse = |what: String| Reader::alone(&*group, "Group.set_stream").refuse(py, &what);
+        let stream = stream.of("stream").map_err(refuse)?;
         // SAFETY: the caller keeps the stream.
         enqueued(py, &*group, || unsafe { group.set_stream(stream) })
     }
@@ -399,6 +340,14 @@ impl Group {
         Ok(())
     }
 
+    /// Raises an ArgumentError of an operation that is made of this group's calls, and tells the ranks that wait for this
+    /// one in it. `what` is wrong.
+    fn _refuse(&self, py: Python<'_>, call: &str, what: &str) -> PyResult<()> {
+        let group = self.get(py)?;
+        group.refuse_because(call, what);
+        Err(argument(py, Some(group.rank()), call, what))
+    }
+
     /// Writes what all ranks did in a traced call to `path`: as a picture if it ends in .svg, else for Perfetto.
     /// Collective.
     #[pyo3(signature = (trace, path, title=""))]
@@ -436,12 +385,18 @@ impl Group {
     fn zeros(
         &self,
         py: Python<'_>,
-        rows: usize,
-        columns: usize,
+        rows: Count,
+        columns: Count,
         dtype: &Bound<'_, PyAny>,
     ) -> PyResult<Matrix> {
-        let (group, dtype) = (self.get(py)?, names::dtype(dtype)?);
-        Kept::zeros(py, &group, dtype, [rows, columns]).map(Matrix)
+        let group = self.get(py)?;
+        let refuse = |what: String| Reader::alone(&*group, "Group.zeros").refuse(py, &what);
+        let dtype = names::dtype(dtype).map_err(refuse)?;
+        let shape = [
+            rows.of("rows").map_err(refuse)?,
+            columns.of("columns").map_err(refuse)?,
+        ];
+        Kept::zeros(py, &group, dtype, shape).map(Matrix)
     }
 
     /// Makes a matrix of another library's tensor, without a copy. The tensor lives as long as the matrix, and longer
@@ -459,23 +414,28 @@ impl Group {
     fn sharded(
         &self,
         py: Python<'_>,
-        m: Option<usize>,
-        k: usize,
+        m: Option<Count>,
+        k: Count,
         dtype: &Bound<'_, PyAny>,
-        rows: Option<Vec<usize>>,
+        rows: Option<Vec<Count>>,
         capacity: bool,
-        stages: Option<usize>,
+        stages: Option<Count>,
     ) -> PyResult<Sharded> {
-        let (group, dtype) = (self.get(py)?, names::dtype(dtype)?);
+        let group = self.get(py)?;
+        let refuse = |what: String| Reader::collective(&*group, "Group.sharded").refuse(py, &what);
+        let dtype = names::dtype(dtype).map_err(refuse)?;
+        let (m, k) = (count("m", m).map_err(refuse)?, k.of("k").map_err(refuse)?);
+        let rows = counts("rows", rows).map_err(refuse)?;
+        let stages = count("stages", stages).map_err(refuse)?;
         let split = match (m, &rows, capacity, stages) {
             (Some(m), None, false, None) => Split::Even(m),
             (Some(m), None, true, None) => Split::Capacity(m),
             (Some(m), None, false, Some(stages)) => Split::Staged(m, stages),
             (None, Some(rows), false, None) => Split::ByRank(rows),
             _ => {
-                return Err(PyValueError::new_err(
-                    "give m, or rows with m=None; and of capacity and stages one at most, with m",
-                ));
+                let what =
+                    "give m, or rows with m=None; and of capacity and stages one at most, with m";
+                return Err(refuse(what.into()));
             }
         };
         let shards = waited(py, &*group, || group.sharded(dtype, split, k))?;
@@ -483,8 +443,10 @@ impl Group {
     }
 
     /// How many of `m` rows each rank owns if they are split evenly.
-    fn even_rows(&self, py: Python<'_>, m: usize) -> PyResult<Vec<usize>> {
-        Ok(self.get(py)?.even_rows(m))
+    fn even_rows(&self, py: Python<'_>, m: Count) -> PyResult<Vec<usize>> {
+        let group = self.get(py)?;
+        let refuse = |what: String| Reader::alone(&*group, "Group.even_rows").refuse(py, &what);
+        Ok(group.even_rows(m.of("m").map_err(refuse)?))
     }
 }
 
@@ -516,15 +478,17 @@ impl Group {
         constant_weights: bool,
         dtype: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Py<PyAny>> {
-        let product = product(
-            ProductKind::Matmul,
+        let asked = Asked {
             activation,
             gated,
             weight_layout,
             accumulation,
             constant_weights,
             dtype,
-        )?;
+            stages: None,
+            rows: None,
+            route: None,
+        };
         let given = Given {
             a,
             b,
@@ -532,7 +496,7 @@ impl Group {
             bias,
             residual,
         };
-        self.product(py, product, &given)
+        self.product(py, ProductKind::Matmul, asked, &given)
     }
 
     /// Gathers the rows of a from every rank and multiplies them as they arrive. Collective.
@@ -554,19 +518,20 @@ impl Group {
         weight_layout: &str,
         accumulation: &str,
         constant_weights: bool,
-        stages: Option<usize>,
+        stages: Option<Count>,
         dtype: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Py<PyAny>> {
-        let kind = ProductKind::AllGatherMatmul;
-        let product = product(
-            kind,
+        let asked = Asked {
             activation,
             gated,
             weight_layout,
             accumulation,
             constant_weights,
             dtype,
-        )?;
+            stages,
+            rows: None,
+            route: None,
+        };
         let given = Given {
             a,
             b,
@@ -574,7 +539,7 @@ impl Group {
             bias,
             residual: None,
         };
-        self.product(py, Product { stages, ..product }, &given)
+        self.product(py, ProductKind::AllGatherMatmul, asked, &given)
     }
 
     /// Sums the products of all ranks; each rank gets its rows of the sum. Collective.
@@ -596,19 +561,20 @@ impl Group {
         weight_layout: &str,
         accumulation: &str,
         constant_weights: bool,
-        rows: Option<Vec<usize>>,
+        rows: Option<Vec<Count>>,
         dtype: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Py<PyAny>> {
-        let kind = ProductKind::MatmulReduceScatter;
-        let product = product(
-            kind,
+        let asked = Asked {
             activation,
-            false,
+            gated: false,
             weight_layout,
             accumulation,
             constant_weights,
             dtype,
-        )?;
+            stages: None,
+            rows,
+            route: None,
+        };
         let given = Given {
             a,
             b,
@@ -616,7 +582,7 @@ impl Group {
             bias,
             residual,
         };
-        self.product(py, Product { rows, ..product }, &given)
+        self.product(py, ProductKind::MatmulReduceScatter, asked, &given)
     }
 
     /// Sums the products of all ranks; every rank gets the whole sum. Collective.
@@ -636,16 +602,17 @@ impl Group {
         accumulation: &str,
         constant_weights: bool,
     ) -> PyResult<Py<PyAny>> {
-        let kind = ProductKind::MatmulAllReduce;
-        let product = product(
-            kind,
+        let asked = Asked {
             activation,
-            false,
+            gated: false,
             weight_layout,
             accumulation,
             constant_weights,
-            None,
-        )?;
+            dtype: None,
+            stages: None,
+            rows: None,
+            route: None,
+        };
         let given = Given {
             a,
             b,
@@ -653,7 +620,7 @@ impl Group {
             bias,
             residual,
         };
-        self.product(py, product, &given)
+        self.product(py, ProductKind::MatmulAllReduce, asked, &given)
     }
 
     /// Plans a product, so that calls need no planning and allocate nothing. Not collective.
@@ -675,21 +642,25 @@ impl Group {
         weight_layout: &str,
         accumulation: &str,
         constant_weights: bool,
-        stages: Option<usize>,
-        rows: Option<Vec<usize>>,
+        stages: Option<Count>,
+        rows: Option<Vec<Count>>,
         dtype: Option<&Bound<'_, PyAny>>,
         route: Option<&str>,
     ) -> PyResult<Prepared> {
-        let kind = kind_of(operation)?;
-        let product = product(
-            kind,
+        let group = self.get(py)?;
+        let refuse = |what: String| Reader::alone(&*group, "Group.prepare").refuse(py, &what);
+        let kind = kind_of(operation).map_err(refuse)?;
+        let asked = Asked {
             activation,
             gated,
             weight_layout,
             accumulation,
             constant_weights,
             dtype,
-        )?;
+            stages,
+            rows,
+            route,
+        };
         let given = Given {
             a,
             b,
@@ -697,33 +668,25 @@ impl Group {
             bias: None,
             residual: None,
         };
-        prepared::prepare(
-            py,
-            &self.get(py)?,
-            Product {
-                stages,
-                rows,
-                route: route.map(names::route).transpose()?,
-                ..product
-            },
-            &given,
-        )
+        let product = asked.product(kind).map_err(refuse)?;
+        prepared::prepare(py, &group, product, &given)
     }
 
     /// Raises an ArgumentError if this group cannot multiply rows [M, K] by weights of N = n. It needs no matrix,
     /// allocates nothing and makes no rank wait. n may be a list of several.
     ///
     /// dtype, weight_dtype and out_dtype are those of a, b and out; dtype is "bf16" by default. a_scaling and b_scaling
-    /// are names as of Scaled; sharded_scales: those of a are sharded. quantization: a name as of Quantized.
+    /// are names as of Scaled, and first_row is as there; sharded_scales: those of a are sharded. quantization: a name as
+    /// of Quantized.
     #[pyo3(signature = (operation, m, k, n, dtype=None, *, weight_dtype=None, out_dtype=None, activation=None,
         gated=false, weight_layout="nk", accumulation="promoted", stages=None, rows=None, a_scaling=None,
-        b_scaling=None, first_row=0, sharded_scales=false, quantization=None))]
+        b_scaling=None, first_row=None, sharded_scales=false, quantization=None))]
     fn check_support(
         &self,
         py: Python<'_>,
         operation: &str,
-        m: usize,
-        k: usize,
+        m: Count,
+        k: Count,
         n: &Bound<'_, PyAny>,
         dtype: Option<&Bound<'_, PyAny>>,
         weight_dtype: Option<&Bound<'_, PyAny>>,
@@ -732,51 +695,59 @@ impl Group {
         gated: bool,
         weight_layout: &str,
         accumulation: &str,
-        stages: Option<usize>,
-        rows: Option<Vec<usize>>,
+        stages: Option<Count>,
+        rows: Option<Vec<Count>>,
         a_scaling: Option<&str>,
         b_scaling: Option<&str>,
-        first_row: usize,
+        first_row: Option<Count>,
         sharded_scales: bool,
         quantization: Option<&str>,
     ) -> PyResult<()> {
         let group = self.get(py)?;
-        let product = product(
-            kind_of(operation)?,
+        let refuse = |what: String| Reader::alone(&*group, "Group.check_support").refuse(py, &what);
+        let widths = match n.extract::<Count>() {
+            Ok(n) => vec![n],
+            Err(_) => n.extract::<Vec<Count>>()?,
+        };
+        let asked = Asked {
             activation,
             gated,
             weight_layout,
             accumulation,
-            false,
-            out_dtype,
-        )?;
-        let a = a_scaling
-            .map(|word| names::scaling(word, 0, sharded_scales))
-            .transpose()?;
-        let b = b_scaling
-            .map(|word| names::scaling(word, first_row, false))
-            .transpose()?;
-        let product = Product {
-            dtype: dtype.map_or(Ok(DType::Bf16), names::dtype)?,
-            weight_dtype: weight_dtype.map(names::dtype).transpose()?,
+            constant_weights: false,
+            dtype: out_dtype,
             stages,
-            scaling: (a.unwrap_or_default(), b.into_iter().collect()),
-            quantization: quantization
-                .map(|word| names::quantization(word, false))
-                .transpose()?,
-            rows: rows
-                .clone()
-                .filter(|_| operation == "matmul_reduce_scatter"),
-            ..product
+            rows,
+            route: None,
         };
-        let widths = match n.extract::<usize>() {
-            Ok(n) => vec![n],
-            Err(_) => n.extract::<Vec<usize>>()?,
+        let read = || -> Said<_> {
+            let kind = kind_of(operation)?;
+            let first_row = count("first_row", first_row)?.unwrap_or(0);
+            let a = a_scaling.map(|word| names::scaling(word, 0, sharded_scales));
+            let b = b_scaling.map(|word| names::scaling(word, first_row, false));
+            let quantization = quantization.map(|word| names::quantization(word, false));
+            let mut product = Product {
+                dtype: dtype.map_or(Ok(DType::Bf16), names::dtype)?,
+                weight_dtype: weight_dtype.map(names::dtype).transpose()?,
+                scaling: (
+                    a.transpose()?.unwrap_or_default(),
+                    b.transpose()?.into_iter().collect(),
+                ),
+                quantization: quantization.transpose()?,
+                ..asked.product(kind)?
+            };
+            let (m, k) = (m.of("m")?, k.of("k")?);
+            let split = match &product.rows {
+                Some(rows) => RowSplit::from((rows, k)),
+                None => RowSplit::from([m, k]),
+            };
+            if kind != ProductKind::MatmulReduceScatter {
+                product.rows = None;
+            }
+            let widths = widths.into_iter().map(|n| n.of("n"));
+            Ok((product, split, widths.collect::<Said<Vec<_>>>()?))
         };
-        let split = match &rows {
-            Some(rows) => RowSplit::from((rows, k)),
-            None => RowSplit::from([m, k]),
-        };
+        let (product, split, widths) = read().map_err(refuse)?;
         waited(py, &*group, || group.supports(&product, &split, &widths))
     }
 
@@ -802,9 +773,11 @@ impl Group {
     }
 
     /// Copies the whole matrix of rank `root` to every rank, in place. Collective.
-    fn broadcast(&self, py: Python<'_>, a: &Bound<'_, PyAny>, root: usize) -> PyResult<()> {
+    fn broadcast(&self, py: Python<'_>, a: &Bound<'_, PyAny>, root: Count) -> PyResult<()> {
         let group = self.get(py)?;
-        let shards = Reader::collective(&*group, "broadcast").shards(a, "a")?;
+        let reader = Reader::collective(&*group, "broadcast");
+        let root = root.of("root").map_err(|what| reader.refuse(py, &what))?;
+        let shards = reader.shards(a, "a")?;
         enqueued(py, &*group, || group.broadcast(&shards, root))
     }
 
@@ -859,11 +832,15 @@ impl Group {
         py: Python<'_>,
         a: &Bound<'_, PyAny>,
         consume: &Bound<'_, PyAny>,
-        chunks: Option<usize>,
-        stages: Option<usize>,
+        chunks: Option<Count>,
+        stages: Option<Count>,
     ) -> PyResult<()> {
         let group = self.get(py)?;
-        let shards = Reader::collective(&*group, "all_gather_and_consume").shards(a, "a")?;
+        let reader = Reader::collective(&*group, "all_gather_and_consume");
+        let refuse = |what: String| reader.refuse(py, &what);
+        let chunks = count("chunks", chunks).map_err(refuse)?;
+        let stages = count("stages", stages).map_err(refuse)?;
+        let shards = reader.shards(a, "a")?;
         let mut options = AllGatherAndConsume::new();
         if let Some(chunks) = chunks {
             options = options.chunks(chunks);
@@ -887,14 +864,18 @@ impl Group {
     fn produce_and_reduce_scatter(
         &self,
         py: Python<'_>,
-        m: usize,
+        m: Count,
         out: &Bound<'_, PyAny>,
         produce: &Bound<'_, PyAny>,
-        rows: Option<Vec<usize>>,
-        chunks: Option<usize>,
+        rows: Option<Vec<Count>>,
+        chunks: Option<Count>,
     ) -> PyResult<()> {
         let group = self.get(py)?;
         let mut reader = Reader::collective(&*group, "produce_and_reduce_scatter");
+        let refuse = |what: String| reader.refuse(py, &what);
+        let m = m.of("m").map_err(refuse)?;
+        let rows = counts("rows", rows).map_err(refuse)?;
+        let chunks = count("chunks", chunks).map_err(refuse)?;
         let memory = reader
             .written(out, "out")
             .map_err(|error| reader.told(error))?;
@@ -927,10 +908,13 @@ impl Group {
         py: Python<'_>,
         out: &Bound<'_, PyAny>,
         produce: &Bound<'_, PyAny>,
-        chunks: Option<usize>,
+        chunks: Option<Count>,
     ) -> PyResult<()> {
         let group = self.get(py)?;
-        let shards = Reader::collective(&*group, "produce_and_all_to_all").shards(out, "out")?;
+        let reader = Reader::collective(&*group, "produce_and_all_to_all");
+        let refuse = |what: String| reader.refuse(py, &what);
+        let chunks = count("chunks", chunks).map_err(refuse)?;
+        let shards = reader.shards(out, "out")?;
         let options = match chunks {
             Some(chunks) => ProduceAndAllToAll::new().chunks(chunks),
             None => ProduceAndAllToAll::new(),

@@ -7,6 +7,7 @@ mod group;
 mod matrix;
 mod names;
 mod operands;
+mod options;
 mod prepared;
 mod sharded;
 mod tensor_calls;
@@ -17,6 +18,9 @@ mod trace;
 mod waiting;
 
 use pyo3::prelude::*;
+
+use errors::argument;
+use names::Count;
 
 /// What the package `gemmesh` makes its public names of.
 #[pymodule]
@@ -58,7 +62,9 @@ mod _native {
     /// program comes from standard input, where no rank could read it again.
     #[pyfunction]
     #[pyo3(signature = (world, args=None))]
-    fn launch(py: Python<'_>, world: usize, args: Option<Vec<String>>) -> PyResult<()> {
+    fn launch(py: Python<'_>, world: Count, args: Option<Vec<String>>) -> PyResult<()> {
+        let refuse = |what: String| argument(py, None, "gemmesh.launch", &what);
+        let world = world.of("world").map_err(refuse)?;
         super::waiting::launch(py, world, args)
     }
 

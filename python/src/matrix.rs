@@ -12,6 +12,7 @@ use gemmesh::raw::{AnyGroup, BackendKind, Memory, Tensor, export, export_version
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 use crate::errors::{argument, exception, read_only};
 use crate::tensors::{given, legacy_capsule, managed, memory_of_managed, versioned_capsule};
@@ -263,6 +264,32 @@ impl Matrix {
         (device_type, device_id)
     }
 
+    /// The matrix as an array of NumPy, without a copy if none is asked for.
+    #[pyo3(signature = (dtype=None, copy=None))]
+    fn __array__<'py>(
+        slf: &Bound<'py, Self>,
+        dtype: Option<&Bound<'py, PyAny>>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (py, Kept { memory, group, .. }) = (slf.py(), &slf.get().0);
+        let lacks = match (group.backend(), memory.dtype) {
+            (BackendKind::Cuda, _) => Some("arrays on GPUs".into()),
+            (_, own @ (DType::Bf16 | DType::F8E4M3 | DType::F8E5M2)) => Some(format!("type {own}")),
+            _ => None,
+        };
+        if let Some(lacks) = lacks {
+            let what =
+                format!("NumPy has no {lacks}; use torch.from_dlpack(matrix) or matrix.tobytes()");
+            return Err(argument(py, Some(group.rank()), "Matrix.__array__", &what));
+        }
+        let numpy = py.import("numpy")?;
+        let array = numpy.call_method1("from_dlpack", (slf,))?;
+        let options = PyDict::new(py);
+        options.set_item("dtype", dtype)?;
+        options.set_item("copy", copy)?;
+        numpy.call_method("array", (array,), Some(&options))
+    }
+
     fn __repr__(&self) -> String {
         let Memory { dtype, shape, .. } = self.0.memory;
         let DLDevice { device_id, .. } = self.0.group.device();
@@ -341,12 +368,11 @@ pub fn copy(
     let rows = blocks.iter().map(|block| block.shape[0]).sum();
     let expected = [rows, memory.shape[1]];
     if (from.dtype, from.shape) != (memory.dtype, expected) {
-        let rank = group.rank();
-        let sentence = format!(
-            "rank {rank}: {CALL}: the source is {:?} of {} and must be {expected:?} of {}",
+        let what = format!(
+            "the source is {:?} of {} and must be {expected:?} of {}",
             from.shape, from.dtype, memory.dtype
         );
-        return Err(argument(py, &sentence, rank, CALL));
+        return Err(argument(py, Some(group.rank()), CALL, &what));
     }
     enqueued_on(py, &***group, stream, || {
         let mut first = 0;

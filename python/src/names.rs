@@ -1,18 +1,59 @@
-//! The words by which Python says types and options.
+//! The words and numbers by which Python says types, options and sizes. What is wrong with one is a sentence without the
+//! call and the rank, which the caller knows.
 
 use gemmesh::{
     Accumulation, Activation, DType, Numerics, Quantization, Route, Scaling, WeightLayout,
 };
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 
-/// One of several words, or a ValueError that lists them.
-fn one_of<T: Copy>(option: &str, word: &str, known: &[(&str, T)]) -> PyResult<T> {
+/// What an argument says, or what is wrong with it.
+pub type Said<T> = Result<T, String>;
+
+/// A number of rows, columns, ranks or other things. Whether it fits is seen when the call reads it, so that the error
+/// can name the argument.
+pub struct Count(Said<usize>);
+
+impl<'py> FromPyObject<'_, 'py> for Count {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Count> {
+        match object.extract::<usize>() {
+            Ok(count) => Ok(Count(Ok(count))),
+            Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
+                Ok(Count(Err(object.str()?.to_string())))
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Count {
+    /// The number of the argument `name`.
+    pub fn of(self, name: &str) -> Said<usize> {
+        let Count(count) = self;
+        count.map_err(|digits| format!("{name} is {digits} and must be from 0 to {}", usize::MAX))
+    }
+}
+
+/// The number of an argument that need not be given.
+pub fn count(name: &str, given: Option<Count>) -> Said<Option<usize>> {
+    given.map(|count| count.of(name)).transpose()
+}
+
+/// The numbers of an argument that need not be given.
+pub fn counts(name: &str, given: Option<Vec<Count>>) -> Said<Option<Vec<usize>>> {
+    let all = |counts: Vec<Count>| counts.into_iter().map(|count| count.of(name)).collect();
+    given.map(all).transpose()
+}
+
+/// One of several words.
+pub fn one_of<T: Copy>(option: &str, word: &str, known: &[(&str, T)]) -> Said<T> {
     let found = known.iter().find(|(name, _)| *name == word);
     found.map(|(_, value)| *value).ok_or_else(|| {
         let names: Vec<_> = known.iter().map(|(name, _)| format!("{name:?}")).collect();
         let names = names.join(", ");
-        PyValueError::new_err(format!("{option} is {word:?} and must be one of {names}"))
+        format!("{option} is {word:?} and must be one of {names}")
     })
 }
 
@@ -38,11 +79,13 @@ const DTYPES: [(&str, DType); 17] = [
 ];
 
 /// The type that a text names, or that `str` of a NumPy or PyTorch dtype does.
-pub fn dtype(given: &Bound<'_, PyAny>) -> PyResult<DType> {
-    let words = given.str()?;
-    let words = words.to_str()?;
+pub fn dtype(given: &Bound<'_, PyAny>) -> Said<DType> {
+    let words = given
+        .str()
+        .map_err(|error| format!("dtype has no name: {error}"))?;
+    let words = words.to_string_lossy();
     // str(torch.bfloat16) is "torch.bfloat16", and str(numpy.float16) is "<class 'numpy.float16'>".
-    let word = words.rsplit('.').next().unwrap_or(words);
+    let word = words.rsplit('.').next().unwrap_or(&words);
     let word = word.trim_end_matches("'>");
     match word {
         "uint64" => Ok(DType::U64),
@@ -50,7 +93,7 @@ pub fn dtype(given: &Bound<'_, PyAny>) -> PyResult<DType> {
     }
 }
 
-pub fn activation(word: Option<&str>) -> PyResult<Activation> {
+pub fn activation(word: Option<&str>) -> Said<Activation> {
     let known = [
         ("relu", Activation::Relu),
         ("gelu", Activation::Gelu),
@@ -62,12 +105,12 @@ pub fn activation(word: Option<&str>) -> PyResult<Activation> {
     })
 }
 
-pub fn weight_layout(word: &str) -> PyResult<WeightLayout> {
+pub fn weight_layout(word: &str) -> Said<WeightLayout> {
     let known = [("nk", WeightLayout::Nk), ("kn", WeightLayout::Kn)];
     one_of("weight_layout", word, &known)
 }
 
-pub fn accumulation(word: &str) -> PyResult<Accumulation> {
+pub fn accumulation(word: &str) -> Said<Accumulation> {
     let known = [
         ("promoted", Accumulation::Promoted),
         ("fast", Accumulation::Fast),
@@ -81,7 +124,7 @@ const ROUTES: [(&str, Route); 3] = [
     ("store", Route::Store),
 ];
 
-pub fn route(word: &str) -> PyResult<Route> {
+pub fn route(word: &str) -> Said<Route> {
     one_of("route", word, &ROUTES)
 }
 
@@ -91,13 +134,13 @@ pub fn of_route(route: Route) -> &'static str {
     found.map_or("another", |(word, _)| word)
 }
 
-pub fn numerics(word: &str) -> PyResult<Numerics> {
+pub fn numerics(word: &str) -> Said<Numerics> {
     let known = [("fast", Numerics::Fast), ("invariant", Numerics::Invariant)];
     one_of("numerics", word, &known)
 }
 
 /// How values share scales. `sharded`: the scales are a sharded matrix.
-pub fn scaling(word: &str, first_row: usize, sharded: bool) -> PyResult<Scaling> {
+pub fn scaling(word: &str, first_row: usize, sharded: bool) -> Said<Scaling> {
     let known = match sharded {
         true => &[
             ("rows", Scaling::ShardedRows),
@@ -112,14 +155,12 @@ pub fn scaling(word: &str, first_row: usize, sharded: bool) -> PyResult<Scaling>
     };
     match one_of("scaling", word, known)? {
         Scaling::Blocks if first_row > 0 => Ok(Scaling::BlocksFrom(first_row)),
-        _ if first_row > 0 => Err(PyValueError::new_err(
-            "first_row is for the scales of a weight's blocks",
-        )),
+        _ if first_row > 0 => Err("first_row is for the scales of a weight's blocks".into()),
         scaling => Ok(scaling),
     }
 }
 
-pub fn quantization(word: &str, power_of_two: bool) -> PyResult<Quantization> {
+pub fn quantization(word: &str, power_of_two: bool) -> Said<Quantization> {
     let known = [
         ("tensor", Quantization::tensor()),
         ("blocks", Quantization::blocks()),

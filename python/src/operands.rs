@@ -13,7 +13,7 @@ use pyo3::types::{PyList, PyTuple};
 use crate::callbacks::Keeper;
 use crate::errors::argument;
 use crate::matrix::Matrix;
-use crate::names;
+use crate::names::{self, Count, count};
 use crate::sharded::Sharded;
 use crate::tensors::given;
 
@@ -26,7 +26,7 @@ use crate::tensors::given;
 /// [ceil(N/128), ceil(K/128)].
 /// "transposed_blocks": those of `a`, [ceil(K/128), M].
 /// The scales of a `Sharded` may be a `Sharded` too ("rows" or "blocks"), which is gathered with it.
-/// `first_row`: the row of its first block at which a weight begins, a multiple of 16.
+/// `first_row`: the row of its first block at which a weight begins, a multiple of 16. Without it, row 0.
 #[pyclass(frozen, module = "gemmesh")]
 pub struct Scaled {
     /// The fp8 numbers.
@@ -41,17 +41,19 @@ pub struct Scaled {
 #[pymethods]
 impl Scaled {
     #[new]
-    #[pyo3(signature = (values, scales, scaling="tensor", *, first_row=0))]
+    #[pyo3(signature = (values, scales, scaling="tensor", *, first_row=None))]
     fn new(
         py: Python<'_>,
         values: Py<PyAny>,
         scales: Py<PyAny>,
         scaling: &str,
-        first_row: usize,
+        first_row: Option<Count>,
     ) -> PyResult<Scaled> {
+        let refuse = |what: String| argument(py, None, "gemmesh.Scaled", &what);
         let sharded = scales.bind(py).is_instance_of::<Sharded>();
+        let first_row = count("first_row", first_row).map_err(refuse)?.unwrap_or(0);
         Ok(Scaled {
-            scaling: names::scaling(scaling, first_row, sharded)?,
+            scaling: names::scaling(scaling, first_row, sharded).map_err(refuse)?,
             values,
             scales,
         })
@@ -86,13 +88,15 @@ impl Quantized {
     #[new]
     #[pyo3(signature = (values, scales, scaling="blocks", *, power_of_two=false))]
     fn new(
+        py: Python<'_>,
         values: Py<PyAny>,
         scales: Py<PyAny>,
         scaling: &str,
         power_of_two: bool,
     ) -> PyResult<Quantized> {
         Ok(Quantized {
-            quantization: names::quantization(scaling, power_of_two)?,
+            quantization: names::quantization(scaling, power_of_two)
+                .map_err(|what| argument(py, None, "gemmesh.Quantized", &what))?,
             values,
             scales,
         })
@@ -141,7 +145,12 @@ impl<'a> Reader<'a> {
     /// The error of an argument, of which the other ranks are told if they wait for this one in the call.
     pub fn told(&self, error: PyErr) -> PyErr {
         if self.is_collective {
-            self.group.refuse_because(self.call, &error.to_string());
+            let words = error.to_string();
+            let known = format!("rank {}: {}: ", self.group.rank(), self.call);
+            let words = words
+                .split_once(&known)
+                .map_or(&words[..], |(_, what)| what);
+            self.group.refuse_because(self.call, words);
         }
         error
     }
@@ -179,9 +188,10 @@ impl<'a> Reader<'a> {
             };
         }
         if object.is_instance_of::<Sharded>() {
-            return Err(self.refused(&format!(
+            let what = format!(
                 "{name} is a Sharded and must be a matrix of this rank's own, such as its shard or its whole"
-            ), object.py()));
+            );
+            return Err(self.refused(object.py(), &what));
         }
         let given = given(object, self.group, self.call, name, writes)?;
         self.kept.extend(given.owner);
@@ -252,11 +262,14 @@ impl<'a> Reader<'a> {
         outputs.collect()
     }
 
-    /// The error of an argument of another kind.
-    pub fn refused(&self, sentence: &str, py: Python<'_>) -> PyErr {
-        let rank = self.group.rank();
-        let sentence = format!("rank {rank}: {}: {sentence}", self.call);
-        argument(py, &sentence, rank, self.call)
+    /// The error of an argument. `what` is wrong.
+    pub fn refused(&self, py: Python<'_>, what: &str) -> PyErr {
+        argument(py, Some(self.group.rank()), self.call, what)
+    }
+
+    /// As [`Reader::refused`], of which the other ranks are told if they wait for this one in the call.
+    pub fn refuse(&self, py: Python<'_>, what: &str) -> PyErr {
+        self.told(self.refused(py, what))
     }
 
     /// Keeps the tensors until the operations so far are complete.
@@ -342,9 +355,8 @@ fn held<'a>(
         Ok(sharded) => sharded.get().read(py),
         Err(_) => {
             let class = object.get_type().qualname()?;
-            let sentence =
-                format!("{name} is a {class} and must be a gemmesh.Sharded (Group.sharded)");
-            Err(reader.refused(&sentence, py))
+            let what = format!("{name} is a {class} and must be a gemmesh.Sharded (Group.sharded)");
+            Err(reader.refused(py, &what))
         }
     }
 }

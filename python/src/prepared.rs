@@ -139,7 +139,7 @@ impl<'a> Arguments<'a> {
 }
 
 /// Who reads the arguments of a product.
-fn reader_of<'a>(group: &'a dyn AnyGroup, kind: ProductKind) -> Reader<'a> {
+pub fn reader_of<'a>(group: &'a dyn AnyGroup, kind: ProductKind) -> Reader<'a> {
     match kind {
         ProductKind::Matmul => Reader::alone(group, kind.name()),
         _ => Reader::collective(group, kind.name()),
@@ -191,7 +191,7 @@ fn new_outputs<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     if product.kind == ProductKind::MatmulAllReduce {
         let reader = reader_of(&**group, product.kind);
-        return Err(reader.refused("out must be given, a gemmesh.Sharded [M, N]", py));
+        return Err(reader.refused(py, "out must be given, a gemmesh.Sharded [M, N]"));
     }
     let ([m, _], operands) = (rows.shape(), rows.dtype());
     let half = if operands.is_half() {
@@ -383,7 +383,7 @@ pub fn quantize(
         _ => None,
     };
     let Some((values, scales)) = quantized else {
-        return Err(reader.refused("out must be a gemmesh.Quantized", py));
+        return Err(reader.refused(py, "out must be a gemmesh.Quantized"));
     };
     // SAFETY: the objects keep their memory during the call, and the reader until it is complete.
     enqueued_on(py, &**group, reader.stream, || unsafe {

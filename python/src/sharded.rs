@@ -1,5 +1,6 @@
 //! Matrices whose rows are spread over the ranks.
 
+use std::ops::Range;
 use std::sync::{Arc, RwLock, RwLockReadGuard, TryLockError};
 
 use gemmesh::error::called_at;
@@ -7,8 +8,9 @@ use gemmesh::raw::{AnyGroup, AnyShards, Memory};
 use pyo3::prelude::*;
 
 use crate::callbacks::Keeper;
-use crate::errors::{exception, misuse};
+use crate::errors::{argument, exception, misuse};
 use crate::matrix::{Freed, Kept, Matrix, copy, rows_of};
+use crate::names::{Count, counts};
 
 /// A row-major matrix [M, K] of which each rank owns some rows, in memory that all ranks map.
 ///
@@ -69,6 +71,16 @@ impl Sharded {
         Kept::new(memory, Arc::clone(&self.group), self.keeper())
     }
 
+    /// Makes the exception of what is wrong with an argument of `call`.
+    fn refuse<'py>(
+        &self,
+        py: Python<'py>,
+        call: &'static str,
+    ) -> impl Fn(String) -> PyErr + use<'py> {
+        let rank = self.group.rank();
+        move |what| argument(py, Some(rank), call, &what)
+    }
+
     fn own_rows(&self, py: Python<'_>) -> PyResult<Kept> {
         let shards = self.read(py)?;
         let own = called_at(None, || shards.own_rows());
@@ -76,6 +88,11 @@ impl Sharded {
         let memory = own.map_err(|error| exception(py, &error, Some(self.group.rank())))?;
         Ok(self.part(memory))
     }
+}
+
+fn range<'py>(py: Python<'py>, rows: Range<usize>) -> PyResult<Bound<'py, PyAny>> {
+    let range = py.import("builtins")?.getattr("range")?;
+    range.call1((rows.start, rows.end))
 }
 
 fn in_use(py: Python<'_>) -> PyErr {
@@ -109,19 +126,21 @@ impl Sharded {
     /// The rows that this rank owns, as a range.
     #[getter]
     fn rows<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.rows_of(py, self.group.rank())
+        range(py, self.read(py)?.rows_of(self.group.rank()))
     }
 
     /// The rows that `rank` owns, as a range; empty if the group has no such rank.
-    fn rows_of<'py>(&self, py: Python<'py>, rank: usize) -> PyResult<Bound<'py, PyAny>> {
-        let rows = self.read(py)?.rows_of(rank);
-        let range = py.import("builtins")?.getattr("range")?;
-        range.call1((rows.start, rows.end))
+    fn rows_of<'py>(&self, py: Python<'py>, rank: Count) -> PyResult<Bound<'py, PyAny>> {
+        let rank = rank
+            .of("rank")
+            .map_err(self.refuse(py, "Sharded.rows_of"))?;
+        range(py, self.read(py)?.rows_of(rank))
     }
 
     /// Changes how many rows each rank owns: `rows[r]` for rank r. All ranks must give the same. The contents are lost.
-    fn set_rows(&self, py: Python<'_>, rows: Vec<usize>) -> PyResult<()> {
-        self.split(py, &rows)
+    fn set_rows(&self, py: Python<'_>, rows: Vec<Count>) -> PyResult<()> {
+        let rows = counts("rows", Some(rows)).map_err(self.refuse(py, "Sharded.set_rows"))?;
+        self.split(py, &rows.unwrap_or_default())
     }
 
     /// This rank's own rows, as a matrix that may be written. If the matrix has stages, they lie in several places;
@@ -151,6 +170,20 @@ impl Sharded {
             .map(|block| rows_of(whole, block))
             .collect();
         copy(py, source, &self.part(whole), &blocks)
+    }
+
+    /// Refuses to be an array of NumPy, which would be one of an object.
+    #[pyo3(signature = (dtype=None, copy=None))]
+    fn __array__(
+        &self,
+        py: Python<'_>,
+        dtype: Option<Py<PyAny>>,
+        copy: Option<bool>,
+    ) -> PyResult<()> {
+        let _ = (dtype, copy);
+        let what =
+            "a Sharded is no array; take its shard, which is this rank's own rows, or its whole";
+        Err(self.refuse(py, "Sharded.__array__")(what.into()))
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {

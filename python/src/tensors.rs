@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict, PyType};
 use pyo3::{IntoPyObjectExt, ffi, intern};
 
-use crate::errors::{exception, read_only};
+use crate::errors::{argument, exception, read_only};
 
 const LEGACY: &CStr = c"dltensor";
 const USED_LEGACY: &CStr = c"used_dltensor";
@@ -198,10 +198,11 @@ pub fn managed(
         Ok(dlpack) => dlpack,
         Err(_) => {
             let class = object.get_type().qualname()?;
-            return Err(PyTypeError::new_err(format!(
-                "{class} is not a matrix: it must be a gemmesh.Matrix or have __dlpack__, as tensors of PyTorch, \
-                 JAX, CuPy and NumPy do"
-            )));
+            let what = format!(
+                "{name} is a {class} and must be a gemmesh.Matrix or have __dlpack__, as tensors of PyTorch, JAX, CuPy \
+                 and NumPy do"
+            );
+            return Err(argument(py, Some(group.rank()), call, &what));
         }
     };
     // First, because a library refuses the streams of other devices in words of its own.

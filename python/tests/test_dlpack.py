@@ -166,6 +166,24 @@ def test_a_copy_and_another_device_are_refused() -> None:
     alone(body)
 
 
+def test_a_matrix_is_an_array_of_numpy_or_says_why_not() -> None:
+    def body(group: gemmesh.Group) -> None:
+        made = group.zeros(2, 3, "f32")
+        array = np.asarray(made)
+        array[:] = np.arange(6).reshape(2, 3)
+        assert np.frombuffer(made.tobytes(), np.float32).tolist() == [0, 1, 2, 3, 4, 5]
+        copied = np.array(made, dtype=np.float64)
+        assert (copied.dtype, copied[1, 2]) == (np.float64, 5)
+        copied[:] = 7
+        assert array[1, 2] == 5
+        with pytest.raises(gemmesh.ArgumentError, match="NumPy has no type bf16; use torch.from_dlpack"):
+            np.asarray(group.zeros(2, 3, "bf16"))
+        with pytest.raises(gemmesh.ArgumentError, match="take its shard"):
+            np.asarray(group.sharded(4, 3, "f32"))
+
+    alone(body)
+
+
 def test_what_is_read_only_is_read_and_never_written() -> None:
     def body(group: gemmesh.Group) -> None:
         values = Matrices(2, "f16")
@@ -253,13 +271,19 @@ def test_matrices_of_few_rows_are_exported(rows: int) -> None:
     alone(body)
 
 
-def test_what_has_no_dlpack_is_a_type_error_that_says_so() -> None:
+def test_what_has_no_dlpack_is_refused_by_its_name() -> None:
     def body(group: gemmesh.Group) -> None:
         wrong: Any = [[1.0]]
-        with pytest.raises(TypeError, match="__dlpack__"):
-            group.matmul(wrong[0][0], wrong[0][0])
-        with pytest.raises(TypeError, match="list is not a matrix"):
-            group.matrix(wrong)
+        made = group.zeros(4, 4, "f32")
+        for call, words in (
+            (lambda: group.matmul(wrong[0][0], made), "a is a float and must be a gemmesh.Matrix or have __dlpack__"),
+            (lambda: group.matmul(made, [made, wrong]), "b is a list and must be"),
+            (lambda: group.matmul(made, made, bias=wrong), "bias is a list and must be"),
+            (lambda: group.matrix(wrong), "the tensor is a list and must be"),
+        ):
+            with pytest.raises(gemmesh.ArgumentError, match=f"rank 0: .*: {words}") as refused:
+                call()
+            assert refused.value.rank == 0 and refused.value.call is not None
 
     alone(body)
 

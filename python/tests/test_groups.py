@@ -130,18 +130,33 @@ def test_a_group_is_split_by_color_and_key() -> None:
     assert found[3] == (0, 2, "part 1", [b"\3", b"\1"])
 
 
-def test_an_option_that_does_not_exist_is_a_type_error() -> None:
+def test_options_that_no_group_has_are_refused_by_name() -> None:
     call: Any = gemmesh.Group.connect
     for options, error, words in [
         ({"time_out": 1}, TypeError, "time_out"),
-        ({"timeout": -1.0}, ValueError, "timeout"),
-        ({"numerics": "exact"}, ValueError, "invariant"),
-        ({"workers": "many"}, TypeError, "str"),
+        ({"timeout": -1.0}, gemmesh.ArgumentError, "timeout is -1 and must be"),
+        ({"numerics": "exact"}, gemmesh.ArgumentError, "invariant"),
+        ({"workers": "many"}, TypeError, "argument 'workers': 'str'"),
+        ({"timeout": "long"}, TypeError, "argument 'timeout'"),
+        ({"device": -1}, gemmesh.ArgumentError, "device is -1 and must be"),
+        ({"backend": "mps"}, gemmesh.ArgumentError, 'backend is "mps" and must be one of "cuda", "host"'),
     ]:
-        with pytest.raises(error, match=words):
-            call(0, 1, address(), backend="host", **options)
-    with pytest.raises(ValueError, match="backend"):
-        call(0, 1, address(), backend="mps")
+        with pytest.raises(error, match=words) as refused:
+            call(0, 1, address(), **{"backend": "host", **options})
+        if isinstance(refused.value, gemmesh.Error):
+            assert (refused.value.rank, refused.value.call) == (0, "Group.connect")
+
+
+@pytest.mark.parametrize("rank", [-1, 1 << 64])
+def test_a_rank_that_is_no_number_of_a_rank_is_refused(rank: int) -> None:
+    for call in (
+        lambda: gemmesh.Group.connect(rank, 2, address(), backend="host"),
+        lambda: gemmesh.Group.from_callback(lambda mine: [mine], rank, 2, backend="host"),
+        lambda: gemmesh.launch(rank, ["-c", "pass"]),
+    ):
+        with pytest.raises(gemmesh.ArgumentError, match=f" is {rank} and must be from 0 to ") as refused:
+            call()
+        assert refused.value.rank is None and refused.value.call is not None
 
 
 @pytest.mark.skipif(gemmesh.HAS_CUDA, reason="this build has the CUDA backend")

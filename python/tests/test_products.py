@@ -342,11 +342,54 @@ def test_matrices_of_another_group_are_refused() -> None:
     ("option", "value"),
     [("activation", "tanh"), ("weight_layout", "mn"), ("accumulation", "slow"), ("dtype", "f64")],
 )
-def test_a_word_that_is_not_known_is_a_value_error_that_lists_the_known_ones(option: str, value: str) -> None:
+def test_a_word_that_is_not_known_is_refused_by_a_list_of_the_known_ones(option: str, value: str) -> None:
     def body(group: gemmesh.Group) -> None:
         a = group.zeros(8, 16, "bf16")
         call: Any = group.matmul
-        with pytest.raises(ValueError, match=f'{option} is "{value}" and must be one of'):
+        with pytest.raises(gemmesh.ArgumentError, match=f'{option} is "{value}" and must be one of') as refused:
             call(a, a, **{option: value})
+        assert (refused.value.rank, refused.value.call) == (0, "matmul")
 
     ranks(1, body)
+
+
+def test_a_number_that_does_not_fit_is_refused_by_its_name() -> None:
+    def body(group: gemmesh.Group) -> None:
+        a, weight = group.sharded(8, 16, "bf16"), group.zeros(4, 16, "bf16")
+        calls: list[tuple[str, str, Callable[[], object]]] = [
+            ("Group.zeros", "columns", lambda: group.zeros(4, -1, "bf16")),
+            ("Group.zeros", "rows", lambda: group.zeros(1 << 64, 4, "bf16")),
+            ("Group.sharded", "m", lambda: group.sharded(-1, 16, "bf16")),
+            ("Group.sharded", "rows", lambda: group.sharded(None, 16, "bf16", rows=[4, -4])),
+            ("Group.even_rows", "m", lambda: group.even_rows(-1)),
+            ("Group.split", "color", lambda: group.split(-1)),
+            ("Group.prepare", "stages", lambda: group.prepare("all_gather_matmul", a, weight, stages=-1)),
+            ("Group.check_support", "n", lambda: group.check_support("matmul", 8, 16, [4, -4])),
+            ("all_gather_matmul", "stages", lambda: group.all_gather_matmul(a, weight, stages=-2)),
+            ("broadcast", "root", lambda: group.broadcast(a, -1)),
+            ("all_gather_and_consume", "chunks", lambda: group.all_gather_and_consume(a, print, chunks=-1)),
+            ("Sharded.rows_of", "rank", lambda: a.rows_of(-1)),
+            ("Sharded.set_rows", "rows", lambda: a.set_rows([9, -1])),
+        ]
+        for name, argument, call in calls:
+            with pytest.raises(gemmesh.ArgumentError, match=f"{argument} is .*[0-9] and must be from 0 to") as refused:
+                call()
+            assert (refused.value.rank, refused.value.call) == (0, name)
+        with pytest.raises(gemmesh.ArgumentError, match="gemmesh.Scaled: first_row is -1"):
+            gemmesh.Scaled(weight, weight, "blocks", first_row=-1)
+        with pytest.raises(TypeError, match="float"):
+            group.zeros(1.5, 4, "bf16")  # type: ignore[arg-type]
+
+    ranks(1, body)
+
+
+def test_ranks_that_wait_learn_which_word_another_rank_was_refused() -> None:
+    def body(group: gemmesh.Group) -> None:
+        a, b = sharded(group, Matrices(75)(8, 16)), matrix(group, Matrices(76)(4, 16))
+        activation: Any = ["relu", "swish"][group.rank]
+        with pytest.raises(gemmesh.Error, match='rank 1.*activation is "swish"') as refused:
+            group.all_gather_matmul(a, b, activation=activation)
+        assert refused.value.at_fault == (1,)
+        assert str(refused.value).count("rank 1: ") <= 1
+
+    ranks(2, body)

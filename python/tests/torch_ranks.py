@@ -710,6 +710,9 @@ def bad_arguments_are_refused() -> None:
     wrong = gemmesh.ArgumentError
     refuses(wrong, "two dimensions", lambda: gather(a[0], [b], 0, name()))
     refuses(wrong, "matrix [K, N]", lambda: gather(a, [a[0]], 0, name()))
+    refuses(wrong, "[16, 32] and must have K = 32, as A does; for a weight", lambda: gather(a, [b.t()], 0, name()))
+    refuses(wrong, "pass weight.t()", lambda: scatter(a, b.t(), "sum", 0, name()))
+    refuses(wrong, f"must have K = {32 * world()}", lambda: gather(a, [b], 1, name()))
     refuses(wrong, "gather_dim is 2", lambda: gather(a, [b], 2, name()))
     refuses(wrong, "gather_dim is -1", lambda: gather(a, [b], -1, name()))
     refuses(wrong, "scatter_dim is 3", lambda: scatter(a, b, "sum", 3, name()))
@@ -718,8 +721,8 @@ def bad_arguments_are_refused() -> None:
     refuses(wrong, "dtype", lambda: gather(a.float(), [b.float()], 0, name()))
     refuses(wrong, "dtype", lambda: scatter(a.float(), b.float(), "sum", 0, name()))
     refuses(wrong, "weights of f16", lambda: gather(a, [b.half()], 0, name()))
-    refuses(wrong, "16", lambda: gather(a, [weight(16, 16)], 0, name()))
-    refuses(wrong, "16", lambda: scatter(a, weight(16, 16), "sum", 0, name()))
+    refuses(wrong, "must have K = 32, as A does", lambda: gather(a, [weight(16, 16)], 0, name()))
+    refuses(wrong, "must have K = 32, as A does", lambda: scatter(a, weight(16, 16), "sum", 0, name()))
     refuses(Exception, "meta", lambda: scatter(a, b.to("meta"), "sum", 0, name()))
     refuses(gemmesh.MisuseError, "no process group", lambda: gather(a, [b], 0, "nobody"))
     # The group goes on.
@@ -782,7 +785,8 @@ def one_ranks_refusal_reaches_all() -> None:
         lambda b, group: OPS.fused_all_gather_matmul(made(4, 32), [b], 0, group),
         lambda b, group: OPS.fused_matmul_reduce_scatter(made(4, 32), b, "sum", 0, group),
     ):
-        for bad in (weight(32, 16).half(), weight(16, 16)):
+        # The first is refused by gemmesh, the others before it is called.
+        for bad in (weight(32, 16).half(), weight(16, 16), weight(32, 16)[0]):
             # It fails the group, so it has one of its own.
             own = dist.new_group(list(range(world()))).group_name
             gemmesh.torch.group_of(own, DEVICE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +66,16 @@ class Joined:
         self.shards: dict[tuple[torch.dtype, int], Shards] = {}
         #: What CUDA graphs use.
         self.kept: dict[int, object] = {}
+
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[None]:
+        """If arguments are refused within, the ranks that wait for this one are told."""
+        try:
+            yield
+        except ArgumentError as error:
+            if error.rank is not None or error.call is None:
+                raise  # by the group, which has told them
+            self.group._refuse(error.call, str(error).removeprefix(f"{error.call}: "))
 
     def enter(self, *used: object) -> bool:
         """Puts later work on PyTorch's current stream. If it is captured, keeps what it uses, and returns true."""

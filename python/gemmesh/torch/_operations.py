@@ -76,8 +76,8 @@ def _new(like: Tensor, shape: Sequence[Any], dtype: torch.dtype, dim: int = 0) -
 def _fake_gather(
     A: Tensor, Bs: Sequence[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
-    check("fused_all_gather_matmul", A, Bs, gather_dim, "gather_dim")
     world = world_of(group_name)
+    check("fused_all_gather_matmul", A, Bs, gather_dim, "gather_dim", world)
     if gather_dim == A.dim() - 1:
         shape, dim = [*A.shape[:-1], A.shape[-1] * world], 0
     else:

@@ -26,8 +26,8 @@ def refused(call: str, sentence: str) -> ArgumentError:
     return ArgumentError(f"{call}: {sentence}", call=call)
 
 
-def check(call: str, a: Tensor, bs: Sequence[Tensor], dim: int, named: str) -> None:
-    """Refuses what no operation takes, as all ranks do that give the same shapes."""
+def check(call: str, a: Tensor, bs: Sequence[Tensor], dim: int, named: str, gathered_by: int = 1) -> None:
+    """Refuses what no operation takes. `gathered_by`: the ranks by which `dim` grows before A is multiplied."""
     if a.dim() < 2:
         raise refused(call, f"A has the shape {list(a.shape)} and must have two dimensions or more")
     if not 0 <= dim < a.dim():
@@ -37,6 +37,10 @@ def check(call: str, a: Tensor, bs: Sequence[Tensor], dim: int, named: str) -> N
             raise refused(call, f"B has the shape {list(b.shape)} and must be a matrix [K, N]")
         if b.device != a.device:
             raise refused(call, f"B is on {b.device} and A on {a.device}; both must be on one device")
+        k = a.shape[-1] * (gathered_by if dim == a.dim() - 1 else 1)
+        if b.shape[0] != k:
+            hint = "; for a weight [N, K], pass weight.t()" if b.shape[1] == k else ""
+            raise refused(call, f"B [K, N] has the shape {list(b.shape)} and must have K = {k}, as A does{hint}")
 
 
 def remember(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: object) -> None:
@@ -326,11 +330,12 @@ def _gather(
     key = (gather_dim, a.shape, a.dtype, *((b.shape, b.stride(), b.dtype) for b in bs))
     plan = found.gathers.get(key)
     if plan is None:
-        check("fused_all_gather_matmul", a, bs, gather_dim, "gather_dim")
-        if gather_dim == a.dim() - 1:
-            return _gather_columns(found, a, bs, return_a)
-        refuse_capture("plan a product")
-        plan = Gather(found, a, bs, gather_dim, [a.dtype] * len(bs), [NO_OPTIONS] * len(bs))
+        with found.planning():
+            check("fused_all_gather_matmul", a, bs, gather_dim, "gather_dim", found.world)
+            if gather_dim == a.dim() - 1:
+                return _gather_columns(found, a, bs, return_a)
+            refuse_capture("plan a product")
+            plan = Gather(found, a, bs, gather_dim, [a.dtype] * len(bs), [NO_OPTIONS] * len(bs))
         remember(found.gathers, key, plan)
     return plan(a, bs, return_a)
 
@@ -445,16 +450,17 @@ def _scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name:
     plan = found.scatters.get(key)
     if plan is None:
         call = "fused_matmul_reduce_scatter"
-        check(call, a, [b], scatter_dim, "scatter_dim")
-        last = scatter_dim == a.dim() - 1
-        extent = b.shape[1] if last else a.shape[scatter_dim]
-        check_scatter(call, found, extent, scatter_dim, reduce_op, "scatter_dim")
-        if last:
-            # Columns of a product are rows of the transposed one: Bᵀ [N, K] times A [M, K].
-            columns = matmul_reduce_scatter(b.t(), a.reshape(-1, a.shape[-1]).t(), reduce_op, 0, group_name)
-            return columns.t().contiguous().view(*a.shape[:-1], -1)
-        refuse_capture("plan a product")
-        plan = Scatter(found, a, b, scatter_dim, reduce_op == "avg", a.dtype, NO_OPTIONS)
+        with found.planning():
+            check(call, a, [b], scatter_dim, "scatter_dim")
+            last = scatter_dim == a.dim() - 1
+            extent = b.shape[1] if last else a.shape[scatter_dim]
+            check_scatter(call, found, extent, scatter_dim, reduce_op, "scatter_dim")
+            if last:
+                # Columns of a product are rows of the transposed one: Bᵀ [N, K] times A [M, K].
+                columns = matmul_reduce_scatter(b.t(), a.reshape(-1, a.shape[-1]).t(), reduce_op, 0, group_name)
+                return columns.t().contiguous().view(*a.shape[:-1], -1)
+            refuse_capture("plan a product")
+            plan = Scatter(found, a, b, scatter_dim, reduce_op == "avg", a.dtype, NO_OPTIONS)
         remember(found.scatters, key, plan)
     return plan(a, b)
 
@@ -466,7 +472,8 @@ def reduce_scatter(a: Tensor, dim: int, group_name: str) -> Tensor:
         found.enter()
     moved = a.movedim(dim, 0)
     extent = moved.shape[0]
-    check_scatter("reduce_scatter", found, extent, dim, "sum", "dim")
+    with found.planning():
+        check_scatter("reduce_scatter", found, extent, dim, "sum", "dim")
     addends, sums = (
         Output((rows, *moved.shape[1:]), a.dtype, a.device) for rows in (extent, extent // found.world)
     )

@@ -158,9 +158,10 @@ def all_gather_scaled_matmul(
     )
     plan: ScaledGather | None = found.scaled_gathers.get(key)
     if plan is None:
-        plan = _plan_gather(
-            found, a, bs, a_scale, b_scales, gather_dim, biases, result_scales, out_dtypes, use_fast_accum
-        )
+        with found.planning():
+            plan = _plan_gather(
+                found, a, bs, a_scale, b_scales, gather_dim, biases, result_scales, out_dtypes, use_fast_accum
+            )
         remember(found.scaled_gathers, key, plan)
     return plan(a, bs, a_scale, b_scales, biases)
 
@@ -270,24 +271,42 @@ def scaled_matmul_reduce_scatter(
     )
     plan: ScaledScatter | None = found.scaled_scatters.get(key)
     if plan is None:
-        call = "fused_scaled_matmul_reduce_scatter"
-        check(call, a, [b], scatter_dim_after_maybe_reshape, "scatter_dim_after_maybe_reshape")
-        leading = scattered_shape(call, a, b, orig_scatter_dim, output_shape)[:-1]
-        if result_scale is not None:
-            raise refused(call, "result_scale must be None")
-        dtype = output_type(call, out_dtype)
-        by_rows = a_scale.numel() != 1
-        rows = [*a.shape[:-1], 1]
-        if by_rows and list(a_scale.shape) != rows:
-            raise refused(call, f"A_scale has the shape {list(a_scale.shape)} and must have one element or be {rows}")
-        check_scatter(call, found, leading[orig_scatter_dim], orig_scatter_dim, reduce_op, "orig_scatter_dim")
-        refuse_capture("plan a product")
-        options = {"accumulation": "fast" if use_fast_accum else "promoted"}
-        shaped = a.reshape(*leading, a.shape[-1])
-        scatter = Scatter(found, shaped, b, orig_scatter_dim, reduce_op == "avg", dtype, options)
-        plan = ScaledScatter(found, scatter, leading, orig_scatter_dim, by_rows, b_scale)
+        scales, dims = (a_scale, b_scale, result_scale), (orig_scatter_dim, scatter_dim_after_maybe_reshape)
+        with found.planning():
+            plan = _plan_scatter(found, a, b, scales, reduce_op, dims, output_shape, out_dtype, use_fast_accum)
         remember(found.scaled_scatters, key, plan)
     return plan(a, b, a_scale, b_scale, bias)
+
+
+def _plan_scatter(
+    joined: Joined,
+    a: Tensor,
+    b: Tensor,
+    scales: tuple[Tensor, Tensor, Tensor | None],
+    reduce_op: str,
+    dims: tuple[int, int],
+    output_shape: Sequence[int] | None,
+    out_dtype: torch.dtype | None,
+    use_fast_accum: bool,
+) -> ScaledScatter:
+    a_scale, b_scale, result_scale = scales
+    orig_scatter_dim, dim_of_a = dims
+    call = "fused_scaled_matmul_reduce_scatter"
+    check(call, a, [b], dim_of_a, "scatter_dim_after_maybe_reshape")
+    leading = scattered_shape(call, a, b, orig_scatter_dim, output_shape)[:-1]
+    if result_scale is not None:
+        raise refused(call, "result_scale must be None")
+    dtype = output_type(call, out_dtype)
+    by_rows = a_scale.numel() != 1
+    rows = [*a.shape[:-1], 1]
+    if by_rows and list(a_scale.shape) != rows:
+        raise refused(call, f"A_scale has the shape {list(a_scale.shape)} and must have one element or be {rows}")
+    check_scatter(call, joined, leading[orig_scatter_dim], orig_scatter_dim, reduce_op, "orig_scatter_dim")
+    refuse_capture("plan a product")
+    options = {"accumulation": "fast" if use_fast_accum else "promoted"}
+    shaped = a.reshape(*leading, a.shape[-1])
+    scatter = Scatter(joined, shaped, b, orig_scatter_dim, reduce_op == "avg", dtype, options)
+    return ScaledScatter(joined, scatter, leading, orig_scatter_dim, by_rows, b_scale)
 
 
 def _sum_of_biases(joined: Joined, bias: Tensor) -> Tensor:
