@@ -20,8 +20,9 @@ LIMIT = 80
 Told = list[dict[str, str]]
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+def environment(kept: Path) -> dict[str, str]:
+    """`kept`: where compiled programs are."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(kept)}
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -29,9 +30,10 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """What each rank has to say about each case: nothing, or how it failed."""
     world: int = request.param
     folder = tmp_path_factory.mktemp(f"world{world}")
+    kept = tmp_path_factory.getbasetemp() / "inductor"
     program = [sys.executable, str(HERE / "torch_ranks.py")]
     ranks = [
-        subprocess.Popen([*program, str(rank), str(world), str(folder / "store"), str(folder)], env=environment())
+        subprocess.Popen([*program, str(rank), str(world), str(folder / "store"), str(folder)], env=environment(kept))
         for rank in range(world)
     ]
     try:

@@ -587,6 +587,14 @@ def programs_compile_without_graph_breaks() -> None:
 
 
 @case
+def programs_that_are_kept_on_disk_are_those_for_as_many_ranks() -> None:
+    # test_torch.py lets 2 ranks and 4 ranks keep theirs in one folder. Without a kernel of PyTorch, nothing is compiled.
+    group_name, (a, b) = name(), (made(4, 32, of=rank()), weight(32, 16))
+    compiled = torch.compile(lambda a, b: OPS.fused_all_gather_matmul(a, [b], 0, group_name)[1][0], fullgraph=True)
+    near(compiled(a, b), gathered(4, 32).double() @ b.double())
+
+
+@case
 def a_pass_swaps_the_namespace() -> None:
     import torch.distributed._symmetric_memory  # noqa: F401  It makes the operations of symm_mem.
 

@@ -68,6 +68,19 @@ def register() -> None:
 # Shapes and strides.
 
 
+def _ranks(group_name: str) -> int:
+    """The number of ranks of a program that is traced.
+
+    PyTorch keeps compiled programs on disk by their code, which says the group's name and not its size. It is added to
+    what they are kept by. A program that is then compiled for other ranks does not find one with other shapes.
+    """
+    world = world_of(group_name)
+    words = f"gemmesh: {group_name} has {world} ranks;"
+    if words not in torch.compiler.config.cache_key_tag:
+        torch.compiler.config.cache_key_tag += words
+    return world
+
+
 def _new(like: Tensor, shape: Sequence[Any], dtype: torch.dtype, dim: int = 0) -> Tensor:
     made = like.new_empty(list(shape), dtype=dtype)
     return made.movedim(0, dim) if dim else made
@@ -76,7 +89,7 @@ def _new(like: Tensor, shape: Sequence[Any], dtype: torch.dtype, dim: int = 0) -
 def _fake_gather(
     A: Tensor, Bs: Sequence[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
-    world = world_of(group_name)
+    world = _ranks(group_name)
     check("fused_all_gather_matmul", A, Bs, gather_dim, "gather_dim", world)
     if gather_dim == A.dim() - 1:
         shape, dim = [*A.shape[:-1], A.shape[-1] * world], 0
@@ -90,7 +103,7 @@ def _fake_gather(
 def _fake_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
     check("fused_matmul_reduce_scatter", A, [B], scatter_dim, "scatter_dim")
     shape = [*A.shape[:-1], B.shape[1]]
-    shape[scatter_dim] = shape[scatter_dim] // world_of(group_name)
+    shape[scatter_dim] = shape[scatter_dim] // _ranks(group_name)
     return _new(A, shape, A.dtype)
 
 
@@ -109,7 +122,7 @@ def _fake_scaled_gather(
     call = "fused_all_gather_scaled_matmul"
     check(call, A, Bs, gather_dim, "gather_dim")
     check_lists(call, Bs, B_scales=B_scales, biases=biases, result_scales=result_scales, out_dtypes=out_dtypes)
-    world = world_of(group_name)
+    world = _ranks(group_name)
     rows_scaling(call, A, A_scale, gather_dim, world)
     moved = A.movedim(gather_dim, 0)
     shape = [moved.shape[0] * world, *moved.shape[1:]]
@@ -138,13 +151,13 @@ def _fake_scaled_scatter(
     call = "fused_scaled_matmul_reduce_scatter"
     check(call, A, [B], scatter_dim_after_maybe_reshape, "scatter_dim_after_maybe_reshape")
     shape = scattered_shape(call, A, B, orig_scatter_dim, output_shape)
-    shape[orig_scatter_dim] = shape[orig_scatter_dim] // world_of(group_name)
+    shape[orig_scatter_dim] = shape[orig_scatter_dim] // _ranks(group_name)
     return _new(A, [*shape[:-1], B.shape[1]], output_type(call, out_dtype))
 
 
 def _fake_reduce_scatter(A: Tensor, dim: int, group_name: str) -> Tensor:
     shape = list(A.shape)
-    shape[dim] = shape[dim] // world_of(group_name)
+    shape[dim] = shape[dim] // _ranks(group_name)
     return _new(A, shape, A.dtype)
 
 
@@ -227,7 +240,7 @@ class _MatmulScatter(torch.autograd.Function):
         a, b = ctx.saved_tensors
         needs_a, needs_b = ctx.needs_input_grad[4:]
         if ctx.reduce_op == "avg":
-            gradient = gradient / world_of(ctx.name)
+            gradient = gradient / _ranks(ctx.name)
         weights = [b.t()] if needs_a else []
         full, products = torch.ops.gemmesh.fused_all_gather_matmul(
             gradient, weights, ctx.dim, ctx.name, return_A=needs_b
