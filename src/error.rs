@@ -69,6 +69,17 @@ pub enum Error {
         what: String,
     },
 
+    /// A package that is built on this library refuses an argument of a call.
+    #[error("rank {rank}: {call}: {what}")]
+    Refused {
+        /// The rank that made the call.
+        rank: usize,
+        /// The call.
+        call: Call,
+        /// What is wrong.
+        what: String,
+    },
+
     /// An argument has the wrong shape for the operation.
     #[error("rank {rank}: {call}: {argument} is {found:?} and must be {expected:?}{}",
         Transposed(.argument, .expected, .found))]
@@ -718,6 +729,7 @@ impl Error {
     pub(crate) fn in_call(mut self, refused: Call) -> Error {
         if let Error::Limit { call, .. }
         | Error::Unsupported { call, .. }
+        | Error::Refused { call, .. }
         | Error::Shape { call, .. }
         | Error::Count { call, .. }
         | Error::DType { call, .. }
@@ -735,6 +747,7 @@ impl Error {
         match self.cause() {
             Error::Limit { call, .. }
             | Error::Unsupported { call, .. }
+            | Error::Refused { call, .. }
             | Error::Shape { call, .. }
             | Error::Count { call, .. }
             | Error::DType { call, .. }

@@ -25,6 +25,8 @@ pub enum Refusal {
     },
     /// For [`Error::Unsupported`].
     Unsupported { what: String },
+    /// For [`Error::Refused`].
+    Refused { what: String },
     /// For [`Error::Shape`].
     Shape {
         argument: String,
@@ -117,6 +119,7 @@ impl Refusal {
         }
         completed! {
             Unsupported { what }
+            Refused { what }
             Shape { argument, expected, found }
             Count { whole, unit, expected, part, found }
             DType { argument, expected, found }

@@ -250,10 +250,9 @@ def draw(side: Side, group: gemmesh.Group, path: str, title: str) -> None:
 
 
 def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+    return int(text)
 
 
 def writable(text: str) -> str:
@@ -276,18 +275,33 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def has_torch(arguments: argparse.Namespace) -> bool:
+    return arguments.backend == "cuda" and importlib.util.find_spec("torch") is not None
+
+
 def main() -> int:
     arguments = parsed()
-    if not gemmesh.is_rank():
-        gemmesh.launch(arguments.ranks)
-        return 0
+    if not has_torch(arguments) and importlib.util.find_spec("numpy") is None:
+        print("the benchmark needs NumPy, or PyTorch on GPUs", file=sys.stderr)
+        return 1
+    try:
+        if gemmesh.is_rank():
+            measure(arguments)
+        else:
+            gemmesh.launch(arguments.ranks)
+    except gemmesh.Error as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def measure(arguments: argparse.Namespace) -> None:
     m, n, k = (
         given or default
         for given, default in zip((arguments.m, arguments.n, arguments.k), SHAPES[arguments.backend])
     )
     with gemmesh.Group.from_env(backend=arguments.backend) as group:
-        has_torch = arguments.backend == "cuda" and importlib.util.find_spec("torch") is not None
-        side: Side = (WithTorch if has_torch else WithNumpy)(group, m, n, k, arguments.dtype)
+        side: Side = (WithTorch if has_torch(arguments) else WithNumpy)(group, m, n, k, arguments.dtype)
         verify(side, group)
         found = medians(side, group, arguments.iterations)
         if arguments.profile:
@@ -300,7 +314,6 @@ def main() -> int:
             print(f"{'speed-up:':17}{apart / fused:10.2f} x")
         group.barrier()
         side.close()
-    return 0
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class Report:
         print(f"ok       {topic}: {what}")
 
     def note(self, topic: str, what: str) -> None:
-        print(f"note     {topic}: {what}")
+        print(f"note     {topic}: {what}", flush=True)
 
     def problem(self, topic: str, what: object, advice: str) -> None:
         self.has_problem = True
@@ -143,6 +143,7 @@ def check_launcher(report: Report) -> int | None:
             report.ok("launcher", "none has started this process")
             return None
         launcher, rank, world = found
+        report.note("launcher", f"waiting for the other ranks of {world}, {SECONDS:.0f} s at most")
         with gemmesh.Group.from_env(backend="host", arrival_timeout=SECONDS) as group:
             group.barrier()
         report.ok("launcher", f"{launcher}: rank {rank} has met the others of {world}")

@@ -35,7 +35,11 @@ class Error(RuntimeError):
 
 
 class ArgumentError(Error, ValueError):
-    """An argument does not fit, or asks for something that is not supported. Nothing has been done."""
+    """An argument does not fit, or asks for something that is not supported. Nothing has been done.
+
+    Make the call again with other arguments. If this rank does not, the ranks that wait for the call get a RankError
+    half a second later, and the group has failed.
+    """
 
 
 class MisuseError(Error):
@@ -59,7 +63,7 @@ class OutOfMemoryError(Error, MemoryError):
 
 
 class RankError(Error):
-    """A rank died, left, or its program failed."""
+    """A rank died, left, was refused a call that others made, or its program failed."""
 
 
 class DeadlineError(Error, builtins.TimeoutError):

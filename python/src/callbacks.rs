@@ -4,9 +4,11 @@ use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use gemmesh::raw::{AnyGroup, Memory};
+use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 
 use crate::matrix::{Kept, Matrix};
+use crate::names::Said;
 
 /// What memory lives as long as.
 pub type Keeper = Arc<dyn Any + Send + Sync>;
@@ -21,6 +23,14 @@ pub struct Function {
     /// What keeps the memory of chunks, unless a chunk says it.
     keeper: Keeper,
     raised: Mutex<Option<PyErr>>,
+}
+
+/// Checks that the argument `name` can be called.
+pub fn require_callable(function: &Bound<'_, PyAny>, name: &str) -> Said<()> {
+    match function.is_callable() {
+        true => Ok(()),
+        false => Err(format!("{name} is no function, and must take a Chunk")),
+    }
 }
 
 impl Function {
@@ -68,10 +78,14 @@ impl Function {
             .raised
             .into_inner()
             .unwrap_or_else(PoisonError::into_inner);
-        result.inspect_err(|error| {
-            if let Some(raised) = raised {
-                error.set_cause(py, Some(raised));
-            }
-        })
+        match raised {
+            // Such as that of sys.exit, which programs don't catch with the others.
+            Some(raised) if !raised.is_instance_of::<PyException>(py) => Err(raised),
+            raised => result.inspect_err(|error| {
+                if raised.is_some() {
+                    error.set_cause(py, raised);
+                }
+            }),
+        }
     }
 }

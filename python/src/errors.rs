@@ -26,7 +26,10 @@ fn class_of(kind: ErrorKind) -> &'static str {
 /// The exception for `error`, which `rank` has got.
 pub fn exception(py: Python<'_>, error: &Error, rank: Option<usize>) -> PyErr {
     let call = error.call().map(|call| Dialect::Python.of(call.name()));
-    let class = class_of(error.kind());
+    // Errors name ranks by their numbers in the job.
+    let kind = rank.map_or(error.kind(), |rank| error.kind_on(rank));
+    let rank = rank.map(|rank| error.job_rank(rank));
+    let class = class_of(kind);
     let sentence = Dialect::Python.of(&error.to_string());
     made(
         py,

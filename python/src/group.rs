@@ -9,7 +9,7 @@ use gemmesh::{AllGatherAndConsume, DType, ProduceAndAllToAll, ProduceAndReduceSc
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::callbacks::Function;
+use crate::callbacks::{Function, require_callable};
 use crate::errors::{argument, exception, misuse};
 use crate::matrix::{Freed, Kept, Matrix};
 use crate::names::{self, Count, Said, count, counts};
@@ -848,6 +848,7 @@ impl Group {
         if let Some(stages) = stages {
             options = options.stages(stages);
         }
+        require_callable(consume, "consume").map_err(refuse)?;
         let function = Function::new(consume, &group, keeper_of(a));
         let mut call = |rows: raw::Rows| {
             function.call(rows.rows, rows.source, (rows.memory, None), rows.stream)
@@ -876,6 +877,7 @@ impl Group {
         let m = m.of("m").map_err(refuse)?;
         let rows = counts("rows", rows).map_err(refuse)?;
         let chunks = count("chunks", chunks).map_err(refuse)?;
+        require_callable(produce, "produce").map_err(refuse)?;
         let memory = reader
             .written(out, "out")
             .map_err(|error| reader.told(error))?;
@@ -919,6 +921,7 @@ impl Group {
             Some(chunks) => ProduceAndAllToAll::new().chunks(chunks),
             None => ProduceAndAllToAll::new(),
         };
+        require_callable(produce, "produce").map_err(refuse)?;
         let function = Function::new(produce, &group, keeper_of(out));
         let mut call = |rows: raw::RowsFor| {
             let memory = (rows.memory, rows.keeper);

@@ -32,7 +32,10 @@ impl Count {
     /// The number of the argument `name`.
     pub fn of(self, name: &str) -> Said<usize> {
         let Count(count) = self;
-        count.map_err(|digits| format!("{name} is {digits} and must be from 0 to {}", usize::MAX))
+        count.map_err(|digits| match digits.starts_with('-') {
+            true => format!("{name} is {digits} and must not be negative"),
+            false => format!("{name} is {digits}, which is too large"),
+        })
     }
 }
 

@@ -81,6 +81,8 @@ pub struct Quantized {
     #[pyo3(get)]
     pub scales: Py<PyAny>,
     pub quantization: Quantization,
+    /// Its name.
+    scaling: String,
 }
 
 #[pymethods]
@@ -97,6 +99,7 @@ impl Quantized {
         Ok(Quantized {
             quantization: names::quantization(scaling, power_of_two)
                 .map_err(|what| argument(py, None, "gemmesh.Quantized", &what))?,
+            scaling: scaling.into(),
             values,
             scales,
         })
@@ -104,7 +107,7 @@ impl Quantized {
 
     fn __repr__(&self) -> String {
         let (values, scales) = (&self.values, &self.scales);
-        format!("Quantized({values}, {scales}, {:?})", self.quantization)
+        format!("Quantized({values}, {scales}, {:?})", self.scaling)
     }
 }
 

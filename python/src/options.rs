@@ -85,7 +85,7 @@ fn typed<'py, T: FromPyObjectOwned<'py>>(name: &str, value: &Bound<'py, PyAny>) 
 fn seconds(option: &str, seconds: Option<f64>) -> Said<Option<Duration>> {
     let duration = seconds.map(|seconds| {
         Duration::try_from_secs_f64(seconds).map_err(|_| {
-            format!("{option} is {seconds} and must be a number of seconds, 0 or more")
+            format!("{option} is {seconds:?} and must be a number of seconds, 0 or more")
         })
     });
     duration.transpose()

@@ -97,7 +97,8 @@ fn watched<R: Send>(
             if raised.is_none()
                 && let Err(error) = Python::attach(|py| py.check_signals())
             {
-                group.fail(&format!("interrupted by {error}"));
+                let words = error.to_string();
+                group.fail(&format!("interrupted by {}", words.trim_end_matches(": ")));
                 raised = Some(error);
             }
         }

@@ -134,11 +134,11 @@ def test_options_that_no_group_has_are_refused_by_name() -> None:
     call: Any = gemmesh.Group.connect
     for options, error, words in [
         ({"time_out": 1}, TypeError, "time_out"),
-        ({"timeout": -1.0}, gemmesh.ArgumentError, "timeout is -1 and must be"),
+        ({"timeout": -1.0}, gemmesh.ArgumentError, "timeout is -1.0 and must be"),
         ({"numerics": "exact"}, gemmesh.ArgumentError, "invariant"),
         ({"workers": "many"}, TypeError, "argument 'workers': 'str'"),
         ({"timeout": "long"}, TypeError, "argument 'timeout'"),
-        ({"device": -1}, gemmesh.ArgumentError, "device is -1 and must be"),
+        ({"device": -1}, gemmesh.ArgumentError, "device is -1 and must not be negative"),
         ({"backend": "mps"}, gemmesh.ArgumentError, 'backend is "mps" and must be one of "cuda", "host"'),
     ]:
         with pytest.raises(error, match=words) as refused:
@@ -154,7 +154,7 @@ def test_a_rank_that_is_no_number_of_a_rank_is_refused(rank: int) -> None:
         lambda: gemmesh.Group.from_callback(lambda mine: [mine], rank, 2, backend="host"),
         lambda: gemmesh.launch(rank, ["-c", "pass"]),
     ):
-        with pytest.raises(gemmesh.ArgumentError, match=f" is {rank} and must be from 0 to ") as refused:
+        with pytest.raises(gemmesh.ArgumentError, match=f" is {rank}( and must not be negative|, which is too large)") as refused:
             call()
         assert refused.value.rank is None and refused.value.call is not None
 

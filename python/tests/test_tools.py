@@ -55,9 +55,16 @@ def test_the_benchmark_verifies_and_prints_the_rows(tmp_path: Path, dtype: str) 
 
 def test_the_benchmark_refuses_numbers_below_one() -> None:
     for option in ("-m", "-n", "-k", "--ranks", "--iterations"):
-        status, _, err = tool("-m", "gemmesh.bench", "--backend", "host", option, "0")
-        assert status == 2
-        assert "0 is not 1 or more" in err
+        for text in ("0", "many"):
+            status, _, err = tool("-m", "gemmesh.bench", "--backend", "host", option, text)
+            assert status == 2
+            assert f"{text} is no number from 1 on" in err
+
+
+def test_the_benchmark_says_what_is_wrong_in_a_sentence() -> None:
+    status, _, err = tool("-m", "gemmesh.bench", "--backend", "host", "--ranks", "1000")
+    assert status == 1
+    assert "ArgumentError" not in err and "Traceback" not in err and "1000" in err
 
 
 @pytest.mark.parametrize("path", [".", "nowhere/drawn.svg"])

@@ -731,6 +731,8 @@ def bad_arguments_are_refused() -> None:
     refuses(wrong, "weights of f16", lambda: gather(a, [b.half()], 0, name()))
     refuses(wrong, "must have K = 32, as A does", lambda: gather(a, [weight(16, 16)], 0, name()))
     refuses(wrong, "must have K = 32, as A does", lambda: scatter(a, weight(16, 16), "sum", 0, name()))
+    refuses(wrong, "scaled products", lambda: gather(fp8(a), [fp8(b.t()).t()], 0, name()))
+    refuses(wrong, "scaled products", lambda: scatter(fp8(a), fp8(b.t()).t(), "sum", 0, name()))
     refuses(Exception, "meta", lambda: scatter(a, b.to("meta"), "sum", 0, name()))
     refuses(gemmesh.MisuseError, "no process group", lambda: gather(a, [b], 0, "nobody"))
     # The group goes on.
@@ -772,6 +774,7 @@ def bad_scales_are_refused() -> None:
     refuses(wrong, "A_scale has the shape [2]", lambda: scatter(2, scalar(1, 2)))
     refuses(wrong, "orig_scatter_dim is 1", lambda: scatter(5, 1))
     refuses(wrong, "output_shape", lambda: scatter(shape=[5, 16]))
+    refuses(wrong, "must end in 16", lambda: scatter(shape=[4, 15]))
     refuses(wrong, "result_scale", lambda: scatter(result_scale=one))
     refuses(wrong, "out_dtype", lambda: scatter(out_dtype=None))
     refuses(wrong, "'sum' or 'avg'", lambda: scatter(4, "max"))
@@ -785,6 +788,12 @@ def ranks_with_different_shapes_all_fail() -> None:
     gemmesh.torch.group_of(own, DEVICE)
     a, b = made(4 + rank(), 32, of=rank()), weight(32, 16)
     refuses(gemmesh.Error, "", lambda: OPS.fused_all_gather_matmul(a, [b], 0, own.group_name))
+    dist.barrier()
+    # The name gets a group that works.
+    another = dist.new_group(list(range(world())))
+    gemmesh.torch.use(own.group_name, gemmesh.torch.group_of(another, DEVICE))
+    product = OPS.fused_all_gather_matmul(made(4, 32, of=rank()), [b], 0, own.group_name)[1][0]
+    near(product, gathered(4, 32).double() @ b.double())
 
 
 @case

@@ -79,6 +79,7 @@ impl Error {
             }
             | Error::PeerMemory { rank, peer: other } => named([rank], [other]),
             Error::Unsupported { rank, .. }
+            | Error::Refused { rank, .. }
             | Error::Shape { rank, .. }
             | Error::Count { rank, .. }
             | Error::DType { rank, .. }

@@ -44,6 +44,7 @@ examples! {
     Limit { rank: Some(3), call: call(), what: "N".into(), value: 0, min: 1, max: 9 }
     Limit { rank: None, call: call(), what: "the world size".into(), value: 0, min: 1, max: usize::MAX }
     Unsupported { rank: 3, call: call(), what: "operands must be bf16 or f16".into() }
+    Refused { rank: 3, call: call(), what: "activation is \"swish\" and must be one of \"relu\", \"silu\"".into() }
     Shape { rank: 3, call: call(), argument: "b [N, K]".into(), expected: vec![4, 6], found: vec![4, 5] }
     Shape { rank: 3, call: call(), argument: "b [N, K]".into(), expected: vec![4, 6], found: vec![6, 4] }
     Count {

@@ -125,14 +125,17 @@ pub unsafe fn memory_of(tensor: &DLTensor, device: DLDevice, argument: &str) -> 
         false => list(tensor.strides),
     };
     let (&columns, leading) = extents.split_last().unwrap_or((&0, &[]));
-    let Some(pitch) = pitch_of(leading, &strides[..leading.len()], columns) else {
-        let expected = "rows a fixed distance apart".into();
+    let pitch = pitch_of(leading, &strides[..leading.len()], columns);
+    let Some(pitch) = pitch.filter(|pitch| *pitch >= 0) else {
+        let expected =
+            "rows a fixed distance apart, one behind the other; give a contiguous copy".into();
         return Err(unsuitable("the layout", expected, format!("{strides:?}")));
     };
     if columns > 1 && !extents.contains(&0) && strides[leading.len()] != 1 {
         let found = strides[leading.len()].to_string();
         let what = "the stride of the last dimension";
-        return Err(unsuitable(what, "1".into(), found));
+        let expected = "1; give a contiguous copy, or the matrix of which it is the transpose";
+        return Err(unsuitable(what, expected.into(), found));
     }
     let extent = |extent: i64| usize::try_from(extent).unwrap_or(usize::MAX);
     let rows = leading.iter().map(|&rows| extent(rows));

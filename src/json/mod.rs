@@ -273,6 +273,12 @@ enum ErrorJson {
         call: Call,
         what: String,
     },
+    Refused {
+        rank: usize,
+        #[serde(with = "call")]
+        call: Call,
+        what: String,
+    },
     Shape {
         rank: usize,
         #[serde(with = "call")]

@@ -405,9 +405,9 @@ fn number(process: &impl Surroundings, names: &[&'static str]) -> Result<(&'stat
     let value = text(process, name)?.unwrap_or_default();
     match value.parse() {
         Ok(number) => Ok((name, number)),
-        Err(error) => Err(Error::EnvironmentValue {
+        Err(_) => Err(Error::EnvironmentValue {
             name: name.into(),
-            reason: std::num::ParseIntError::to_string(&error),
+            reason: "it must be a number, 0 or more".into(),
             value,
         }),
     }

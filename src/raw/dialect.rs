@@ -12,7 +12,7 @@ pub enum Dialect {
 }
 
 /// Names in Rust, in Python and in C. A name comes before its beginnings.
-const NAMES: [[&str; 3]; 31] = [
+const NAMES: [[&str; 3]; 33] = [
     [
         ".weight_layout(WeightLayout::Kn)",
         "it with weight_layout=\"kn\"",
@@ -22,6 +22,16 @@ const NAMES: [[&str; 3]; 31] = [
         ".weight_layout(WeightLayout::Nk)",
         "it with weight_layout=\"nk\"",
         "it with weight_layout GEMMESH_WEIGHTS_NK",
+    ],
+    [
+        "(WeightLayout::Nk)",
+        "(weight_layout=\"nk\")",
+        "(GEMMESH_WEIGHTS_NK)",
+    ],
+    [
+        "use views of them (ShardedMatrix::view, ShardedMatrix::blocks_of)",
+        "use copy_from to write them, and whole to read them",
+        "use parts of the whole (gemmesh_sharded_whole, gemmesh_sharded_blocks_of)",
     ],
     ["Route::Pull", "\"pull\"", "GEMMESH_ROUTE_PULL"],
     ["Route::Push", "\"push\"", "GEMMESH_ROUTE_PUSH"],

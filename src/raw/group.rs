@@ -409,7 +409,7 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
     fn refuse_because(&self, call: &str, reason: &str) {
         let what = reason.into();
         // The rank's own program gets the reason from the caller.
-        drop(self.refusal(call)(Refusal::Unsupported { what }));
+        called_at(None, || drop(self.refusal(call)(Refusal::Refused { what })));
     }
 
     fn split(&self, options: Options, color: usize, key: usize) -> Result<Arc<dyn AnyGroup>> {

@@ -30,12 +30,46 @@ pub enum ErrorKind {
 }
 
 impl Error {
+    /// The kind of the failure to a rank of the group that gets the error.
+    ///
+    /// What another rank was refused, or what has ended the group before, is a failure of that rank to all others.
+    #[doc(hidden)]
+    pub fn kind_on(&self, rank: usize) -> ErrorKind {
+        let (own, is_over) = (self.job_rank(rank), self.has_ended_the_group());
+        match self.kind() {
+            ErrorKind::Argument | ErrorKind::Misuse
+                if is_over || !(self.at_fault().is_empty() || self.at_fault().contains(&own)) =>
+            {
+                ErrorKind::Rank
+            }
+            kind => kind,
+        }
+    }
+
+    /// The number that this error has for a rank of its group: that in the job.
+    #[doc(hidden)]
+    pub fn job_rank(&self, rank: usize) -> usize {
+        match self {
+            Error::InGroup { job_ranks, .. } => job_ranks.get(rank).copied().unwrap_or(rank),
+            _ => rank,
+        }
+    }
+
+    fn has_ended_the_group(&self) -> bool {
+        match self {
+            Error::Poisoned { .. } => true,
+            Error::InGroup { error, .. } => error.has_ended_the_group(),
+            _ => false,
+        }
+    }
+
     /// The kind of the failure itself: [`Error::cause`].
     #[doc(hidden)]
     pub fn kind(&self) -> ErrorKind {
         match self.cause() {
             Error::Limit { .. }
             | Error::Unsupported { .. }
+            | Error::Refused { .. }
             | Error::Shape { .. }
             | Error::Count { .. }
             | Error::DType { .. }

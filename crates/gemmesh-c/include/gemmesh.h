@@ -6,8 +6,9 @@
 //
 // Errors. A function that can fail returns a gemmesh_status, and writes its results through its last pointers only if
 // it returns GEMMESH_OK. gemmesh_last_error() has the sentence. After GEMMESH_ERROR_ARGUMENT and GEMMESH_ERROR_MISUSE
-// nothing has been done, and the call may be made again with different arguments. Most other failures end the group on
-// every rank, and every rank learns which rank is at fault.
+// nothing has been done, and the call may be made again with different arguments. If it is not, ranks that wait for the
+// call get GEMMESH_ERROR_RANK half a second later, and the group has failed. Most other failures end the group on every
+// rank, and every rank learns which rank is at fault.
 //
 // Ownership. A handle is freed once, by its free function. Using a freed handle is an error. Matrices and prepared
 // products keep their group alive, so handles are freed in any order. Structs and arrays are read before a function
@@ -500,8 +501,9 @@ typedef struct gemmesh_rows {
   void *stream;
 } gemmesh_rows;
 
-// A function that gets rows or makes them. It returns 0, or an error that ends the operation on every rank. It may say
-// why by gemmesh_set_reason. It must not throw, nor call a function of the same group.
+// A function that gets rows or makes them. It returns 0, or an error, after which the group has failed: other ranks get
+// GEMMESH_ERROR_RANK from this call or their next one. It may say why by gemmesh_set_reason. It must not throw, nor call
+// a function of the same group.
 typedef int (*gemmesh_on_rows)(const struct gemmesh_rows *rows, void *context);
 
 #ifdef __cplusplus

@@ -50,6 +50,7 @@ pub(crate) fn with(
 ) -> Result<()> {
     match catch_unwind(AssertUnwindSafe(|| f(&**group))) {
         Ok(Err(Failure::Unsuitable(found))) => Err(refused(call, kind, &**group, &found).into()),
+        Ok(Err(Failure::Gemmesh(error))) => Err(Failure::OfGroup(error, group.rank())),
         Ok(result) => result,
         Err(payload) => {
             let told = Told::panic(call, &*payload);

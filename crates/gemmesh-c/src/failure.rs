@@ -14,8 +14,10 @@ pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
 /// Why a call fails.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// gemmesh says so.
+    /// gemmesh says so, before this process is a rank of a group.
     Gemmesh(Error),
+    /// A group says so to its rank.
+    OfGroup(Error, usize),
     /// An argument that only this library sees.
     Unsuitable(Box<Unsuitable>),
     /// The call may not be made now.
@@ -59,12 +61,8 @@ impl Failure {
     /// The failure of `call`, in words.
     pub fn told(self, call: &'static str) -> Told {
         match self {
-            Failure::Gemmesh(error) => Told {
-                status: status_of(error.kind()),
-                rank: error.at_fault().first().map_or(-1, |rank| *rank as i64),
-                call: text(&Dialect::C.of(error.call().map_or(call, |call| call.name()))),
-                sentence: text(&Dialect::C.of(&error.to_string())),
-            },
+            Failure::Gemmesh(error) => Told::of(call, error.kind(), &error),
+            Failure::OfGroup(error, rank) => Told::of(call, error.kind_on(rank), &error),
             Failure::Unsuitable(found) => {
                 let Unsuitable {
                     argument,
@@ -93,6 +91,15 @@ pub(crate) struct Told {
 }
 
 impl Told {
+    fn of(call: &'static str, kind: ErrorKind, error: &Error) -> Told {
+        Told {
+            status: status_of(kind),
+            rank: error.at_fault().first().map_or(-1, |rank| *rank as i64),
+            call: text(&Dialect::C.of(error.call().map_or(call, |call| call.name()))),
+            sentence: text(&Dialect::C.of(&error.to_string())),
+        }
+    }
+
     fn new(status: gemmesh_status, call: &str, sentence: &str) -> Told {
         Told {
             status,

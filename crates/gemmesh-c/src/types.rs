@@ -364,7 +364,8 @@ pub type gemmesh_gather = Option<
     ) -> c_int,
 >;
 
-/// A function that gets rows or makes them. It returns 0, or an error that ends the operation on every rank. It may say
-/// why by gemmesh_set_reason. It must not throw, nor call a function of the same group.
+/// A function that gets rows or makes them. It returns 0, or an error, after which the group has failed: other ranks get
+/// GEMMESH_ERROR_RANK from this call or their next one. It may say why by gemmesh_set_reason. It must not throw, nor call
+/// a function of the same group.
 pub type gemmesh_on_rows =
     Option<unsafe extern "C" fn(rows: *const gemmesh_rows, context: *mut c_void) -> c_int>;

@@ -25,8 +25,13 @@ out_dtypes, use_fast_accum) -> (A, [C, ...])`
 `fused_scaled_matmul_reduce_scatter(A, B, A_scale, B_scale, reduce_op, orig_scatter_dim,
 scatter_dim_after_maybe_reshape, group_name, output_shape, bias=None, result_scale=None, out_dtype=None,
 use_fast_accum=False) -> C`
-    The same for fp8. output_shape is that of A @ B, and orig_scatter_dim one of its dimensions. Each rank adds its
-    bias [N] to its product, so the biases of all ranks are in the sum.
+    The same for fp8. output_shape is that of A @ B, and orig_scatter_dim one of its dimensions. out_dtype must be given:
+    torch.bfloat16, torch.float16 or torch.float32. Each rank adds its bias [N] to its product, so the biases of all
+    ranks are in the sum.
+
+If this rank's arguments are refused, other ranks that wait learn it. They do not learn what PyTorch refuses before an
+operation begins, such as a tensor that is no list. A group that has failed is not used again: destroy the process group
+and make another, or give its name a new group by `use`.
 
 The operations take tensors of bf16 and f16, and the scaled ones those of fp8. Their numbers differ from `symm_mem`'s in
 two ways. Sums over ranks are made in f32 and rounded once. An average is the sum, divided by W: in its own type if

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 
-from .. import ArgumentError, Group, MisuseError
+from .. import ArgumentError, Error, Group, MisuseError
 from .._native import TensorCalls
 from ..types import Backend
 
@@ -90,6 +90,14 @@ class Joined:
         """True if PyTorch captures its current stream."""
         return self.cuda and bool(torch._C._cuda_isCurrentStreamCapturing())
 
+    def has_failed(self) -> bool:
+        """True if the group can do nothing more."""
+        try:
+            self.group.check()
+        except Error:
+            return True
+        return False
+
     def is_of_now(self) -> bool:
         """False if the process group that had the name is gone."""
         return self.process_group is None or _registered(self.name) is self.process_group
@@ -155,11 +163,11 @@ def use(group_name: str, group: Group) -> None:
     """Makes operations of `group_name` run in `group`.
 
     The name may be that of a process group, which must then have as many ranks, numbered alike. Each rank calls this
-    before its first operation of that name.
+    before its first operation of that name, or when the name's group has failed.
     """
     groups = _ON_CUDA if group.backend == "cuda" else _ON_HOST
     found = groups.get(group_name)
-    if found is not None and found.is_of_now() and found.group is not group:
+    if found is not None and found.is_of_now() and found.group is not group and not found.has_failed():
         raise MisuseError(f"gemmesh.torch.use: the name {group_name!r} has a group already; use a different name")
     process_group = _registered(group_name)
     if process_group is not None:

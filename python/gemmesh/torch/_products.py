@@ -26,6 +26,12 @@ def refused(call: str, sentence: str) -> ArgumentError:
     return ArgumentError(f"{call}: {sentence}", call=call)
 
 
+def check_halves(call: str, a: Tensor) -> None:
+    """Refuses fp8, whose products have scales."""
+    if a.dtype.itemsize == 1 and a.dtype.is_floating_point:
+        raise refused(call, f"A is of {a.dtype}, which the operation of scaled products takes")
+
+
 def check(call: str, a: Tensor, bs: Sequence[Tensor], dim: int, named: str, gathered_by: int = 1) -> None:
     """Refuses what no operation takes. `gathered_by`: the ranks by which `dim` grows before A is multiplied."""
     if a.dim() < 2:
@@ -332,6 +338,7 @@ def _gather(
     if plan is None:
         with found.planning():
             check("fused_all_gather_matmul", a, bs, gather_dim, "gather_dim", found.world)
+            check_halves("fused_all_gather_matmul", a)
             if gather_dim == a.dim() - 1:
                 return _gather_columns(found, a, bs, return_a)
             refuse_capture("plan a product")
@@ -452,6 +459,7 @@ def _scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name:
         call = "fused_matmul_reduce_scatter"
         with found.planning():
             check(call, a, [b], scatter_dim, "scatter_dim")
+            check_halves(call, a)
             last = scatter_dim == a.dim() - 1
             extent = b.shape[1] if last else a.shape[scatter_dim]
             check_scatter(call, found, extent, scatter_dim, reduce_op, "scatter_dim")

@@ -58,6 +58,8 @@ def scattered_shape(call: str, a: Tensor, b: Tensor, dim: int, output_shape: Seq
     shape = list(output_shape) if output_shape is not None else [*a.shape[:-1], b.shape[1]]
     if not 0 <= dim < len(shape) - 1:
         raise refused(call, f"orig_scatter_dim is {dim} and must be from 0 to {len(shape) - 2}: a dimension of rows")
+    if shape[-1] != b.shape[1]:
+        raise refused(call, f"output_shape is {shape} and must end in {b.shape[1]}, the N of B")
     if math.prod(shape[:-1]) != math.prod(a.shape[:-1]):
         raise refused(call, f"output_shape is {shape}, and A has {math.prod(a.shape[:-1])} rows; they must be as many")
     return shape
