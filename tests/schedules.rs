@@ -4,9 +4,12 @@
 #[path = "support/planners.rs"]
 mod planners;
 
-use gemmesh::schedule::{Move, Parts, Refusal, Region, Schedule, Transfer};
+use gemmesh::schedule::{
+    Hosts, Layout, Move, Operation, Parts, Problem, Refusal, Region, RowOrder, Schedule, Transfer,
+    plan,
+};
 use gemmesh::testing::{delay_chunks, run_schedule};
-use gemmesh::{Chunking, Config, Error, Group, Host, Route, ShardedMatrix, TileShape, bf16};
+use gemmesh::{Chunking, Config, DType, Error, Group, Host, Route, ShardedMatrix, TileShape, bf16};
 use planners::{Asked, SCALED};
 
 const CONFIG: Config = Config::new(
@@ -138,6 +141,43 @@ fn rows_that_others_pass_on_arrive_and_are_multiplied() {
     let plan = |rank| planners::relayed(ASKED, rank, CONFIG);
     let m = ASKED.world * ASKED.block;
     check(&[ASKED.k], ASKED, m, |row| row / ASKED.block, plan);
+}
+
+#[test]
+fn rows_of_other_hosts_come_over_a_rail_and_are_passed_on() {
+    // Hosts of two ranks, of three, and of one, whose ranks are not all numbered host by host.
+    for (hosts, rows) in [
+        (&["a", "b", "b", "a"][..], &[5, 0, 7, 3][..]),
+        (&["a", "a", "a", "b", "b", "b"], &[4, 1, 0, 6, 5, 2]),
+        (&["a", "b", "c"], &[3, 4, 5]),
+    ] {
+        for (operation, n) in [
+            (Operation::AllGatherMatmul, ASKED.n),
+            (Operation::AllGather, 0),
+        ] {
+            for (stages, route) in [(1, Route::Pull), (3, Route::Push), (2, Route::Store)] {
+                let layout = Layout::new(rows, ASKED.k).unwrap();
+                let layout = layout.staged(stages, RowOrder::ByRank).unwrap();
+                let problem = Problem {
+                    hosts: Hosts::of(hosts).unwrap(),
+                    ..Problem::new(operation, DType::Bf16, layout.clone(), n)
+                };
+                let owner = |row| (0..rows.len()).find(|&r| layout.rows_of(r).contains(&row));
+                let asked = Asked {
+                    world: rows.len(),
+                    n,
+                    ..ASKED
+                };
+                check(
+                    &[ASKED.k],
+                    asked,
+                    layout.m(),
+                    |row| owner(row).unwrap(),
+                    |rank| plan::plan(&problem, rank, by(route)).unwrap(),
+                );
+            }
+        }
+    }
 }
 
 #[test]

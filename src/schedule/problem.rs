@@ -1,6 +1,6 @@
 //! What a call is asked to do.
 
-use super::{Form, Layout, Operation, Quantization};
+use super::{Form, Hosts, Layout, Operation, Quantization};
 use crate::element::DType;
 use crate::refusal::{Refusal, Result};
 
@@ -14,6 +14,8 @@ pub struct Problem {
     pub dtypes: DTypes,
     /// Which rank owns which rows.
     pub layout: Layout,
+    /// Which ranks share a host.
+    pub hosts: Hosts,
     /// Type and columns of a second matrix. Its rows are split like the first one's and gathered with them.
     pub beside: Option<(DType, usize)>,
     /// Columns of the output, or of all outputs together.
@@ -32,6 +34,7 @@ impl Problem {
             operation,
             dtypes: DTypes::all(dtype),
             layout,
+            hosts: Hosts::default(),
             beside: None,
             n,
             form: Form::default(),

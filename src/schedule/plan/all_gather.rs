@@ -8,14 +8,14 @@ use crate::error::{Error, of_configuration};
 use crate::refusal::{Refusal, Result};
 use crate::route::Route;
 use crate::schedule::config::{CUT_COLUMNS, Chunking, Config};
-use crate::schedule::layout::{Layout, MAX_EXTENT, RowOrder, chunk_rows};
+use crate::schedule::layout::{Layout, MAX_CHUNKS, MAX_EXTENT, RowOrder, chunk_rows};
 use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::{
     self, A, A_SCALES, B, B_SCALES, BESIDE, BIAS, OUT, OUT_SCALES, RESIDUAL,
 };
-use crate::schedule::plan::tile_order::{self, ring};
+use crate::schedule::plan::tile_order;
 use crate::schedule::{
-    Agreed, Bias, DTypes, DeferredChunk, MatrixSpec, Move, OutputBlock, OutputScales, Parts,
+    Agreed, Bias, DTypes, DeferredChunk, Hosts, MatrixSpec, Move, OutputBlock, OutputScales, Parts,
     Problem, Product, Region, Residual, ScaleMatrix, Schedule, Sum, Transfer, Weight, Widths,
 };
 
@@ -88,11 +88,12 @@ fn plan(
     let layout = &problem.layout;
     limit("rank", rank, 0, layout.world() - 1)?;
     config.check()?;
+    let config = over_hosts(problem, config);
     let widths = match multiplies {
         true => widths(problem, &config)?,
         false => Widths::new(),
     };
-    let (mut arrivals, mut departures) = transfers(layout, &config, moves, rank);
+    let (mut arrivals, mut departures) = transfers(problem, &config, moves, rank);
     let product = multiplies.then(|| product(problem, &widths, config, deferred(&arrivals)));
     let tiles = match &product {
         Some(product) => tile_order::tiles(rank, product, A, &arrivals)?,
@@ -118,6 +119,15 @@ fn plan(
     })
 }
 
+/// The configuration of a gather, whose rows are passed on within a host if there are several. Only the rank that got
+/// them knows when, so it pushes them, and a kernel waits alike for all rows that are moved by copy engines.
+fn over_hosts(problem: &Problem, config: Config) -> Config {
+    match config.route {
+        Route::Pull if problem.hosts.count() > 1 => config.with_route(Route::Push),
+        _ => config,
+    }
+}
+
 /// Checks the product and its number of tiles, and returns the columns of each output.
 fn widths(problem: &Problem, config: &Config) -> Result<Widths> {
     let form = &problem.form;
@@ -136,19 +146,19 @@ fn widths(problem: &Problem, config: &Config) -> Result<Widths> {
 
 /// The transfers to this rank, and the transfers from it.
 fn transfers(
-    layout: &Layout,
+    problem: &Problem,
     config: &Config,
     moves: Moves,
     rank: usize,
 ) -> (Vec<Transfer>, Vec<Transfer>) {
     let cutter = match moves {
-        Moves::Chunks => Cutter::new(layout, config),
+        Moves::Chunks => Cutter::new(problem, config),
         Moves::Shards => {
             let whole = Config {
                 chunking: Chunking::new(1),
                 ..*config
             };
-            Cutter::new(layout, &whole)
+            Cutter::new(problem, &whole)
         }
         Moves::Nothing => return Default::default(),
     };
@@ -296,6 +306,10 @@ fn agree(problem: &Problem, config: &Config) -> Agreed {
     if let Some((dtype, columns)) = problem.beside {
         say(format!("{columns} columns of {dtype} beside"));
     }
+    if problem.hosts.count() > 1 {
+        let (hosts, ranks) = (problem.hosts.count(), layout.world());
+        say(format!("{hosts} hosts of {} ranks", ranks / hosts));
+    }
     let stages = layout.stages();
     match (layout.order(), config.route) {
         (RowOrder::ByStage, _) => say(format!("stages in memory = {stages}")),
@@ -309,15 +323,27 @@ fn agree(problem: &Problem, config: &Config) -> Agreed {
     Agreed::new(problem.operation.name(), arguments)
 }
 
-/// How rows are cut into chunks.
+/// How rows are cut into chunks, and the ways that they go.
+///
+/// If there are several hosts, a rank sends its rows over its rail, to the rank of its place on each other host. That
+/// rank passes them on to its neighbours, chunk by chunk as they arrive. So each row crosses the network once a host.
 struct Cutter<'a> {
     layout: &'a Layout,
+    hosts: &'a Hosts,
     route: Route,
-    /// The chunks of each source's shard.
+    /// The chunks of each source's shard for the ranks of its host.
     chunks: Vec<Vec<StagedChunk>>,
     /// The chunks of each source's shard for the rank to which it comes last, if they differ.
     last_chunks: Option<Vec<Vec<StagedChunk>>>,
+    /// The chunks of each source's shard for the ranks of other hosts. Empty if there are none.
+    rail_chunks: Vec<Vec<StagedChunk>>,
 }
+
+/// About how many bytes of a shard cross the network at a time: enough to make its latency small, and little enough
+/// that passing them on ends soon after the last have come.
+const RAIL_BYTES: usize = 2 << 20;
+/// How rows go from host to host. A network's route is not there yet: the ranks of all hosts share memory so far.
+const RAIL: Route = Route::Push;
 
 /// A part of a shard that one transfer moves.
 struct StagedChunk {
@@ -333,55 +359,92 @@ pub(super) struct Part {
 }
 
 impl<'a> Cutter<'a> {
-    fn new(layout: &'a Layout, config: &Config) -> Cutter<'a> {
-        let cut = |is_last| {
-            let sources = 0..layout.world();
-            sources
-                .map(|source| cut_shard(layout, config, source, is_last))
-                .collect()
-        };
+    fn new(problem: &'a Problem, config: &Config) -> Cutter<'a> {
+        let (layout, hosts) = (&problem.layout, &problem.hosts);
+        let all = |cut: &dyn Fn(usize) -> Vec<StagedChunk>| (0..layout.world()).map(cut).collect();
+        let cut = |is_last| all(&|source| cut_shard(layout, config, source, is_last));
         let Chunking { count, last, .. } = config.chunking;
         let differs = count != last || config.cut(layout.k()).is_some();
+        let is_one_host = hosts.count() == 1;
+        let width = problem.dtypes.operands.bytes();
         Cutter {
             layout,
+            hosts,
             route: config.route,
             chunks: cut(false),
-            last_chunks: (differs && config.route != Route::Store).then(|| cut(true)),
+            // Rows of other hosts come last.
+            last_chunks: (differs && is_one_host && config.route != Route::Store)
+                .then(|| cut(true)),
+            rail_chunks: match is_one_host {
+                true => Vec::new(),
+                false => all(&|source| cut_for_rail(layout, width, source)),
+            },
         }
     }
 
     /// The chunks in which the shard of `source` is moved to `peer`.
     fn chunks_of(&self, source: usize, peer: usize) -> &[StagedChunk] {
+        if !self.hosts.share(source, peer) {
+            return &self.rail_chunks[source];
+        }
         let is_last = peer == (source + 1) % self.layout.world();
         let last_chunks = self.last_chunks.as_ref().filter(|_| is_last);
         &last_chunks.unwrap_or(&self.chunks)[source]
     }
 
-    /// The transfers to `rank`, stage by stage, and in each stage source by source around the ring.
+    /// The other ranks of `rank`'s host, in the order of its ring.
+    fn neighbours(&self, rank: usize) -> impl DoubleEndedIterator<Item = usize> {
+        self.hosts.neighbours(rank, self.layout.world())
+    }
+
+    /// The transfers to `rank`, stage by stage. In each stage the rows of its own host come first, and then host by host
+    /// those of the others: from the rail, and then from its neighbours.
     fn arrivals(&self, rank: usize) -> Vec<Transfer> {
-        let sources = ring(rank, self.layout.world());
-        self.by_stage(sources.map(|source| (source, rank)))
+        let by_rail = self.hosts.rail(rank);
+        let from_afar =
+            by_rail.flat_map(|source| std::iter::once(source).chain(self.neighbours(source)));
+        let sources: Vec<usize> = self.neighbours(rank).chain(from_afar).collect();
+        let stages = 0..self.layout.stages();
+        let ways = stages.flat_map(|stage| sources.iter().map(move |&source| (source, stage)));
+        ways.flat_map(|(source, stage)| self.transfers(source, rank, stage))
+            .collect()
     }
 
-    /// The transfers from `rank`, stage by stage, and in each stage backwards around the ring: the rank before needs
-    /// these rows first.
+    /// The transfers from `rank`, stage by stage. In each stage its own rows go backwards around the rings, because the
+    /// rank before needs them first: around the ring of its host, and then around that of hosts. Then it passes on the
+    /// rows that come from its rail.
     fn departures(&self, rank: usize) -> Vec<Transfer> {
-        let world = self.layout.world();
-        let peers = (1..world).map(|step| (rank + world - step) % world);
-        self.by_stage(peers.map(|peer| (rank, peer)))
-    }
-
-    fn by_stage(&self, pairs: impl Iterator<Item = (usize, usize)> + Clone) -> Vec<Transfer> {
         let mut all = Vec::new();
         for stage in 0..self.layout.stages() {
-            for (source, peer) in pairs.clone() {
-                all.extend(self.transfers(source, peer, stage));
+            let peers = self
+                .neighbours(rank)
+                .rev()
+                .chain(self.hosts.rail(rank).rev());
+            all.extend(peers.flat_map(|peer| self.transfers(rank, peer, stage)));
+            for source in self.hosts.rail(rank) {
+                all.extend(self.passed_on(source, rank, stage));
             }
         }
         all
     }
 
-    /// The transfers of a stage's rows from `source` to `peer`, each with its flag at `peer`.
+    /// The transfers by which `rank` passes on rows of `source`, each chunk to all neighbours.
+    fn passed_on(&self, source: usize, rank: usize, stage: usize) -> Vec<Transfer> {
+        let neighbours = self.neighbours(rank).rev();
+        let mut each: Vec<_> = neighbours
+            .map(|peer| self.transfers(source, peer, stage))
+            .collect();
+        let mut all = Vec::new();
+        loop {
+            let before = all.len();
+            all.extend(each.iter_mut().filter_map(Iterator::next));
+            if all.len() == before {
+                return all;
+            }
+        }
+    }
+
+    /// The transfers of a stage's rows of `source` to `peer`, each with its flag at `peer`.
     ///
     /// A rank numbers all chunks that come to it in the order of their rows. So the flags that a tile needs are one
     /// range, even if the tile straddles chunks or shards. The second part of a chunk that is cut along K has the
@@ -393,11 +456,21 @@ impl<'a> Cutter<'a> {
         stage: usize,
     ) -> impl Iterator<Item = Transfer> {
         let first = self.first_flag(source, peer, stage);
+        // The rank of the peer's host to which the rail brings them.
+        let gateway = self.hosts.beside(peer, source);
+        let (from, route, come) = match gateway {
+            _ if gateway == source => (source, self.route, None),
+            _ if gateway == peer => (source, RAIL, None),
+            _ => {
+                let come = self.first_flag(source, gateway, stage);
+                (gateway, Route::Push, Some(come))
+            }
+        };
         let own =
             self.chunks_before(source, peer, stage)..self.chunks_before(source, peer, stage + 1);
         let chunks = self.chunks_of(source, peer)[own].iter().enumerate();
         chunks.map(move |(index, StagedChunk { part, .. })| Transfer {
-            from: source,
+            from,
             to: peer,
             source,
             regions: smallvec![Move::in_place(Region {
@@ -405,10 +478,10 @@ impl<'a> Cutter<'a> {
                 rows: part.rows.clone(),
                 columns: part.columns.clone(),
             })],
-            after: 0..0,
+            after: come.map_or(0..0, |come| come + index..come + index + 1),
             produced: None,
             flag: first + index,
-            route: self.route,
+            route,
         })
     }
 
@@ -468,6 +541,26 @@ fn cut_shard(layout: &Layout, config: &Config, source: usize, is_last: bool) -> 
         }));
     }
     all
+}
+
+/// Cuts each block of a shard into chunks for the network.
+fn cut_for_rail(layout: &Layout, width: usize, source: usize) -> Vec<StagedChunk> {
+    let (k, stages) = (layout.k(), layout.stages());
+    let most = (MAX_CHUNKS / stages).max(1);
+    let blocks = (0..stages).map(|stage| (stage, layout.block(source, stage)));
+    let chunks = blocks.flat_map(|(stage, block)| {
+        let bytes = block.len().saturating_mul(k).saturating_mul(width);
+        let count = (bytes / RAIL_BYTES).clamp(1, most);
+        let rows = chunk_rows(block.clone(), count, boundary(block.len() / count));
+        rows.map(move |rows| StagedChunk {
+            stage,
+            part: Part {
+                rows,
+                columns: 0..k,
+            },
+        })
+    });
+    chunks.collect()
 }
 
 /// The number of rows at whose multiples chunks of `rows` rows are cut.

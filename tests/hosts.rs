@@ -1,0 +1,236 @@
+//! What every gather over several hosts promises: each row comes to each rank once, and crosses the network once a host;
+//! and no rank waits for another in a circle.
+
+use std::collections::{HashMap, HashSet};
+
+use gemmesh::DType;
+use gemmesh::schedule::layout::MAX_WORLD;
+use gemmesh::schedule::plan::matrices::A;
+use gemmesh::schedule::plan::plan;
+use gemmesh::schedule::{
+    Chunking, Config, Hosts, Layout, Operation, Problem, Refusal, Route, RowOrder, Schedule,
+    TileShape, Transfer,
+};
+use proptest::prelude::*;
+use proptest::sample::select;
+
+/// A gather over hosts.
+#[derive(Clone, Debug)]
+struct Case {
+    /// By rank: its host.
+    hosts: Vec<usize>,
+    rows: Vec<usize>,
+    stages: usize,
+    order: RowOrder,
+    operation: Operation,
+    config: Config,
+}
+
+/// Wide enough for a shard of 2048 rows to cross the network in four chunks.
+const K: usize = 2048;
+
+impl Case {
+    fn problem(&self) -> Problem {
+        let layout = Layout::new(&self.rows, K).unwrap();
+        let layout = layout.staged(self.stages, self.order).unwrap();
+        let n = if self.operation == Operation::AllGatherMatmul {
+            64
+        } else {
+            0
+        };
+        Problem {
+            hosts: Hosts::of(&self.hosts).unwrap(),
+            ..Problem::new(self.operation, DType::Bf16, layout, n)
+        }
+    }
+
+    fn schedules(&self) -> Vec<Schedule> {
+        let problem = self.problem();
+        let ranks = 0..self.hosts.len();
+        ranks
+            .map(|rank| plan(&problem, rank, self.config).unwrap())
+            .collect()
+    }
+}
+
+/// Up to 64 ranks on hosts of as many places, numbered in any order.
+fn cases() -> impl Strategy<Value = Case> {
+    let extents = (1..=8usize, 1..=8usize).prop_filter("ranks", |(h, d)| h * d <= MAX_WORLD);
+    extents.prop_flat_map(|(hosts, places)| {
+        let world = hosts * places;
+        let numbered: Vec<usize> = (0..world).map(|rank| rank / places).collect();
+        let rows = prop_oneof![3 => 0..300usize, 1 => Just(0), 1 => 1024..2100usize];
+        let routes = select(vec![Route::Pull, Route::Push, Route::Store]);
+        let operations = select(vec![Operation::AllGather, Operation::AllGatherMatmul]);
+        let orders = select(vec![RowOrder::ByRank, RowOrder::ByStage]);
+        (
+            Just(numbered).prop_shuffle(),
+            prop::collection::vec(rows, world),
+            1..=3usize,
+            orders,
+            operations,
+            (routes, 1..=4usize),
+        )
+            .prop_map(
+                |(hosts, rows, stages, order, operation, (route, chunks))| Case {
+                    hosts,
+                    rows,
+                    stages,
+                    order,
+                    operation,
+                    config: Config::new(TileShape::new(128, 64, 64), Chunking::new(chunks), route),
+                },
+            )
+    })
+}
+
+/// By (sender, receiver, flag) the transfers of all ranks, as each side has them.
+fn by_ends<'s>(
+    schedules: &'s [Schedule],
+    of: impl Fn(&'s Schedule) -> Vec<&'s Transfer>,
+) -> HashMap<(usize, usize, usize), &'s Transfer> {
+    let all = schedules.iter().flat_map(of);
+    all.map(|moved| ((moved.from, moved.to, moved.flag), moved))
+        .collect()
+}
+
+/// Plays all ranks' transfers, each rank's in its order, and each after the chunks that it waits for. Returns how many
+/// are never made.
+fn stuck(schedules: &[Schedule]) -> usize {
+    let mut left: Vec<_> = schedules.iter().map(|s| s.moves().peekable()).collect();
+    let mut come: HashSet<(usize, usize)> = HashSet::new();
+    loop {
+        let mut moved_any = false;
+        for moves in &mut left {
+            while let Some(next) = moves.next_if(|next| {
+                next.after
+                    .clone()
+                    .all(|flag| come.contains(&(next.mover(), flag)))
+            }) {
+                come.insert((next.to, next.flag));
+                moved_any = true;
+            }
+        }
+        if !moved_any {
+            return left.into_iter().map(Iterator::count).sum();
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn each_row_comes_once_and_crosses_the_network_once_a_host(case in cases()) {
+        let (problem, schedules) = (case.problem(), case.schedules());
+        let m = problem.layout.m();
+        let mut crossings: HashMap<(usize, usize), usize> = HashMap::new();
+        for (rank, schedule) in schedules.iter().enumerate() {
+            let mut come = vec![0; m];
+            for row in problem.layout.rows_in_memory(rank).into_iter().flatten() {
+                come[row] += 1;
+            }
+            for arrival in schedule.arrivals() {
+                prop_assert_eq!(arrival.to, rank);
+                let regions = arrival.regions.iter().map(|moved| &moved.to);
+                let rows = regions.filter(|region| region.matrix == A && region.columns.start == 0);
+                for row in rows.flat_map(|region| region.rows.clone()) {
+                    come[row] += 1;
+                    if case.hosts[arrival.from] != case.hosts[rank] {
+                        prop_assert_eq!(arrival.from, arrival.source);
+                        *crossings.entry((row, case.hosts[rank])).or_default() += 1;
+                    }
+                }
+            }
+            prop_assert!(come.iter().all(|&times| times == 1), "rank {}: {:?}", rank, come);
+        }
+        prop_assert!(crossings.values().all(|&times| times == 1));
+        prop_assert_eq!(crossings.len(), m * (problem.hosts.count() - 1));
+    }
+
+    #[test]
+    fn a_rank_sends_over_its_rail_alone_and_passes_on_to_neighbours_alone(case in cases()) {
+        let hosts = case.problem().hosts;
+        for (rank, schedule) in case.schedules().iter().enumerate() {
+            let rail: HashSet<usize> = hosts.rail(rank).collect();
+            for moved in schedule.moves() {
+                let (from, to) = (moved.from, moved.to);
+                match case.hosts[from] == case.hosts[to] {
+                    true => prop_assert!(moved.source == from || rail.contains(&moved.source)),
+                    false => prop_assert!(moved.source == from && rail.contains(&to)),
+                }
+                let is_passed_on = moved.source != from;
+                prop_assert_eq!(moved.after.len(), usize::from(is_passed_on));
+                if let (true, flag) = (is_passed_on, moved.after.start) {
+                    let first = schedule.arrivals().iter().find(|arrival| arrival.flag == flag);
+                    prop_assert_eq!(&first.unwrap().regions, &moved.regions);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn both_ends_have_the_same_transfers_and_none_waits_in_a_circle(case in cases()) {
+        let schedules = case.schedules();
+        let come = by_ends(&schedules, |schedule| schedule.arrivals().iter().collect());
+        let moved = by_ends(&schedules, |schedule| schedule.moves().collect());
+        prop_assert_eq!(come, moved);
+        prop_assert_eq!(stuck(&schedules), 0);
+        let agreed: HashSet<_> = schedules.iter().map(|s| format!("{:?}", s.agreed())).collect();
+        prop_assert_eq!(agreed.len(), 1);
+    }
+}
+
+#[test]
+fn rows_of_the_own_host_come_first_and_then_those_of_the_next_hosts() {
+    let hosts = [0, 0, 1, 1, 2, 2];
+    let case = Case {
+        hosts: hosts.into(),
+        rows: vec![4; 6],
+        stages: 1,
+        order: RowOrder::ByRank,
+        operation: Operation::AllGather,
+        config: Config::new(TileShape::new(128, 64, 64), Chunking::new(1), Route::Pull),
+    };
+    let sources = |rank: usize| -> Vec<usize> {
+        let schedule = &case.schedules()[rank];
+        schedule
+            .arrivals()
+            .iter()
+            .map(|arrival| arrival.source)
+            .collect()
+    };
+    assert_eq!(sources(0), [1, 2, 3, 4, 5]);
+    assert_eq!(sources(3), [2, 5, 4, 1, 0]);
+}
+
+#[test]
+fn a_shard_crosses_the_network_in_chunks_of_two_mebibytes() {
+    let case = Case {
+        hosts: vec![0, 1],
+        rows: vec![2048; 2],
+        stages: 1,
+        order: RowOrder::ByRank,
+        operation: Operation::AllGather,
+        config: Config::new(TileShape::new(128, 64, 64), Chunking::new(1), Route::Pull),
+    };
+    let schedules = case.schedules();
+    let bytes: Vec<usize> = schedules[0]
+        .arrivals()
+        .iter()
+        .map(|arrival| arrival.regions[0].to.rows.len() * K * 2)
+        .collect();
+    assert_eq!(bytes, [2 << 20; 4]);
+}
+
+#[test]
+fn hosts_have_as_many_places_as_one_another() {
+    let Err(Refusal::Unsupported { what }) = Hosts::of(&["a", "b", "a"]) else {
+        panic!("it is not refused");
+    };
+    assert!(
+        what.contains("rank 0 has 2 and that of rank 1 has 1"),
+        "{what}"
+    );
+    assert_eq!(Hosts::of(&["a", "a"]).unwrap(), Hosts::default());
+}
