@@ -352,6 +352,23 @@ struct StagedChunk {
     part: Part,
 }
 
+/// How rows come to a rank.
+#[derive(Clone, Copy)]
+struct Way {
+    from: usize,
+    route: Route,
+    /// The flag of the first chunk at `from`, if that passes them on.
+    come: Option<usize>,
+}
+
+impl Way {
+    /// The flags that the mover waits for before it moves chunk `index`.
+    fn after(&self, index: usize) -> Range<usize> {
+        let come = self.come.map(|first| first + index);
+        come.map_or(0..0, |flag| flag..flag + 1)
+    }
+}
+
 /// Rows, or a range of their columns.
 pub(super) struct Part {
     pub(super) rows: Range<usize>,
@@ -456,21 +473,12 @@ impl<'a> Cutter<'a> {
         stage: usize,
     ) -> impl Iterator<Item = Transfer> {
         let first = self.first_flag(source, peer, stage);
-        // The rank of the peer's host to which the rail brings them.
-        let gateway = self.hosts.beside(peer, source);
-        let (from, route, come) = match gateway {
-            _ if gateway == source => (source, self.route, None),
-            _ if gateway == peer => (source, RAIL, None),
-            _ => {
-                let come = self.first_flag(source, gateway, stage);
-                (gateway, Route::Push, Some(come))
-            }
-        };
+        let way = self.way(source, peer, stage);
         let own =
             self.chunks_before(source, peer, stage)..self.chunks_before(source, peer, stage + 1);
         let chunks = self.chunks_of(source, peer)[own].iter().enumerate();
         chunks.map(move |(index, StagedChunk { part, .. })| Transfer {
-            from,
+            from: way.from,
             to: peer,
             source,
             regions: smallvec![Move::in_place(Region {
@@ -478,11 +486,24 @@ impl<'a> Cutter<'a> {
                 rows: part.rows.clone(),
                 columns: part.columns.clone(),
             })],
-            after: come.map_or(0..0, |come| come + index..come + index + 1),
+            after: way.after(index),
             produced: None,
             flag: first + index,
-            route,
+            route: way.route,
         })
+    }
+
+    /// How a stage's rows of `source` come to `peer`.
+    fn way(&self, source: usize, peer: usize, stage: usize) -> Way {
+        // The rank of the peer's host to which the rail brings them.
+        let gateway = self.hosts.beside(peer, source);
+        let (from, route) = match gateway {
+            _ if gateway == source => (source, self.route),
+            _ if gateway == peer => (source, RAIL),
+            _ => (gateway, Route::Push),
+        };
+        let come = (from != source).then(|| self.first_flag(source, from, stage));
+        Way { from, route, come }
     }
 
     /// The flag of a block's first chunk at the rank to which it comes.
