@@ -183,6 +183,13 @@ pub mod testing {
     pub use crate::ranks::address::meeting_texts;
 }
 
+#[cfg(all(feature = "cuda", not(loom)))]
+#[doc(hidden)]
+pub mod simulation {
+    //! Operations that are played through without a GPU. Unstable: it is for `examples/simulate.rs`.
+    pub use crate::backend::{Network, Played, play_all_gather_matmul};
+}
+
 #[cfg(fuzzing)]
 pub mod fuzzing {
     //! Parsers of bytes from other processes, for the targets in fuzz/. Each module has a `parse`, which must not

@@ -13,6 +13,7 @@ pub mod calibrate;
 pub mod choices;
 mod clocks;
 mod gather;
+pub mod player;
 mod sums;
 mod tiles;
 pub mod tuned;
