@@ -17,6 +17,7 @@ mod forms;
 mod fp8;
 mod graphs;
 mod groups;
+mod hosts;
 mod max_ctas;
 mod pipelines;
 mod quantized;
