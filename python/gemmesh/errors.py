@@ -37,8 +37,8 @@ class Error(RuntimeError):
 class ArgumentError(Error, ValueError):
     """An argument does not fit, or asks for something that is not supported. Nothing has been done.
 
-    Make the call again with other arguments. If this rank does not, the ranks that wait for the call get a RankError
-    half a second later, and the group has failed.
+    Make the call again with other arguments. If it is collective and this rank does not, the ranks that wait for it get
+    a RankError half a second later, and the group has failed.
     """
 
 

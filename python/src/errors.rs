@@ -1,7 +1,7 @@
 //! Errors of the library as the exceptions of `gemmesh.errors`.
 
 use gemmesh::Error;
-use gemmesh::raw::{Dialect, ErrorKind};
+use gemmesh::raw::{self, AnyGroup, Dialect, ErrorKind};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -30,7 +30,7 @@ pub fn exception(py: Python<'_>, error: &Error, rank: Option<usize>) -> PyErr {
     let kind = rank.map_or(error.kind(), |rank| error.kind_on(rank));
     let rank = rank.map(|rank| error.job_rank(rank));
     let class = class_of(kind);
-    let sentence = Dialect::Python.of(&error.to_string());
+    let sentence = Dialect::Python.sentence(error);
     made(
         py,
         class,
@@ -46,7 +46,12 @@ pub fn misuse(py: Python<'_>, sentence: &str) -> PyErr {
     made(py, "MisuseError", sentence, None, &[], None)
 }
 
-/// The `ArgumentError` of a `call` of the package's own. `what` is wrong. Without a rank, this process has none yet.
+/// The `ArgumentError` of a `call` of a group. `what` is wrong with an argument that only this package sees.
+pub fn refused(py: Python<'_>, group: &dyn AnyGroup, call: &str, what: &str) -> PyErr {
+    exception(py, &raw::refused(group, call, what), Some(group.rank()))
+}
+
+/// The `ArgumentError` of a `call` without a group. `what` is wrong. Without a rank, this process has none yet.
 pub fn argument(py: Python<'_>, rank: Option<usize>, call: &str, what: &str) -> PyErr {
     let sentence = match rank {
         Some(rank) => format!("rank {rank}: {call}: {what}"),
@@ -63,9 +68,24 @@ pub fn argument(py: Python<'_>, rank: Option<usize>, call: &str, what: &str) -> 
 }
 
 /// The `ArgumentError` of a call that would write what is read-only.
-pub fn read_only(py: Python<'_>, rank: usize, call: &str, name: &str) -> PyErr {
+pub fn read_only(py: Python<'_>, group: &dyn AnyGroup, call: &str, name: &str) -> PyErr {
     let what = format!("{name} is read-only, and the call writes it");
-    argument(py, Some(rank), call, &what)
+    refused(py, group, call, &what)
+}
+
+/// The same error, of a call that has called `inner`.
+pub fn of_outer(py: Python<'_>, error: PyErr, inner: &str, outer: &str) -> PyErr {
+    let value = error.value(py);
+    let renamed = || -> PyResult<PyErr> {
+        let call: Option<String> = value.getattr("call")?.extract()?;
+        let sentence = value.str()?.to_string().replace(inner, outer);
+        let call = call.map(|call| call.replace(inner, outer));
+        let (rank, at_fault) = (value.getattr("rank")?, value.getattr("at_fault")?);
+        let made = value.get_type().call1((sentence, rank, at_fault, call))?;
+        Ok(PyErr::from_value(made))
+    };
+    // An exception that is not gemmesh's has no call.
+    renamed().unwrap_or(error)
 }
 
 fn made(

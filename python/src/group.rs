@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::callbacks::{Function, require_callable};
-use crate::errors::{argument, exception, misuse};
+use crate::errors::{exception, misuse, of_outer};
 use crate::matrix::{Freed, Kept, Matrix};
 use crate::names::{self, Count, Said, count, counts};
 use crate::operands::{Reader, keeper_of};
@@ -191,7 +191,8 @@ impl Group {
         let (rank, world) = options::place(py, CALL, rank, world)?;
         let gather = py.import("gemmesh._store")?.getattr("gather_by")?;
         let gather = gather.call1((store, rank, world))?.unbind();
-        Group::gathering(py, CALL, gather, (rank, world), (backend, options))
+        let joined = Group::gathering(py, CALL, gather, (rank, world), (backend, options));
+        joined.map_err(|error| of_outer(py, error, "Group.from_callback", CALL))
     }
 
     /// Splits the group: ranks that give the same `color` become a group of their own, in the order of their keys, and of
@@ -210,7 +211,7 @@ impl Group {
         let refuse = |what: String| reader.refuse(py, &what);
         let color = color.of("color").map_err(refuse)?;
         let key = count("key", key).map_err(refuse)?.unwrap_or(0);
-        let options = options::of_group(options, refuse).map_err(|error| reader.told(error))?;
+        let options = options::of_group(options, refuse)?;
         let part = waited(py, &*group, || group.split(options, color, key))?;
         Ok(Group::of(part))
     }
@@ -344,8 +345,11 @@ impl Group {
     /// one in it. `what` is wrong.
     fn _refuse(&self, py: Python<'_>, call: &str, what: &str) -> PyResult<()> {
         let group = self.get(py)?;
-        group.refuse_because(call, what);
-        Err(argument(py, Some(group.rank()), call, what))
+        Err(exception(
+            py,
+            &group.refuse_because(call, what),
+            Some(group.rank()),
+        ))
     }
 
     /// Writes what all ranks did in a traced call to `path`: as a picture if it ends in .svg, else for Perfetto.
@@ -391,7 +395,7 @@ impl Group {
     ) -> PyResult<Matrix> {
         let group = self.get(py)?;
         let refuse = |what: String| Reader::alone(&*group, "Group.zeros").refuse(py, &what);
-        let dtype = names::dtype(dtype).map_err(refuse)?;
+        let dtype = names::dtype("dtype", dtype).map_err(refuse)?;
         let shape = [
             rows.of("rows").map_err(refuse)?,
             columns.of("columns").map_err(refuse)?,
@@ -423,7 +427,7 @@ impl Group {
     ) -> PyResult<Sharded> {
         let group = self.get(py)?;
         let refuse = |what: String| Reader::collective(&*group, "Group.sharded").refuse(py, &what);
-        let dtype = names::dtype(dtype).map_err(refuse)?;
+        let dtype = names::dtype("dtype", dtype).map_err(refuse)?;
         let (m, k) = (count("m", m).map_err(refuse)?, k.of("k").map_err(refuse)?);
         let rows = counts("rows", rows).map_err(refuse)?;
         let stages = count("stages", stages).map_err(refuse)?;
@@ -723,12 +727,15 @@ impl Group {
         let read = || -> Said<_> {
             let kind = kind_of(operation)?;
             let first_row = count("first_row", first_row)?.unwrap_or(0);
-            let a = a_scaling.map(|word| names::scaling(word, 0, sharded_scales));
-            let b = b_scaling.map(|word| names::scaling(word, first_row, false));
-            let quantization = quantization.map(|word| names::quantization(word, false));
+            let a = a_scaling.map(|word| names::scaling("a_scaling", word, 0, sharded_scales));
+            let b = b_scaling.map(|word| names::scaling("b_scaling", word, first_row, false));
+            let quantization =
+                quantization.map(|word| names::quantization("quantization", word, false));
             let mut product = Product {
-                dtype: dtype.map_or(Ok(DType::Bf16), names::dtype)?,
-                weight_dtype: weight_dtype.map(names::dtype).transpose()?,
+                dtype: dtype.map_or(Ok(DType::Bf16), |dtype| names::dtype("dtype", dtype))?,
+                weight_dtype: weight_dtype
+                    .map(|dtype| names::dtype("weight_dtype", dtype))
+                    .transpose()?,
                 scaling: (
                     a.transpose()?.unwrap_or_default(),
                     b.transpose()?.into_iter().collect(),

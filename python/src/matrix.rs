@@ -14,7 +14,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::errors::{argument, exception, read_only};
+use crate::errors::{exception, read_only, refused};
 use crate::tensors::{given, legacy_capsule, managed, memory_of_managed, versioned_capsule};
 use crate::waiting::{enqueued_on, waited};
 
@@ -129,7 +129,7 @@ impl Kept {
     /// The memory, for a call that writes it.
     pub fn written(&self, py: Python<'_>, call: &str, name: &str) -> PyResult<Memory> {
         match self.read_only {
-            true => Err(read_only(py, self.group.rank(), call, name)),
+            true => Err(read_only(py, &**self.group, call, name)),
             false => Ok(self.memory),
         }
     }
@@ -280,7 +280,7 @@ impl Matrix {
         if let Some(lacks) = lacks {
             let what =
                 format!("NumPy has no {lacks}; use torch.from_dlpack(matrix) or matrix.tobytes()");
-            return Err(argument(py, Some(group.rank()), "Matrix.__array__", &what));
+            return Err(refused(py, &***group, "Matrix.__array__", &what));
         }
         let numpy = py.import("numpy")?;
         let array = numpy.call_method1("from_dlpack", (slf,))?;
@@ -372,7 +372,7 @@ pub fn copy(
             "the source is {:?} of {} and must be {expected:?} of {}",
             from.shape, from.dtype, memory.dtype
         );
-        return Err(argument(py, Some(group.rank()), CALL, &what));
+        return Err(refused(py, &***group, CALL, &what));
     }
     enqueued_on(py, &***group, stream, || {
         let mut first = 0;

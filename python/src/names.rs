@@ -21,7 +21,8 @@ impl<'py> FromPyObject<'_, 'py> for Count {
         match object.extract::<usize>() {
             Ok(count) => Ok(Count(Ok(count))),
             Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
-                Ok(Count(Err(object.str()?.to_string())))
+                let number = object.call_method0("__index__")?;
+                Ok(Count(Err(number.str()?.to_string())))
             }
             Err(error) => Err(error),
         }
@@ -82,17 +83,17 @@ const DTYPES: [(&str, DType); 17] = [
 ];
 
 /// The type that a text names, or that `str` of a NumPy or PyTorch dtype does.
-pub fn dtype(given: &Bound<'_, PyAny>) -> Said<DType> {
+pub fn dtype(option: &str, given: &Bound<'_, PyAny>) -> Said<DType> {
     let words = given
         .str()
-        .map_err(|error| format!("dtype has no name: {error}"))?;
+        .map_err(|error| format!("{option} has no name: {error}"))?;
     let words = words.to_string_lossy();
     // str(torch.bfloat16) is "torch.bfloat16", and str(numpy.float16) is "<class 'numpy.float16'>".
     let word = words.rsplit('.').next().unwrap_or(&words);
     let word = word.trim_end_matches("'>");
     match word {
         "uint64" => Ok(DType::U64),
-        _ => one_of("dtype", word, &DTYPES),
+        _ => one_of(option, word, &DTYPES),
     }
 }
 
@@ -143,7 +144,7 @@ pub fn numerics(word: &str) -> Said<Numerics> {
 }
 
 /// How values share scales. `sharded`: the scales are a sharded matrix.
-pub fn scaling(word: &str, first_row: usize, sharded: bool) -> Said<Scaling> {
+pub fn scaling(option: &str, word: &str, first_row: usize, sharded: bool) -> Said<Scaling> {
     let known = match sharded {
         true => &[
             ("rows", Scaling::ShardedRows),
@@ -156,20 +157,20 @@ pub fn scaling(word: &str, first_row: usize, sharded: bool) -> Said<Scaling> {
             ("transposed_blocks", Scaling::TransposedBlocks),
         ][..],
     };
-    match one_of("scaling", word, known)? {
+    match one_of(option, word, known)? {
         Scaling::Blocks if first_row > 0 => Ok(Scaling::BlocksFrom(first_row)),
         _ if first_row > 0 => Err("first_row is for the scales of a weight's blocks".into()),
         scaling => Ok(scaling),
     }
 }
 
-pub fn quantization(word: &str, power_of_two: bool) -> Said<Quantization> {
+pub fn quantization(option: &str, word: &str, power_of_two: bool) -> Said<Quantization> {
     let known = [
         ("tensor", Quantization::tensor()),
         ("blocks", Quantization::blocks()),
         ("transposed_blocks", Quantization::transposed_blocks()),
     ];
-    let quantization = one_of("scaling", word, &known)?;
+    let quantization = one_of(option, word, &known)?;
     Ok(match power_of_two {
         true => quantization.power_of_two(),
         false => quantization,

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
 use crate::callbacks::Keeper;
-use crate::errors::argument;
+use crate::errors::{argument, exception, refused};
 use crate::matrix::Matrix;
 use crate::names::{self, Count, count};
 use crate::sharded::Sharded;
@@ -53,7 +53,7 @@ impl Scaled {
         let sharded = scales.bind(py).is_instance_of::<Sharded>();
         let first_row = count("first_row", first_row).map_err(refuse)?.unwrap_or(0);
         Ok(Scaled {
-            scaling: names::scaling(scaling, first_row, sharded).map_err(refuse)?,
+            scaling: names::scaling("scaling", scaling, first_row, sharded).map_err(refuse)?,
             values,
             scales,
         })
@@ -97,7 +97,7 @@ impl Quantized {
         power_of_two: bool,
     ) -> PyResult<Quantized> {
         Ok(Quantized {
-            quantization: names::quantization(scaling, power_of_two)
+            quantization: names::quantization("scaling", scaling, power_of_two)
                 .map_err(|what| argument(py, None, "gemmesh.Quantized", &what))?,
             scaling: scaling.into(),
             values,
@@ -149,11 +149,12 @@ impl<'a> Reader<'a> {
     pub fn told(&self, error: PyErr) -> PyErr {
         if self.is_collective {
             let words = error.to_string();
-            let known = format!("rank {}: {}: ", self.group.rank(), self.call);
-            let words = words
+            let known = format!("{}: ", self.call);
+            let what = words
                 .split_once(&known)
                 .map_or(&words[..], |(_, what)| what);
-            self.group.refuse_because(self.call, words);
+            // This rank's program gets the error that there is.
+            drop(self.group.refuse_because(self.call, what));
         }
         error
     }
@@ -267,12 +268,18 @@ impl<'a> Reader<'a> {
 
     /// The error of an argument. `what` is wrong.
     pub fn refused(&self, py: Python<'_>, what: &str) -> PyErr {
-        argument(py, Some(self.group.rank()), self.call, what)
+        refused(py, self.group, self.call, what)
     }
 
     /// As [`Reader::refused`], of which the other ranks are told if they wait for this one in the call.
     pub fn refuse(&self, py: Python<'_>, what: &str) -> PyErr {
-        self.told(self.refused(py, what))
+        match self.is_collective {
+            true => {
+                let error = self.group.refuse_because(self.call, what);
+                exception(py, &error, Some(self.group.rank()))
+            }
+            false => self.refused(py, what),
+        }
     }
 
     /// Keeps the tensors until the operations so far are complete.

@@ -20,6 +20,10 @@ pub fn place(py: Python<'_>, call: &str, rank: Count, world: Count) -> PyResult<
     let world = world
         .of("world")
         .map_err(|what| argument(py, Some(rank), call, &what))?;
+    if rank >= world {
+        let what = format!("rank is {rank} and must be below the number of ranks, {world}");
+        return Err(argument(py, Some(rank), call, &what));
+    }
     Ok((rank, world))
 }
 
@@ -128,7 +132,10 @@ impl Asked<'_, '_> {
             weight_layout: names::weight_layout(self.weight_layout)?,
             accumulation: names::accumulation(self.accumulation)?,
             constant_weights: self.constant_weights,
-            output_dtype: self.dtype.map(names::dtype).transpose()?,
+            output_dtype: self
+                .dtype
+                .map(|dtype| names::dtype("the output's dtype", dtype))
+                .transpose()?,
             stages: count("stages", self.stages)?,
             rows: counts("rows", self.rows)?,
             route: self.route.map(names::route).transpose()?,

@@ -8,7 +8,7 @@ use gemmesh::raw::{AnyGroup, AnyShards, Memory};
 use pyo3::prelude::*;
 
 use crate::callbacks::Keeper;
-use crate::errors::{argument, exception, misuse};
+use crate::errors::{exception, misuse, refused};
 use crate::matrix::{Freed, Kept, Matrix, copy, rows_of};
 use crate::names::{Count, counts};
 
@@ -72,13 +72,8 @@ impl Sharded {
     }
 
     /// Makes the exception of what is wrong with an argument of `call`.
-    fn refuse<'py>(
-        &self,
-        py: Python<'py>,
-        call: &'static str,
-    ) -> impl Fn(String) -> PyErr + use<'py> {
-        let rank = self.group.rank();
-        move |what| argument(py, Some(rank), call, &what)
+    fn refuse<'a>(&'a self, py: Python<'a>, call: &'a str) -> impl Fn(String) -> PyErr + 'a {
+        move |what| refused(py, &**self.group, call, &what)
     }
 
     fn own_rows(&self, py: Python<'_>) -> PyResult<Kept> {

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict, PyType};
 use pyo3::{IntoPyObjectExt, ffi, intern};
 
-use crate::errors::{argument, exception, read_only};
+use crate::errors::{exception, read_only, refused};
 
 const LEGACY: &CStr = c"dltensor";
 const USED_LEGACY: &CStr = c"used_dltensor";
@@ -110,7 +110,7 @@ pub fn given(
     }
     let tensor = managed(object, group, call, name)?;
     if writes && tensor.is_read_only() {
-        return Err(read_only(py, group.rank(), call, name));
+        return Err(read_only(py, group, call, name));
     }
     let memory = memory_of_managed(py, &tensor, group, call, name)?;
     Ok(Given {
@@ -202,7 +202,7 @@ pub fn managed(
                 "{name} is a {class} and must be a gemmesh.Matrix or have __dlpack__, as tensors of PyTorch, JAX, CuPy \
                  and NumPy do"
             );
-            return Err(argument(py, Some(group.rank()), call, &what));
+            return Err(refused(py, group, call, &what));
         }
     };
     // First, because a library refuses the streams of other devices in words of its own.

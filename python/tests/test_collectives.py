@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+import sys
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -192,6 +193,35 @@ def test_a_matrix_that_a_function_keeps_has_memory(call: str) -> None:
         assert all(np.isfinite(array).all() for array in kept)
 
     ranks(2, body)
+
+
+def test_what_is_no_error_of_a_function_is_raised_itself() -> None:
+    def body(group: gemmesh.Group) -> None:
+        def leave(chunk: gemmesh.Chunk) -> None:
+            sys.exit(3)
+
+        with pytest.raises(SystemExit) as ended:
+            group.all_gather_and_consume(group.sharded(M, N, "f32"), leave)
+        assert ended.value.code == 3
+        with pytest.raises(gemmesh.RankError):
+            group.barrier()
+
+    ranks(1, body)
+
+
+def test_a_function_that_is_none_is_refused_before_the_call() -> None:
+    def body(group: gemmesh.Group) -> None:
+        a, nothing = group.sharded(M, N, "f32"), cast(Any, None)
+        for name, call in (
+            ("consume", lambda: group.all_gather_and_consume(a, nothing)),
+            ("produce", lambda: group.produce_and_all_to_all(a, nothing)),
+            ("produce", lambda: group.produce_and_reduce_scatter(M, group.zeros(M, N, "f32"), nothing)),
+        ):
+            with pytest.raises(gemmesh.ArgumentError, match=f"{name} is no function"):
+                call()
+        group.barrier()
+
+    ranks(1, body)
 
 
 def test_a_function_must_not_call_its_group() -> None:

@@ -120,6 +120,13 @@ def test_ranks_meet_by_a_store_several_times() -> None:
     assert threads(2, body) == [[b"\0", b"\1"] * 2] * 2
 
 
+def test_a_rank_that_the_group_of_a_store_has_not_is_refused_by_the_call_s_name() -> None:
+    for rank, words in ((5, "rank is 5 and must be below"), (-1, "rank is -1")):
+        with pytest.raises(gemmesh.ArgumentError, match=f"Group.from_store.*{words}") as refused:
+            gemmesh.Group.from_store(Store(), rank, 2, backend="host")
+        assert refused.value.call == "Group.from_store"
+
+
 def test_a_group_is_split_by_color_and_key() -> None:
     def body(group: gemmesh.Group) -> Any:
         with group.split(group.rank % 2, 10 - group.rank, name=f"part {group.rank % 2}") as part:

@@ -384,6 +384,34 @@ def test_a_number_that_does_not_fit_is_refused_by_its_name() -> None:
     ranks(1, body)
 
 
+def test_errors_in_a_part_of_a_job_name_ranks_by_the_job_s_numbers() -> None:
+    def body(group: gemmesh.Group) -> None:
+        with group.split(group.rank // 2) as part:
+            with pytest.raises(gemmesh.ArgumentError, match=f": rank {group.rank}: Group.zeros: rows is -1") as refused:
+                part.zeros(-1, 4, "bf16")
+            assert (refused.value.rank, refused.value.at_fault) == (group.rank, (group.rank,))
+            part.barrier()
+            if group.rank == 3:
+                part.fail("there is no more data")
+            if group.rank >= 2:
+                for _ in range(2):
+                    with pytest.raises(gemmesh.RankError, match="the program of rank 3 failed") as failed:
+                        part.barrier()
+                    assert (failed.value.rank, failed.value.at_fault) == (group.rank, (3,))
+
+    ranks(4, body)
+
+
+def test_support_names_the_option_that_is_wrong() -> None:
+    def body(group: gemmesh.Group) -> None:
+        for option, value in (("weight_dtype", "f64"), ("a_scaling", "columns"), ("quantization", "rows")):
+            options: Any = {option: value}
+            with pytest.raises(gemmesh.ArgumentError, match=f'{option} is "{value}"'):
+                group.check_support("matmul", 8, 16, 4, **options)
+
+    ranks(1, body)
+
+
 def test_ranks_that_wait_learn_which_word_another_rank_was_refused() -> None:
     def body(group: gemmesh.Group) -> None:
         a, b = sharded(group, Matrices(75)(8, 16)), matrix(group, Matrices(76)(4, 16))

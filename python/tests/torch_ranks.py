@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmesh
 import gemmesh.torch
-from gemmesh.torch import _groups, _products, _shards
+from gemmesh.torch import _groups, _operations, _products, _shards
 
 OPS = torch.ops.gemmesh
 CASES: dict[str, Callable[[], None]] = {}
@@ -592,6 +592,12 @@ def programs_that_are_kept_on_disk_are_those_for_as_many_ranks() -> None:
     group_name, (a, b) = name(), (made(4, 32, of=rank()), weight(32, 16))
     compiled = torch.compile(lambda a, b: OPS.fused_all_gather_matmul(a, [b], 0, group_name)[1][0], fullgraph=True)
     near(compiled(a, b), gathered(4, 32).double() @ b.double())
+    assert torch.compiler.config.cache_key_tag.count(f"gemmesh: {group_name} has {world()} ranks;") == 1
+    # The name of a group that had another number of ranks.
+    tag = torch.compiler.config.cache_key_tag.replace(f"{group_name} has {world()} ranks", f"{group_name} has 99 ranks")
+    torch.compiler.config.cache_key_tag = tag
+    assert _operations._ranks(group_name) == world()
+    assert "99" not in torch.compiler.config.cache_key_tag
 
 
 @case

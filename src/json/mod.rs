@@ -146,6 +146,7 @@ struct SpanJson {
 #[serde(remote = "Lane")]
 enum LaneJson {
     Copy,
+    Network,
     Caller(usize),
     Worker(usize),
 }

@@ -46,6 +46,8 @@ fn offset(offsets: &str, clock: &str) -> Option<i64> {
 pub enum Lane {
     /// The copy engine.
     Copy,
+    /// The network card.
+    Network,
     /// The caller's functions, or their work on one of two streams, counted from 0.
     Caller(usize),
     /// A worker that multiplies, counted from 0.

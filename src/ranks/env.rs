@@ -1,6 +1,7 @@
 //! This process's rank and world size, as its launcher's environment describes them.
 
 use std::ffi::OsString;
+use std::num::IntErrorKind;
 
 use super::surroundings::{Surroundings, ThisProcess};
 use crate::error::{Error, Result};
@@ -405,9 +406,12 @@ fn number(process: &impl Surroundings, names: &[&'static str]) -> Result<(&'stat
     let value = text(process, name)?.unwrap_or_default();
     match value.parse() {
         Ok(number) => Ok((name, number)),
-        Err(_) => Err(Error::EnvironmentValue {
+        Err(error) => Err(Error::EnvironmentValue {
             name: name.into(),
-            reason: "it must be a number, 0 or more".into(),
+            reason: match std::num::ParseIntError::kind(&error) {
+                IntErrorKind::PosOverflow => "it is too large".into(),
+                _ => "it must be a number, 0 or more".into(),
+            },
             value,
         }),
     }

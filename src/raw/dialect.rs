@@ -1,6 +1,6 @@
 //! Errors in other languages: their sentences name the calls and the options that those languages have.
 
-use crate::DType;
+use crate::{DType, Error};
 
 /// A language that calls this library by [`raw`](crate::raw).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -142,7 +142,26 @@ const OUTPUTS_AND_WEIGHTS: [DType; 5] = [
 ];
 
 impl Dialect {
-    /// A sentence, or a name, of an error in this language.
+    /// The sentence of an error in this language. What the user's program has said stays as it is.
+    pub fn sentence(self, error: &Error) -> String {
+        let sentence = error.to_string();
+        // It stands at the end.
+        let said = match error.cause() {
+            Error::ProgramFailed { reason, .. } | Error::Callback { reason, .. } => reason,
+            Error::RankPanicked {
+                message: Some(message),
+                ..
+            } => message,
+            Error::Refused { what, .. } => what,
+            _ => "",
+        };
+        match sentence.strip_suffix(said) {
+            Some(own) => self.of(own) + said,
+            None => self.of(&sentence),
+        }
+    }
+
+    /// Words of this library in this language.
     pub fn of(self, sentence: &str) -> String {
         let place = match self {
             Dialect::Python => 1,
@@ -171,18 +190,33 @@ impl Dialect {
 
 #[cfg(test)]
 mod tests {
-    use super::Dialect;
+    use super::{Dialect, Error};
     use crate::error::sentences::examples;
 
     #[test]
     fn no_name_of_rust_is_left_in_another_language() {
         for error in examples() {
             for dialect in [Dialect::Python, Dialect::C] {
-                let sentence = dialect.of(&error.to_string());
+                let sentence = dialect.sentence(&error);
                 println!("{dialect:?}: {sentence}");
                 assert!(!sentence.contains("::"), "{sentence}");
             }
         }
+    }
+
+    #[test]
+    fn what_a_program_says_is_not_translated() {
+        let reason = "Model::Config::load: Eigen::Matrix::rows".to_owned();
+        let error = Error::Callback {
+            rank: 1,
+            call: "Group::connect_with".into(),
+            reason: reason.clone(),
+        };
+        let failed = "the function that was given to gemmesh_group_connect_with failed";
+        assert_eq!(
+            Dialect::C.sentence(&error),
+            format!("rank 1: {failed}: {reason}")
+        );
     }
 
     #[test]

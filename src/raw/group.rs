@@ -204,8 +204,10 @@ pub trait AnyGroup: Any + Send + Sync {
     /// The error of a collective call that a door refuses, because of an argument that no other method sees:
     /// [`unsuitable`]. The ranks that wait for this rank in the call are told.
     fn refuse(&self, call: &str, argument: &str, found: [&str; 3]) -> Error;
-    /// As [`AnyGroup::refuse`], for what has no property: the other ranks get `reason`.
-    fn refuse_because(&self, call: &str, reason: &str);
+    /// As [`AnyGroup::refuse`], for what has no property: [`refused`].
+    fn refuse_because(&self, call: &str, what: &str) -> Error;
+    /// An error of this group, with its name and the job's numbers of ranks if it has them.
+    fn named(&self, error: Error) -> Error;
     fn split(&self, options: Options, color: usize, key: usize) -> Result<Arc<dyn AnyGroup>>;
     /// The stream of operations, a CUstream. Null on the host backend.
     fn stream(&self) -> usize;
@@ -406,10 +408,13 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
         self.refusal(call)(unsuited(argument, found))
     }
 
-    fn refuse_because(&self, call: &str, reason: &str) {
-        let what = reason.into();
-        // The rank's own program gets the reason from the caller.
-        called_at(None, || drop(self.refusal(call)(Refusal::Refused { what })));
+    fn refuse_because(&self, call: &str, what: &str) -> Error {
+        let what = what.into();
+        called_at(None, || self.refusal(call)(Refusal::Refused { what }))
+    }
+
+    fn named(&self, error: Error) -> Error {
+        self.inner().members.named(error)
     }
 
     fn split(&self, options: Options, color: usize, key: usize) -> Result<Arc<dyn AnyGroup>> {
@@ -668,7 +673,14 @@ pub fn wrong_device(group: &dyn AnyGroup, call: &str, argument: &str, found: DLD
 
 /// An error of a door's own: an argument of `call` that no [`AnyGroup`] sees.
 pub fn unsuitable(group: &dyn AnyGroup, call: &str, argument: &str, found: [&str; 3]) -> Error {
-    unsuited(argument, found).into_error(Some(group.rank()), Call::from(call))
+    let error = unsuited(argument, found).into_error(Some(group.rank()), Call::from(call));
+    group.named(error)
+}
+
+/// An error of a door's own: `what` is wrong with an argument of `call`.
+pub fn refused(group: &dyn AnyGroup, call: &str, what: &str) -> Error {
+    let refusal = Refusal::Refused { what: what.into() };
+    group.named(refusal.into_error(Some(group.rank()), Call::from(call)))
 }
 
 /// A property of an argument, what it must be, and what it is.

@@ -51,6 +51,7 @@ impl Error {
     pub fn job_rank(&self, rank: usize) -> usize {
         match self {
             Error::InGroup { job_ranks, .. } => job_ranks.get(rank).copied().unwrap_or(rank),
+            Error::Poisoned { cause } => cause.job_rank(rank),
             _ => rank,
         }
     }

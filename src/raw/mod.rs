@@ -20,7 +20,8 @@ pub use crate::interop::tensors::{Tensor, VersionedTensor, export, export_versio
 pub use crate::matrix::Memory;
 pub use dialect::Dialect;
 pub use group::{
-    AnyBackend, AnyGroup, BackendKind, Gather, Joining, Options, join, unsuitable, wrong_device,
+    AnyBackend, AnyGroup, BackendKind, Gather, Joining, Options, join, refused, unsuitable,
+    wrong_device,
 };
 pub use kind::ErrorKind;
 pub use pipelines::{Consume, Produce, Rows, RowsFor};

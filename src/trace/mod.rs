@@ -150,6 +150,7 @@ impl Timeline {
                 let thread = thread_of(lane);
                 let name = match lane {
                     Lane::Copy => "copy engine".to_string(),
+                    Lane::Network => "network card".to_string(),
                     Lane::Caller(index) => format!("caller's stream {index}"),
                     Lane::Worker(index) => format!("worker {index}"),
                 };
@@ -222,8 +223,9 @@ fn words_of(work: &Work) -> (&'static str, String, serde_json::Value) {
 fn thread_of(lane: Lane) -> usize {
     match lane {
         Lane::Copy => 0,
-        Lane::Caller(index) => index.saturating_add(1),
-        Lane::Worker(index) => index.saturating_add(3),
+        Lane::Network => 1,
+        Lane::Caller(index) => index.saturating_add(2),
+        Lane::Worker(index) => index.saturating_add(4),
     }
 }
 

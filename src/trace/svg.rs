@@ -294,6 +294,7 @@ impl<'a> Band<'a> {
     fn name(&self, lane: Lane) -> String {
         match lane {
             Lane::Copy => "copies".to_string(),
+            Lane::Network => "network".to_string(),
             Lane::Caller(index) => format!("caller's stream {index}"),
             Lane::Worker(_) if self.workers().count() == 1 => "worker".to_string(),
             Lane::Worker(index) if !self.thin => format!("worker {index}"),

@@ -6,9 +6,10 @@
 //
 // Errors. A function that can fail returns a gemmesh_status, and writes its results through its last pointers only if
 // it returns GEMMESH_OK. gemmesh_last_error() has the sentence. After GEMMESH_ERROR_ARGUMENT and GEMMESH_ERROR_MISUSE
-// nothing has been done, and the call may be made again with different arguments. If it is not, ranks that wait for the
-// call get GEMMESH_ERROR_RANK half a second later, and the group has failed. Most other failures end the group on every
-// rank, and every rank learns which rank is at fault.
+// nothing has been done, and the call may be made again with different arguments. If an argument of a collective call is
+// refused and the call is not made again, ranks that wait for it get GEMMESH_ERROR_RANK half a second later, and the
+// group has failed. (Of a freed handle they are not told.) Most other failures end the group on every rank, and every
+// rank learns which rank is at fault.
 //
 // Ownership. A handle is freed once, by its free function. Using a freed handle is an error. Matrices and prepared
 // products keep their group alive, so handles are freed in any order. Structs and arrays are read before a function
@@ -46,7 +47,7 @@ enum gemmesh_status
   GEMMESH_ERROR_CALL_MISMATCH = 5,
   // There is no memory.
   GEMMESH_ERROR_OUT_OF_MEMORY = 6,
-  // A rank died, left, or its program or callback failed.
+  // A rank died, left, was refused a call that others made, or its program or callback failed.
   GEMMESH_ERROR_RANK = 7,
   // A deadline has passed.
   GEMMESH_ERROR_TIMEOUT = 8,

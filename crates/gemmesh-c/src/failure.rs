@@ -96,7 +96,7 @@ impl Told {
             status: status_of(kind),
             rank: error.at_fault().first().map_or(-1, |rank| *rank as i64),
             call: text(&Dialect::C.of(error.call().map_or(call, |call| call.name()))),
-            sentence: text(&Dialect::C.of(&error.to_string())),
+            sentence: text(&Dialect::C.sentence(error)),
         }
     }
 

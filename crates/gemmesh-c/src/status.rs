@@ -23,7 +23,7 @@ pub enum gemmesh_status {
     GEMMESH_ERROR_CALL_MISMATCH = 5,
     /// There is no memory.
     GEMMESH_ERROR_OUT_OF_MEMORY = 6,
-    /// A rank died, left, or its program or callback failed.
+    /// A rank died, left, was refused a call that others made, or its program or callback failed.
     GEMMESH_ERROR_RANK = 7,
     /// A deadline has passed.
     GEMMESH_ERROR_TIMEOUT = 8,

@@ -29,9 +29,10 @@ use_fast_accum=False) -> C`
     torch.bfloat16, torch.float16 or torch.float32. Each rank adds its bias [N] to its product, so the biases of all
     ranks are in the sum.
 
-If this rank's arguments are refused, other ranks that wait learn it. They do not learn what PyTorch refuses before an
-operation begins, such as a tensor that is no list. A group that has failed is not used again: destroy the process group
-and make another, or give its name a new group by `use`.
+If this rank's arguments are refused, other ranks that wait learn it. They do not learn what is refused before an
+operation begins: by PyTorch, such as a tensor that is no list; while a program is compiled; or because fp8 has no
+gradients. A group that has failed is not used again: destroy the process group and make another, or give its name a new
+group by `use`.
 
 The operations take tensors of bf16 and f16, and the scaled ones those of fp8. Their numbers differ from `symm_mem`'s in
 two ways. Sums over ranks are made in f32 and rounded once. An average is the sum, divided by W: in its own type if

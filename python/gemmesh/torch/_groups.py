@@ -73,9 +73,13 @@ class Joined:
         try:
             yield
         except ArgumentError as error:
-            if error.rank is not None or error.call is None:
+            if error.rank is not None:
                 raise  # by the group, which has told them
-            self.group._refuse(error.call, str(error).removeprefix(f"{error.call}: "))
+            call = error.call or "gemmesh.torch"
+            try:
+                self.group._refuse(call, str(error).removeprefix(f"{call}: "))
+            except ArgumentError as told:
+                raise told from None
 
     def enter(self, *used: object) -> bool:
         """Puts later work on PyTorch's current stream. If it is captured, keeps what it uses, and returns true."""

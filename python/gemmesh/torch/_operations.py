@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,9 +76,11 @@ def _ranks(group_name: str) -> int:
     what they are kept by. A program that is then compiled for other ranks does not find one with other shapes.
     """
     world = world_of(group_name)
-    words = f"gemmesh: {group_name} has {world} ranks;"
-    if words not in torch.compiler.config.cache_key_tag:
-        torch.compiler.config.cache_key_tag += words
+    tag = torch.compiler.config.cache_key_tag
+    before = re.sub(rf"gemmesh: {re.escape(group_name)} has \d+ ranks;", "", tag)
+    now = f"{before}gemmesh: {group_name} has {world} ranks;"
+    if now != tag:
+        torch.compiler.config.cache_key_tag = now
     return world
 
 
@@ -240,7 +243,7 @@ class _MatmulScatter(torch.autograd.Function):
         a, b = ctx.saved_tensors
         needs_a, needs_b = ctx.needs_input_grad[4:]
         if ctx.reduce_op == "avg":
-            gradient = gradient / _ranks(ctx.name)
+            gradient = gradient / world_of(ctx.name)
         weights = [b.t()] if needs_a else []
         full, products = torch.ops.gemmesh.fused_all_gather_matmul(
             gradient, weights, ctx.dim, ctx.name, return_A=needs_b

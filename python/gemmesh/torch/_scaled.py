@@ -273,9 +273,11 @@ def scaled_matmul_reduce_scatter(
     )
     plan: ScaledScatter | None = found.scaled_scatters.get(key)
     if plan is None:
-        scales, dims = (a_scale, b_scale, result_scale), (orig_scatter_dim, scatter_dim_after_maybe_reshape)
         with found.planning():
-            plan = _plan_scatter(found, a, b, scales, reduce_op, dims, output_shape, out_dtype, use_fast_accum)
+            plan = _plan_scatter(
+                found, a, b, a_scale, b_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape,
+                output_shape, result_scale, out_dtype, use_fast_accum,
+            )  # fmt: skip
         remember(found.scaled_scatters, key, plan)
     return plan(a, b, a_scale, b_scale, bias)
 
@@ -284,15 +286,16 @@ def _plan_scatter(
     joined: Joined,
     a: Tensor,
     b: Tensor,
-    scales: tuple[Tensor, Tensor, Tensor | None],
+    a_scale: Tensor,
+    b_scale: Tensor,
     reduce_op: str,
-    dims: tuple[int, int],
+    orig_scatter_dim: int,
+    dim_of_a: int,
     output_shape: Sequence[int] | None,
+    result_scale: Tensor | None,
     out_dtype: torch.dtype | None,
     use_fast_accum: bool,
 ) -> ScaledScatter:
-    a_scale, b_scale, result_scale = scales
-    orig_scatter_dim, dim_of_a = dims
     call = "fused_scaled_matmul_reduce_scatter"
     check(call, a, [b], dim_of_a, "scatter_dim_after_maybe_reshape")
     leading = scattered_shape(call, a, b, orig_scatter_dim, output_shape)[:-1]

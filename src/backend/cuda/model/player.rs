@@ -222,7 +222,8 @@ impl<'a> Movers<'a> {
                 rows,
             },
         };
-        self.spans[rank].push(span(Lane::Copy, work, begin, flagged));
+        let on = [Lane::Copy, Lane::Network][lane];
+        self.spans[rank].push(span(on, work, begin, end));
         true
     }
 }
@@ -247,7 +248,8 @@ fn span(lane: Lane, work: Work, begin: f64, end: f64) -> Span {
 
 /// Makes all tiles in their order, each in the slot that is free first. Returns when the last one is made.
 ///
-/// `clock`: how much longer a tile takes than in a burst. Tiles whose rows come together are made at the same time, as far as there are slots, and share the caches.
+/// `clock`: how much longer a tile takes than in a burst. Tiles whose rows come together are made at the same time, as
+/// far as there are slots, and share the caches.
 fn multiply(
     tiles: &Tiles,
     clock: f64,
