@@ -302,7 +302,7 @@ mod tests {
         assert_eq!(spans[0]["ts"], 0.0);
         assert_eq!(spans[0]["dur"], 1.5);
         assert_eq!(spans[1]["ts"], 2.0);
-        assert_eq!(spans[1]["tid"], 3);
+        assert_eq!(spans[1]["tid"], 4);
     }
 }
 
