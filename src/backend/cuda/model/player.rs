@@ -61,27 +61,34 @@ pub fn play_all_gather_matmul(
         let alone = of(Layout::balanced(m, k, 1)?);
         let of_alone = choose(&alone);
         let alone = Tiles::of(&H200, &alone, &of_alone).cold();
+        let alone = sustained(alone) * alone;
         let problem = Problem {
             hosts: Hosts::of(&names)?,
             ..of(layout)
         };
         let chosen = choose(&problem);
-        let mut played = play(&H200, network, &problem, chosen)?;
+        let mut played = play(&H200, network, &problem, chosen, alone)?;
         if hosts > 1 {
             // The choice knows links within a host only. The tiles that suit the product alone may be better.
             let other = of_alone.with_route(chosen.route);
-            let other = play(&H200, network, &problem, other)?;
+            let other = play(&H200, network, &problem, other, alone)?;
             if other.micros < played.micros {
                 played = other;
             }
         }
-        played.alone = sustained(alone) * alone;
         Ok(played)
     };
     played().map_err(Refusal::of(None, "play_all_gather_matmul"))
 }
 
-fn play(rates: &Rates, network: &Network, problem: &Problem, config: Config) -> Result<Played> {
+/// `alone`: the time of the product of one rank.
+fn play(
+    rates: &Rates,
+    network: &Network,
+    problem: &Problem,
+    config: Config,
+    alone: f64,
+) -> Result<Played> {
     let world = problem.layout.world();
     let schedules = (0..world).map(|rank| plan(problem, rank, config));
     let schedules = schedules.collect::<Result<Vec<_>>>()?;
@@ -91,7 +98,7 @@ fn play(rates: &Rates, network: &Network, problem: &Problem, config: Config) -> 
     let mut played = Played {
         micros: 0.0,
         arrived: moved.flags.iter().flatten().copied().fold(0.0, f64::max),
-        alone: clock * tiles.cold(),
+        alone,
         timeline: Timeline { traces: Vec::new() },
     };
     let around = tiles.start + tiles.joined() + rates.link(config.route).around;
@@ -104,7 +111,7 @@ fn play(rates: &Rates, network: &Network, problem: &Problem, config: Config) -> 
         played.timeline.traces.push(trace);
     }
     if world == 1 {
-        played.micros = played.alone;
+        played.micros = alone;
     }
     Ok(played)
 }
