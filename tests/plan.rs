@@ -708,6 +708,28 @@ fn a_rank_announces_its_rows_to_every_peer_and_waits_for_each_to_have_pulled_the
 }
 
 #[test]
+fn an_operation_waits_at_its_end_for_what_no_tile_awaits() {
+    let asked = planners::Asked {
+        world: 3,
+        block: 2,
+        k: 4,
+        n: 5,
+    };
+    let epoch = Epoch::FIRST;
+    for route in [Route::Pull, Route::Push] {
+        let plan = planners::with_scales(asked, true, 1, CONFIG.with_route(route));
+        let blocks = blocks(3, plan.arrivals().len(), epoch.previous());
+        let waits = Waits::default();
+        let Ok(()) = drive::complete(&plan, epoch, &borrowed(&blocks), &waits);
+        let awaited: Vec<_> = waits.0.take().iter().map(|wait| wait.0).collect();
+        for flag in &blocks[1][2] {
+            let flag: *const Flag = flag;
+            assert!(awaited.contains(&flag), "{route:?}: not awaited");
+        }
+    }
+}
+
+#[test]
 fn a_copy_thread_waits_for_its_source_and_signals_its_own_chunks_and_its_sources_done() {
     let plan = plan(&[2, 1, 3], 4, 1, 1, CONFIG).unwrap();
     let before = Epoch::FIRST.previous();
