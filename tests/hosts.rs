@@ -181,6 +181,13 @@ proptest! {
     }
 }
 
+/// The source of each chunk that comes to `rank`, in the order in which it expects them.
+fn sources(case: &Case, rank: usize) -> Vec<usize> {
+    let arrivals = plan(&case.problem(), rank, case.config).unwrap();
+    let arrivals = arrivals.arrivals().iter();
+    arrivals.map(|arrival| arrival.source).collect()
+}
+
 #[test]
 fn rows_of_the_own_host_come_first_and_then_those_of_the_next_hosts() {
     let hosts = [0, 0, 1, 1, 2, 2];
@@ -192,16 +199,24 @@ fn rows_of_the_own_host_come_first_and_then_those_of_the_next_hosts() {
         operation: Operation::AllGather,
         config: Config::new(TileShape::new(128, 64, 64), Chunking::new(1), Route::Pull),
     };
-    let sources = |rank: usize| -> Vec<usize> {
-        let schedule = &case.schedules()[rank];
-        schedule
-            .arrivals()
-            .iter()
-            .map(|arrival| arrival.source)
-            .collect()
-    };
+    let sources = |rank| sources(&case, rank);
     assert_eq!(sources(0), [1, 2, 3, 4, 5]);
     assert_eq!(sources(3), [2, 5, 4, 1, 0]);
+}
+
+#[test]
+fn chunks_of_the_ranks_of_another_host_alternate() {
+    let case = Case {
+        hosts: vec![0, 0, 1, 1],
+        rows: vec![1024; 4],
+        stages: 1,
+        order: RowOrder::ByRank,
+        operation: Operation::AllGather,
+        config: Config::new(TileShape::new(128, 64, 64), Chunking::new(1), Route::Pull),
+    };
+    let sources = |rank| sources(&case, rank);
+    assert_eq!(sources(0), [1, 2, 3, 2, 3]);
+    assert_eq!(sources(1), [0, 3, 2, 3, 2]);
 }
 
 #[test]

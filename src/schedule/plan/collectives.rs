@@ -15,7 +15,7 @@ use crate::route::Route;
 use crate::schedule::config::{Chunking, Config, TileShape};
 use crate::schedule::layout::{MAX_EXTENT, MAX_WORLD, chunk_rows};
 use crate::schedule::limits::limit;
-use crate::schedule::plan::all_gather::{Part, stored_parts};
+use crate::schedule::plan::chunks::{Part, stored_parts};
 use crate::schedule::plan::matrices::{self, A, OUT, PARTIALS};
 use crate::schedule::plan::partials::{Incoming, Partials, Piece, among_others};
 use crate::schedule::plan::tile_order::ring;

@@ -1,6 +1,7 @@
 //! The planners, which make each rank's schedule of a problem.
 
 mod all_gather;
+mod chunks;
 pub mod collectives;
 pub mod matrices;
 mod one_shot;

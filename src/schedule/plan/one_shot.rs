@@ -12,7 +12,7 @@ use super::pieces::{SumOwners, SumPlan};
 use crate::refusal::Result;
 use crate::route::Route;
 use crate::schedule::layout::chunk_rows;
-use crate::schedule::plan::all_gather::{Part, stored_parts};
+use crate::schedule::plan::chunks::{Part, stored_parts};
 use crate::schedule::plan::matrices::{A, PARTIALS};
 use crate::schedule::plan::partials::among_others;
 use crate::schedule::plan::tile_order::{self, ring};
