@@ -167,6 +167,7 @@ impl Explanation {
             (Moved::Sums, Route::Store) => {
                 "Each rank's kernel stores partial sums at the ranks that add them"
             }
+            (_, Route::Net) => "Rows go over a network",
         };
         write!(f, "\n{what} (Route::{route:?})")?;
         // Kernels cut the rows that they store much finer, whatever the configuration says.

@@ -32,6 +32,12 @@ impl fmt::Display for Bytes {
     }
 }
 
+/// True if this process, or the machine, has no descriptors or no memory left to open anything at the moment.
+pub fn is_out_of_descriptors(error: &io::Error) -> bool {
+    let refused = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
+    Errno::from_io_error(error).is_some_and(|errno| refused.contains(&errno))
+}
+
 /// A limit of this process: the resource, the names that the system and `ulimit` have for it, and its value in words.
 struct Limit(Resource, &'static str, &'static str, fn(u64) -> String);
 

@@ -21,4 +21,8 @@ pub enum Route {
     /// copy engine counts. The rules for other kernels are those of
     /// [`Route::Push`]. The host backend treats this route as [`Route::Push`].
     Store,
+    /// A network, from one host to another. The rank that sends the rows and the rank that receives them both take part.
+    ///
+    /// It is how rows go from host to host, whatever the configuration says. A configuration can't choose it.
+    Net,
 }

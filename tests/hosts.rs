@@ -94,13 +94,22 @@ fn by_ends<'s>(
         .collect()
 }
 
-/// Plays all ranks' transfers, each rank's in its order, and each after the chunks that it waits for. Returns how many
-/// are never made.
+/// Plays all ranks' transfers, each rank's in its order, and each after the chunks that it waits for. Over the network a
+/// rank sends one at a time, and only what the other rank receives next. Returns how many are never made.
 fn stuck(schedules: &[Schedule]) -> usize {
     let mut left: Vec<_> = schedules.iter().map(|s| s.moves().peekable()).collect();
+    let mut sent: Vec<_> = schedules.iter().map(|s| s.sent().peekable()).collect();
+    let mut received: Vec<_> = schedules.iter().map(|s| s.received().peekable()).collect();
     let mut come: HashSet<(usize, usize)> = HashSet::new();
     loop {
         let mut moved_any = false;
+        for sends in &mut sent {
+            while let Some(next) = sends.next_if(|next| received[next.to].peek() == Some(next)) {
+                received[next.to].next();
+                come.insert((next.to, next.flag));
+                moved_any = true;
+            }
+        }
         for moves in &mut left {
             while let Some(next) = moves.next_if(|next| {
                 next.after
@@ -112,7 +121,8 @@ fn stuck(schedules: &[Schedule]) -> usize {
             }
         }
         if !moved_any {
-            return left.into_iter().map(Iterator::count).sum();
+            let left = left.into_iter().map(Iterator::count).sum::<usize>();
+            return left + sent.into_iter().map(Iterator::count).sum::<usize>();
         }
     }
 }
@@ -153,7 +163,10 @@ proptest! {
         let hosts = case.problem().hosts;
         for (rank, schedule) in case.schedules().iter().enumerate() {
             let rail: HashSet<usize> = hosts.rail(rank).collect();
-            for moved in schedule.moves() {
+            let crosses = |moved: &&Transfer| case.hosts[moved.from] != case.hosts[moved.to];
+            prop_assert!(!schedule.moves().any(|moved| crosses(&moved)));
+            prop_assert!(schedule.sent().chain(schedule.received()).all(|moved| crosses(&moved)));
+            for moved in schedule.moves().chain(schedule.sent()) {
                 let (from, to) = (moved.from, moved.to);
                 match case.hosts[from] == case.hosts[to] {
                     true => prop_assert!(moved.source == from || rail.contains(&moved.source)),
@@ -173,7 +186,7 @@ proptest! {
     fn both_ends_have_the_same_transfers_and_none_waits_in_a_circle(case in cases()) {
         let schedules = case.schedules();
         let come = by_ends(&schedules, |schedule| schedule.arrivals().iter().collect());
-        let moved = by_ends(&schedules, |schedule| schedule.moves().collect());
+        let moved = by_ends(&schedules, |schedule| schedule.moves().chain(schedule.sent()).collect());
         prop_assert_eq!(come, moved);
         prop_assert_eq!(stuck(&schedules), 0);
         let agreed: HashSet<_> = schedules.iter().map(|s| format!("{:?}", s.agreed())).collect();

@@ -22,7 +22,8 @@ use gemmesh::schedule::drive::{self, CopyThread, Produced};
 use gemmesh::schedule::plan::matrices::MATRICES;
 use gemmesh::schedule::plan::plan;
 use gemmesh::schedule::{
-    Addend, DTypes, Form, Layout, Operation, OutputBlock, Problem, Scaling, Schedule, Transfer,
+    Addend, DTypes, Form, Hosts, Layout, Operation, OutputBlock, Problem, Scaling, Schedule,
+    Transfer,
 };
 use gemmesh::{Chunking, Config, DType, Route, TileShape};
 use loom::cell::UnsafeCell;
@@ -176,6 +177,18 @@ impl World {
             true => drive::transfer_in_graph(plan, plan.moves(), &mut engine),
             false => drive::transfer(plan, plan.moves(), epoch, &mut engine),
         };
+    }
+
+    /// Takes rows from a network, each after the one before.
+    fn receive(&self, rank: usize, epoch: Epoch, network: &Receiver<u32>) {
+        let Rank { chunk, rows, .. } = &self.ranks[rank];
+        let receive = |transfer: &Transfer| {
+            for row in transfer.regions[0].to.rows.clone() {
+                rows[0][row].write(network.recv().unwrap());
+            }
+            Ok::<(), Infallible>(())
+        };
+        let Ok(()) = drive::receive(self.plan(rank, Way::Push), epoch, chunk, receive);
     }
 
     /// Takes tiles and looks at their rows. Returns how many it has taken.
@@ -559,6 +572,49 @@ fn rows_that_another_rank_passes_on_are_seen() {
         assert_eq!(world.multiply(2, epoch, &AtomicUsize::new(0)), 2);
         for copier in copiers {
             copier.join().unwrap();
+        }
+    });
+}
+
+/// Rank 0 receives rows of rank 2 over a network and passes them on to rank 1. A worker of rank 1 reads them.
+#[test]
+fn rows_that_come_over_a_network_are_passed_on_and_seen() {
+    let layout = Layout::new(&[1; 4], 1).unwrap();
+    let problem = Problem {
+        hosts: Hosts::of(&["a", "a", "b", "b"]).unwrap(),
+        ..Problem::new(Operation::AllGatherMatmul, DType::Bf16, layout, 1)
+    };
+    let plan = |rank, route| plan(&problem, rank, by(route)).unwrap();
+    let plans = std::sync::Arc::new(Plans {
+        schedules: both_ways(4, plan),
+        owned: (0..4).map(|rank| vec![rank]).collect(),
+        matrices: 1,
+    });
+    explore(Some(2), move || {
+        let epoch = EPOCHS[1];
+        let world = Arc::new(World::new(&plans, epoch, 3));
+        (0..4).for_each(|rank| world.announce(rank, epoch));
+        // The values of rows that are on the network, by receiver.
+        let (networks, received): (Vec<_>, Vec<_>) = (0..2).map(|_| channel()).unzip();
+        for sender in [2, 3] {
+            for transfer in world.plan(sender, Way::Push).sent() {
+                for row in transfer.regions[0].from.rows.clone() {
+                    let value = world.ranks[sender].rows[0][row].read();
+                    networks[transfer.to].send(value).unwrap();
+                }
+            }
+        }
+        let mut threads = vec![spawn({
+            let world = world.clone();
+            move || world.transfer(0, epoch, Way::Push, &[])
+        })];
+        for (rank, received) in received.into_iter().enumerate() {
+            let world = world.clone();
+            threads.push(spawn(move || world.receive(rank, epoch, &received)));
+        }
+        assert_eq!(world.multiply(1, epoch, &AtomicUsize::new(0)), 2);
+        for thread in threads {
+            thread.join().unwrap();
         }
     });
 }

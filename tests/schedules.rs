@@ -159,7 +159,8 @@ fn rows_of_other_hosts_come_over_a_rail_and_are_passed_on() {
                 let layout = Layout::new(rows, ASKED.k).unwrap();
                 let layout = layout.staged(stages, RowOrder::ByRank).unwrap();
                 let problem = Problem {
-                    hosts: Hosts::of(hosts).unwrap(),
+                    // Of ranks that share memory.
+                    hosts: Hosts::of(hosts).unwrap().sharing_memory(),
                     ..Problem::new(operation, DType::Bf16, layout.clone(), n)
                 };
                 let owner = |row| (0..rows.len()).find(|&r| layout.rows_of(r).contains(&row));

@@ -230,6 +230,7 @@ pub fn in_short(config: &Config) -> String {
         Route::Push => "push",
         Route::Store if config.product_first => "behind",
         Route::Store => "store",
+        Route::Net => "net",
     };
     let (tile, chunking) = (&config.tile, &config.chunking);
     let cut = if chunking.cut_last { "+cut" } else { "" };

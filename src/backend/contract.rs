@@ -4,7 +4,9 @@ use std::any::Any;
 use std::ffi::c_void;
 use std::fmt::Debug;
 use std::num::NonZeroUsize;
+use std::sync::Arc;
 
+use crate::backend::host::network::Network;
 use crate::error::{MadeCall, Result};
 use crate::explanation::Prediction;
 use crate::profile::span::Span;
@@ -56,6 +58,8 @@ pub struct OpenOptions {
     pub workers: Option<usize>,
     /// The limit of the host's copies in bytes per second, if there is one.
     pub link: Option<usize>,
+    /// What carries rows to other hosts on the host backend, if there are several.
+    pub network: Option<Arc<dyn Network>>,
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub device: Option<usize>,
     /// The most CTAs of a kernel.

@@ -14,9 +14,14 @@ pub(crate) use contract::{KEPT, sealed};
 pub use cuda::Cuda;
 #[cfg(feature = "cuda")]
 #[doc(hidden)]
-pub use cuda::{Network, Played, Sample, Variant, Winner, play_all_gather_matmul};
+pub use cuda::{
+    Network as SimulatedNetwork, Played, Sample, Variant, Winner, play_all_gather_matmul,
+};
 #[cfg(all(fuzzing, feature = "cuda"))]
 pub use cuda::{peer, winners};
 #[doc(hidden)]
 pub use delays::delay_chunks;
 pub use host::Host;
+#[cfg(feature = "mpi")]
+pub use host::mpi::Mpi;
+pub use host::network::Network;

@@ -3,10 +3,11 @@
 use std::fmt;
 use std::marker::PhantomData;
 use std::panic::Location;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Group, in_words, threads};
-use crate::backend::{Backend, OpenOptions};
+use crate::backend::{Backend, Network, OpenOptions};
 use crate::error::{Call, Error, Result};
 use crate::one_line::{beginning, option, write_parts};
 use crate::protocol::epoch::Epoch;
@@ -20,9 +21,9 @@ use crate::ranks::rendezvous;
 use crate::ranks::reports::ReportSender;
 use crate::ranks::split::{Claim, SPLIT};
 use crate::refusal::{Refusal, require_count};
-use crate::schedule::Numerics;
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::limit;
+use crate::schedule::{Hosts, Numerics};
 
 /// The bytes that each rank sends in the gather of [`Builder::connect_with`].
 pub const GATHERED_BYTES: usize = 64;
@@ -54,6 +55,8 @@ pub struct Builder<B: Backend> {
     numerics: Option<Numerics>,
     pub(super) name: Option<String>,
     first_epoch: Epoch,
+    pub(super) hosts: Hosts,
+    pub(super) network: Option<Arc<dyn Network>>,
     backend: PhantomData<B>,
 }
 
@@ -89,6 +92,8 @@ impl<B: Backend> Builder<B> {
             numerics: None,
             name: None,
             first_epoch: Epoch::FIRST,
+            hosts: Hosts::default(),
+            network: None,
             backend: PhantomData,
         }
     }
@@ -233,6 +238,7 @@ impl<B: Backend> Builder<B> {
         let options = OpenOptions {
             workers: self.workers.or(its(|its| its.workers)),
             link: self.link.or(its(|its| its.link)),
+            network: self.network.clone(),
             device: self.device.or(its(|its| its.device)),
             max_ctas: self.max_ctas.or(its(|its| its.max_ctas)),
             shares_gpu,
@@ -427,7 +433,8 @@ impl<B: Backend> Builder<B> {
         limit("the world size", identity.world, 1, MAX_WORLD)
             .and_then(|()| limit("the rank", identity.rank, 0, identity.world - 1))
             .map_err(Refusal::of(identity.rank, "Group::connect"))?;
-        let members = rendezvous::meet_speaking(identity, version)?;
+        let mut members = rendezvous::meet_speaking(identity, version)?;
+        members.hosts = self.hosts.clone();
         self.open(members, None, Location::caller())
     }
 

@@ -97,6 +97,9 @@ impl<B: Backend> Group<B> {
         if *numerics == Numerics::Invariant && problem.form.accumulation == Accumulation::Fast {
             problem.to_mut().form.accumulation = Accumulation::Promoted;
         }
+        if members.hosts.count() > 1 && problem.layout.world() == members.world {
+            problem.to_mut().hosts = members.hosts.clone();
+        }
         let problem = &*problem;
         let config = config.unwrap_or_else(|| {
             let rows = problem.layout.with_a_row();

@@ -96,6 +96,7 @@ enum RouteJson {
     Pull,
     Push,
     Store,
+    Net,
 }
 
 #[derive(Serialize, Deserialize)]

@@ -42,8 +42,8 @@ pub struct FlagBlock<'a> {
     pub ready: &'a [Flag],
     /// `done[p]`, written by rank p: p has made its last transfer out of this rank's memory, or into it.
     pub done: &'a [Flag],
-    /// `chunk[f]`, written by this rank's copy engine, or by the owner that pushes or stores: transfer f of the
-    /// schedule has arrived.
+    /// `chunk[f]`, written by this rank's copy engine or by its thread that receives over a network, or by the rank that
+    /// pushes or stores: transfer f of the schedule has arrived.
     pub chunk: &'a [Flag],
 }
 
@@ -61,7 +61,8 @@ pub enum Awaited {
         source: usize,
         /// The flag's index in the schedule.
         flag: usize,
-        /// True if this rank pulls it. Then the wait is for this rank's copy engine, which may wait for another rank.
+        /// True if this rank pulls it, or receives it over a network. Then the wait is for a thread or an engine of this
+        /// rank, which may wait for another rank.
         pulled: bool,
     },
     /// Rows or partials in this rank's low-latency area. Each of its words says whether it has come.
@@ -81,6 +82,11 @@ pub enum Awaited {
         /// The rank that makes the transfers.
         peer: usize,
     },
+    /// The end of a transfer over a network, which no flag says.
+    Taken {
+        /// The rank that receives it.
+        peer: usize,
+    },
 }
 
 impl Awaited {
@@ -92,6 +98,7 @@ impl Awaited {
                 format!("has rows that have not come to rank {rank}")
             }
             Awaited::Produced { .. } => "has not made what it sends".into(),
+            Awaited::Taken { .. } => format!("has not taken what rank {rank} sends"),
             Awaited::Done { .. } => {
                 format!("has not moved all that it takes from rank {rank}, or brings it")
             }
@@ -105,7 +112,7 @@ impl Awaited {
             | Awaited::Chunk { source, .. }
             | Awaited::LowLatency { source } => source,
             Awaited::Produced { rank, .. } => rank,
-            Awaited::Done { peer } => peer,
+            Awaited::Done { peer } | Awaited::Taken { peer } => peer,
         }
     }
 }

@@ -22,6 +22,7 @@ use super::{last_panic, panics};
 use crate::error::{Error, MadeCall, Result};
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::{Awaited, Flag, Wait};
+use crate::schedule::Hosts;
 
 /// How much longer a rank waits for an intermediary than the intermediary waits itself. So the intermediary, which
 /// knows the culprit, reports first.
@@ -44,6 +45,8 @@ pub struct Members {
     pub deadlines: Deadlines,
     /// True if the ranks are threads of one process.
     pub in_process: bool,
+    /// Which ranks share a host.
+    pub hosts: Hosts,
     /// True if the rank's function says why it has left, after this has been dropped.
     pub(super) says_farewell: bool,
     shared: Arc<SharedState>,
@@ -83,6 +86,7 @@ impl Members {
             world,
             deadlines,
             in_process,
+            hosts: Hosts::default(),
             says_farewell: in_process,
             shared,
             waits: Arc::new(WaitTimes::new(world)),
@@ -374,12 +378,24 @@ impl Wait for Members {
     type Error = Error;
 
     fn wait(&self, flag: &Flag, epoch: Epoch, awaited: Awaited) -> Result<()> {
+        self.wait_until(|| Ok(flag.reached(epoch)), epoch, awaited)
+    }
+}
+
+impl Members {
+    /// Waits until `is_there` says true, in operation `epoch`, as [`Wait::wait`] waits for a flag.
+    pub fn wait_until(
+        &self,
+        mut is_there: impl FnMut() -> Result<bool>,
+        epoch: Epoch,
+        awaited: Awaited,
+    ) -> Result<()> {
         self.refuse_fork()?;
         const SPINS: u32 = 100;
         const YIELDS: u32 = 20;
         const NAP: Duration = Duration::from_micros(50);
         for _ in 0..SPINS {
-            if flag.reached(epoch) {
+            if is_there()? {
                 return Ok(());
             }
             std::hint::spin_loop();
@@ -387,9 +403,9 @@ impl Wait for Members {
         let number = OnceCell::new();
         let call = || *number.get_or_init(|| self.shared.number_of(epoch));
         let what = || self.shared.describe(epoch, awaited);
-        // The flag of a pulled chunk is written by this rank's copy thread. That may wait for a rank other than the
-        // chunk's source, and knows the culprit. A block that this rank's workers make takes as long as it takes,
-        // because their waits for other ranks end.
+        // The flag of a chunk that this rank pulls or receives is written by a thread of this rank. That may wait for a
+        // rank other than the chunk's source, and knows the culprit. A block that this rank's workers make takes as long
+        // as it takes, because their waits for other ranks end.
         let grace = match awaited {
             Awaited::Chunk { pulled: true, .. } => GRACE,
             Awaited::Produced { .. } => FOREVER,
@@ -409,7 +425,7 @@ impl Wait for Members {
             // A rank that left had signalled everything before. For a pulled chunk it had waited for `done`, which
             // follows the flag. So the flag is read after that.
             let left = self.shared.has_left(awaited.peer());
-            if flag.reached(epoch) {
+            if is_there()? {
                 return Ok(());
             }
             if left {

@@ -10,6 +10,7 @@ pub mod env;
 #[cfg(feature = "cuda")]
 pub mod failure_reporter;
 mod family;
+pub mod host;
 pub mod identity;
 pub mod last_panic;
 pub mod launch;

@@ -20,8 +20,6 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::io::Errno;
-
 use self::attempt::Rendezvous;
 use self::introduction::{Hello, Prefix};
 use super::address;
@@ -136,12 +134,6 @@ fn allocate() -> Result<(Mapping, OwnedFd)> {
     let fd = memfd(SharedState::BYTES).map_err(lacking)?;
     let memory = Mapping::shared(&fd, SharedState::BYTES).map_err(lacking)?;
     Ok((memory, fd))
-}
-
-/// True if this process, or the machine, has no descriptors or no memory left to open anything at the moment.
-fn is_out_of_descriptors(error: &io::Error) -> bool {
-    let refused = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
-    Errno::from_io_error(error).is_some_and(|errno| refused.contains(&errno))
 }
 
 /// Makes this rank's end of the group, when all ranks have what they need. If a rank lacks something, all get its

@@ -111,6 +111,15 @@ impl Part {
         for claim in claims {
             let named = naming::agree(of_color(claim.color));
             named.map_err(|error| in_split(error, claims))?;
+            let mut ranks = of_color(claim.color).map(|(rank, _)| rank);
+            let first = ranks.next().unwrap_or(whole.rank);
+            if let Some(rank) = ranks.find(|&rank| !whole.hosts.share(first, rank)) {
+                return Err(Error::Unsupported {
+                    rank,
+                    call: Call::new(SPLIT.into(), claims[rank].place.clone()),
+                    what: "the ranks of a part must all run on one host".into(),
+                });
+            }
         }
         let own = &claims[whole.rank];
         let mut ranks: Vec<usize> = of_color(own.color).map(|(rank, _)| rank).collect();

@@ -81,6 +81,13 @@ impl Parts {
             let overlap = transfer.from == transfer.to && from.overlaps(to);
             require("regions of one memory must not overlap", !overlap)?;
         }
+        if transfer.route == Route::Net {
+            let what = "rows that go over a network must be final when the operation begins";
+            let is_final = transfer.after.is_empty() && transfer.produced.is_none();
+            require(what, is_final)?;
+            let what = "a rank must not send to itself over a network";
+            require(what, transfer.from != transfer.to)?;
+        }
         Ok(())
     }
 

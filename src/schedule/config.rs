@@ -5,7 +5,7 @@ use std::fmt;
 pub use super::layout::MAX_CHUNKS;
 
 use super::layout::MAX_EXTENT;
-use super::limits::limit;
+use super::limits::{limit, require};
 use crate::refusal::Result;
 use crate::route::Route;
 
@@ -220,6 +220,8 @@ impl Config {
             k_slices,
             group_m,
         } = self.tile;
+        let what = "Config::route must be Route::Pull, Route::Push or Route::Store";
+        require(what, self.route != Route::Net)?;
         limit("Config::tile.m", m, 1, MAX_EXTENT)?;
         limit("Config::tile.n", n, 1, MAX_EXTENT)?;
         limit("Config::tile.k", k, 1, MAX_EXTENT)?;

@@ -116,6 +116,24 @@ fn walk<'s, E: CopyEngine>(
     Ok(())
 }
 
+/// Receives what comes over a network, and writes a flag after each transfer. `receive` returns when its rows are there.
+///
+/// Nobody says `ready` or `done` across a network, because both ends take part in a transfer. The sender's rows are final
+/// when its operation begins, and it ends the operation when they have been sent. The receiver has begun the operation,
+/// so none of its earlier operations uses the memory any more.
+pub fn receive<'s, E>(
+    schedule: &'s Schedule,
+    epoch: Epoch,
+    chunk: &[Flag],
+    mut receive: impl FnMut(&'s Transfer) -> Result<(), E>,
+) -> Result<(), E> {
+    for transfer in schedule.received() {
+        receive(transfer)?;
+        chunk[transfer.flag].signal(epoch);
+    }
+    Ok(())
+}
+
 /// Takes tiles from the table until it is empty, and runs each when its flags have arrived.
 ///
 /// Any number of workers share `next`. A worker waits only for transfers, never for another worker, so even a single

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::refusal::{Refusal, Result};
+use crate::route::Route;
 
 /// Which ranks share a host. Every host has the same number of **places**, numbered from 0, and each rank has a place.
 /// The ranks of equal places of all hosts are a **rail**.
@@ -20,6 +21,8 @@ struct Several {
     indices: Vec<usize>,
     /// The places of a host.
     places: usize,
+    /// How rows go along a rail.
+    route: Route,
 }
 
 impl Hosts {
@@ -58,8 +61,28 @@ impl Hosts {
                 ranks,
                 indices,
                 places,
+                route: Route::Net,
             })),
         })
+    }
+
+    /// The same hosts, if the ranks of all hosts share memory: then rows are pushed along a rail.
+    pub fn sharing_memory(&self) -> Hosts {
+        let several = self.several.as_deref().map(|several| {
+            Arc::new(Several {
+                ranks: several.ranks.clone(),
+                indices: several.indices.clone(),
+                route: Route::Push,
+                ..*several
+            })
+        });
+        Hosts { several }
+    }
+
+    /// How rows go along a rail.
+    pub fn rail_route(&self) -> Route {
+        let several = self.several.as_ref();
+        several.map_or(Route::Net, |several| several.route)
     }
 
     /// The number of hosts.
@@ -106,6 +129,7 @@ impl Hosts {
                 ranks,
                 indices,
                 places,
+                ..
             } = several?;
             Some(ranks[(indices[rank] + step * places) % ranks.len()])
         })

@@ -99,7 +99,7 @@ impl Schedule {
             waits[flag] = Awaited::Chunk {
                 source: arrival.from,
                 flag,
-                pulled: arrival.route == Route::Pull,
+                pulled: matches!(arrival.route, Route::Pull | Route::Net),
             };
         }
         let (mut movers, mut routes) = (Vec::new(), Vec::new());
@@ -156,12 +156,25 @@ impl Schedule {
         &self.parts.matrices
     }
 
-    /// The transfers that this rank makes, in this order: first its pulls, then its pushes and stores.
+    /// The transfers that this rank makes within its host, in this order: first its pulls, then its pushes and stores.
     pub fn moves(&self) -> impl Iterator<Item = &Transfer> + Clone {
-        let pulls = |transfer: &&Transfer| transfer.route == Route::Pull;
-        let pulled = self.parts.arrivals.iter().filter(pulls);
+        let pulled = self.parts.arrivals.iter();
+        let pulled = pulled.filter(|transfer| transfer.route == Route::Pull);
         let pushed = self.parts.departures.iter();
-        pulled.chain(pushed.filter(move |transfer| !pulls(transfer)))
+        let pushed = pushed.filter(|transfer| matches!(transfer.route, Route::Push | Route::Store));
+        pulled.chain(pushed)
+    }
+
+    /// The transfers that this rank sends over a network, in this order.
+    pub fn sent(&self) -> impl Iterator<Item = &Transfer> + Clone {
+        let all = self.parts.departures.iter();
+        all.filter(|transfer| transfer.route == Route::Net)
+    }
+
+    /// The transfers that this rank receives over a network, in this order.
+    pub fn received(&self) -> impl Iterator<Item = &Transfer> + Clone {
+        let all = self.parts.arrivals.iter();
+        all.filter(|transfer| transfer.route == Route::Net)
     }
 
     /// The transfers to this rank, whoever makes them, in the order in which they should come.
@@ -335,6 +348,7 @@ fn says_done(parts: &Parts, moved: &Transfer) -> bool {
         && match moved.route {
             Route::Pull => true,
             Route::Push => parts.product.is_none(),
-            Route::Store => false,
+            // The rank that receives rows says itself that they have come.
+            Route::Store | Route::Net => false,
         }
 }

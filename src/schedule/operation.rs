@@ -123,6 +123,18 @@ impl Operation {
         last.iter().any(|operation| operation.name() == name)
     }
 
+    /// True if it can be done by ranks of several hosts.
+    pub const fn spans_hosts(self) -> bool {
+        matches!(
+            self,
+            Operation::AllGatherMatmul
+                | Operation::AllGather
+                | Operation::AllGatherAndConsume
+                | Operation::Gather
+                | Operation::Multiply
+        )
+    }
+
     /// True if it makes partial sums and moves them.
     pub const fn is_sum(self) -> bool {
         matches!(

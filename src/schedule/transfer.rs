@@ -130,11 +130,11 @@ pub struct Transfer {
 }
 
 impl Transfer {
-    /// The rank that moves the regions.
+    /// The rank that moves the regions. Over a network it is the one that sends them.
     pub fn mover(&self) -> usize {
         match self.route {
             Route::Pull => self.to,
-            Route::Push | Route::Store => self.from,
+            Route::Push | Route::Store | Route::Net => self.from,
         }
     }
 
@@ -142,7 +142,7 @@ impl Transfer {
     pub fn peer(&self) -> usize {
         match self.route {
             Route::Pull => self.from,
-            Route::Push | Route::Store => self.to,
+            Route::Push | Route::Store | Route::Net => self.to,
         }
     }
 
@@ -157,6 +157,10 @@ impl Transfer {
             Route::Pull => format!("pull rows {start}..{end} from rank {}", self.from),
             Route::Push => format!("push rows {start}..{end} to rank {}", self.to),
             Route::Store => format!("store rows {start}..{end} to rank {}", self.to),
+            Route::Net => format!(
+                "send rows {start}..{end} from rank {} to {}",
+                self.from, self.to
+            ),
         }
     }
 

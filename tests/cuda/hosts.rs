@@ -31,7 +31,7 @@ fn rows_come_over_rails_and_are_passed_on() {
             ["a", "b", "c", "d"],
         ] {
             let problem = Problem {
-                hosts: Hosts::of(&names).unwrap(),
+                hosts: Hosts::of(&names).unwrap().sharing_memory(),
                 ..Problem::new(
                     Operation::AllGather,
                     DType::Bf16,

@@ -48,7 +48,8 @@ use crate::error::{Error, MadeCall, Result};
 use crate::explanation::Prediction;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
-use crate::refusal;
+use crate::refusal::{self, Refusal};
+use crate::schedule::limits::require;
 use crate::schedule::{Config, Numerics, Problem, Schedule};
 
 /// NVIDIA GPUs of the Hopper generation (H100, H200). A rank is a process with one GPU; several ranks may share a GPU.
@@ -136,6 +137,11 @@ impl sealed::Implementation for Cuda {
         }
         // A failure before the ranks meet is reported to the other ranks when they meet.
         let load = || -> Result<(Gpu, Rates, tuned::Table)> {
+            require(
+                "ranks on GPUs must all run on one host",
+                members.hosts.count() == 1,
+            )
+            .map_err(Refusal::of(members.rank, "Group::from_communicator"))?;
             let gpu = Gpu::open(members.rank, options, members.deadlines.call())?;
             let mut rates = Rates::load(members.rank, gpu.device.name())?;
             rates.multiprocessors = rates.multiprocessors.min(gpu.most_ctas(None));
@@ -173,6 +179,7 @@ impl sealed::Implementation for Cuda {
         OpenOptions {
             workers: None,
             link: None,
+            network: None,
             // A GPU by the rank's number in the part would be a different one.
             device: Some(self.gpu.device.ordinal()),
             max_ctas: self.gpu.max_ctas,

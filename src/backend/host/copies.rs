@@ -32,19 +32,8 @@ impl Copier<'_, '_> {
             let time = Duration::from_secs_f64(bytes as f64 / rate as f64);
             pace(self.members, begun, time);
         }
-        self.recorder.end(begin, Lane::Copy, || {
-            let rows = transfer.regions[0].to.rows.clone();
-            match transfer.to == self.members.rank {
-                true => Work::Pull {
-                    source: transfer.source,
-                    rows,
-                },
-                false => Work::Push {
-                    to: transfer.to,
-                    rows,
-                },
-            }
-        });
+        let work = || work_of(transfer, self.members.rank);
+        self.recorder.end(begin, Lane::Copy, work);
     }
 
     /// Copies the transfer's regions. Returns how many bytes they have.
@@ -69,11 +58,26 @@ impl Copier<'_, '_> {
     }
 }
 
+/// What `rank` does in a transfer, for a trace.
+pub fn work_of(transfer: &Transfer, rank: usize) -> Work {
+    let rows = transfer.regions[0].to.rows.clone();
+    match transfer.to == rank {
+        true => Work::Pull {
+            source: transfer.source,
+            rows,
+        },
+        false => Work::Push {
+            to: transfer.to,
+            rows,
+        },
+    }
+}
+
 /// Copies a part of a matrix to a part of the same size.
 ///
 /// # Safety
 /// Both matrices hold their parts. Nobody else writes what is read, and nobody else reads or writes what is written.
-unsafe fn copy_part(from: *const u8, read: &Extent, to: *mut u8, written: &Extent) {
+pub unsafe fn copy_part(from: *const u8, read: &Extent, to: *mut u8, written: &Extent) {
     let copy = |from_offset: usize, to_offset: usize, bytes: usize| {
         // SAFETY: as this function's.
         unsafe { std::ptr::copy_nonoverlapping(from.add(from_offset), to.add(to_offset), bytes) };
@@ -98,7 +102,7 @@ fn pace(members: &Members, begun: Instant, time: Duration) {
     }
 }
 
-fn delay(rank: usize, flag: usize, epoch: Epoch) {
+pub fn delay(rank: usize, flag: usize, epoch: Epoch) {
     if let Some(time) = chunk_delay(rank, flag, epoch) {
         std::thread::sleep(time);
     }

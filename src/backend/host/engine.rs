@@ -6,6 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::copies::Copier;
 use super::matrices::BoundMatrices;
+use super::network::Carrier;
 use super::recorder::Recorder;
 use super::scratch::WorkerScratch;
 use super::tile::{add_rows, multiply_tile};
@@ -79,12 +80,14 @@ struct HostRun<'a> {
     failure: Mutex<Option<Error>>,
 }
 
-impl HostRun<'_> {
+impl<'r> HostRun<'r> {
     /// What a thread of the pool does.
     fn job(&self, role: Role) {
         let _guard = ReportsPanic(self.members);
         self.note(match role {
             Role::Copier => self.transfer(),
+            Role::Sender => self.carrier().map_or(Ok(()), |carrier| carrier.send()),
+            Role::Receiver => self.carrier().map_or(Ok(()), |carrier| carrier.receive()),
             Role::Worker(worker) => self.work(worker),
         });
     }
@@ -130,6 +133,21 @@ impl HostRun<'_> {
             self.epoch,
             &mut engine,
         )
+    }
+
+    /// What goes over the network, if there is one.
+    fn carrier(&self) -> Option<Carrier<'_, 'r>> {
+        let network = self.host.network.as_deref()?;
+        Some(Carrier {
+            members: self.members,
+            network,
+            spares: &self.host.spares,
+            schedule: self.schedule,
+            matrices: &self.matrices,
+            epoch: self.epoch,
+            chunk: self.chunk_flags(),
+            recorder: &self.recorder,
+        })
     }
 
     fn work(&self, worker: usize) -> Result<()> {

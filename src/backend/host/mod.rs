@@ -8,16 +8,20 @@ mod engine;
 mod matmul;
 mod matrices;
 mod memory;
+#[cfg(feature = "mpi")]
+pub mod mpi;
+pub mod network;
 mod recorder;
 mod scratch;
 mod sum;
 mod tile;
 mod workers;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use matrices::MatrixPlace;
 use memory::{Flags, HostSymmetric};
+use network::{Network, Spares};
 use rustix::io::Errno;
 use scratch::WorkerScratch;
 use workers::Workers;
@@ -44,6 +48,10 @@ pub struct Host {
     workers: Workers,
     /// The limit of copies in bytes per second, if there is one.
     link: Option<usize>,
+    /// What carries rows to other hosts and from them, if there are several.
+    network: Option<Arc<dyn Network>>,
+    /// Memory for its messages.
+    spares: Spares,
     /// By worker.
     scratch: Vec<Mutex<WorkerScratch>>,
 }
@@ -151,13 +159,15 @@ impl sealed::Implementation for Host {
             return refuse("Builder::link", refusal);
         }
         // If this fails, the other ranks learn it from the first message.
-        let workers = Workers::start(members.rank, count);
+        let workers = Workers::start(members.rank, count, options.network.is_some());
         let ready = workers.as_ref().map(|_| ()).map_err(Error::clone);
         let flags = Flags::open(members, ready, options.first_epoch)?;
         Ok(Host {
             flags,
             workers: workers?,
             link: options.link,
+            network: options.network.clone(),
+            spares: Spares::default(),
             scratch: (0..count).map(|_| Mutex::default()).collect(),
         })
     }
@@ -166,6 +176,7 @@ impl sealed::Implementation for Host {
         OpenOptions {
             workers: Some(self.scratch.len()),
             link: self.link,
+            network: None,
             device: None,
             max_ctas: None,
             shares_gpu: false,
@@ -173,8 +184,12 @@ impl sealed::Implementation for Host {
         }
     }
 
-    fn close(&mut self, _members: &Members) {
-        // Nothing to do: a mapping keeps a peer's memory for as long as it is needed.
+    fn close(&mut self, members: &Members) {
+        // A mapping keeps a peer's memory for as long as it is needed. Messages of a group that has failed may still come,
+        // and the network must know whose they are.
+        if members.fault().is_some() {
+            std::mem::forget(self.network.take());
+        }
     }
 
     fn default_config(&self, problem: &Problem, _: Numerics) -> Config {

@@ -1,4 +1,4 @@
-//! The threads of a rank: one that copies, and rayon workers that multiply.
+//! The threads of a rank: those that move rows, and rayon workers that multiply.
 //!
 //! They live as long as the group and wait for the next operation, so that an operation starts no thread and allocates
 //! nothing.
@@ -26,6 +26,10 @@ mod threads;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     Copier,
+    /// Sends over a network.
+    Sender,
+    /// Receives over a network.
+    Receiver,
     Worker(usize),
 }
 
@@ -37,8 +41,7 @@ pub struct Workers {
     process: Process,
     /// Held while a job runs, because there is one slot.
     turn: Mutex<()>,
-    slot: Arc<JobSlot>,
-    copier: Option<JoinHandle<()>>,
+    movers: Movers,
     /// Its threads run [`work`] until they end.
     pool: ThreadPool,
 }
@@ -72,15 +75,18 @@ struct WorkersShared(*const Job<'static>);
 unsafe impl Send for WorkersShared {}
 
 impl Workers {
-    pub fn start(rank: usize, workers: usize) -> Result<Workers> {
+    /// Starts the threads: as many `workers`, one that copies and, with a network, one that sends and one that receives.
+    pub fn start(rank: usize, workers: usize, has_network: bool) -> Result<Workers> {
         let slot = Arc::new(JobSlot::default());
-        let copier = std::thread::Builder::new()
-            .name(format!("gemmesh-copy-{rank}"))
-            .spawn({
-                let slot = slot.clone();
-                move || work(&slot, Role::Copier)
-            })
-            .map_err(Error::not_started(rank, "a thread"))?;
+        let mut movers = Movers {
+            slot: slot.clone(),
+            threads: Vec::new(),
+        };
+        movers.start(format!("gemmesh-copy-{rank}"), Role::Copier, rank)?;
+        if has_network {
+            movers.start(format!("gemmesh-send-{rank}"), Role::Sender, rank)?;
+            movers.start(format!("gemmesh-recv-{rank}"), Role::Receiver, rank)?;
+        }
         let pool = ThreadPoolBuilder::new()
             .num_threads(workers)
             .thread_name(move |index| format!("gemmesh-work-{rank}-{index}"))
@@ -98,15 +104,8 @@ impl Workers {
         let workers = Workers {
             process: Process::this(),
             turn: Mutex::new(()),
-            slot: slot.clone(),
-            copier: Some(copier),
-            pool: match pool {
-                Ok(pool) => pool,
-                Err(error) => {
-                    slot.close();
-                    return Err(error);
-                }
-            },
+            movers,
+            pool: pool?,
         };
         workers
             .pool
@@ -119,23 +118,23 @@ impl Workers {
     /// If `beside` forks, this returns in the child at once.
     pub fn run(&self, job: &Job, beside: impl FnOnce()) {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut state = self.slot.lock();
+        let mut state = self.movers.slot.lock();
         // SAFETY: only the lifetime changes. The pointer is used by the threads between here and the end
         // of this function, which waits for all of them, also if they panic.
         state.job = Some(WorkersShared(unsafe {
             std::mem::transmute::<*const Job<'_>, *const Job<'static>>(job)
         }));
         state.number += 1;
-        state.busy = self.pool.current_num_threads() + 1;
-        self.slot.posted.notify_all();
+        state.busy = self.pool.current_num_threads() + self.movers.threads.len();
+        self.movers.slot.posted.notify_all();
         drop(state);
         let beside = catch_unwind(AssertUnwindSafe(beside));
         if !self.process.is_this() {
             return beside.unwrap_or_else(|panic| resume_unwind(panic));
         }
-        let mut state = self.slot.lock();
+        let mut state = self.movers.slot.lock();
         while state.busy > 0 {
-            state = wait(&self.slot.finished, state);
+            state = wait(&self.movers.slot.finished, state);
         }
         state.job = None;
         let panic = state.panic.take();
@@ -146,12 +145,29 @@ impl Workers {
     }
 }
 
-impl Drop for Workers {
+/// The threads that move rows. Dropping it ends them, and the workers too.
+struct Movers {
+    slot: Arc<JobSlot>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Movers {
+    fn start(&mut self, name: String, role: Role, rank: usize) -> Result<()> {
+        let slot = self.slot.clone();
+        let thread = std::thread::Builder::new().name(name);
+        let thread = thread.spawn(move || work(&slot, role));
+        self.threads
+            .push(thread.map_err(Error::not_started(rank, "a thread"))?);
+        Ok(())
+    }
+}
+
+impl Drop for Movers {
     fn drop(&mut self) {
         self.slot.close();
-        if let Some(copier) = self.copier.take() {
+        for thread in self.threads.drain(..) {
             // Its panics are caught and handed on in `run`.
-            let _ = copier.join();
+            let _ = thread.join();
         }
     }
 }
@@ -219,8 +235,8 @@ mod tests {
 
     #[test]
     fn every_thread_does_every_job_once() {
-        let workers = Workers::start(0, 3).unwrap();
-        let counts: [AtomicUsize; 4] = Default::default();
+        let workers = Workers::start(0, 3, true).unwrap();
+        let counts: [AtomicUsize; 6] = Default::default();
         // Miri is slow.
         const JOBS: usize = if cfg!(miri) { 10 } else { 1000 };
         for _ in 0..JOBS {
@@ -228,6 +244,8 @@ mod tests {
                 &|role| {
                     let index = match role {
                         Role::Copier => 3,
+                        Role::Sender => 4,
+                        Role::Receiver => 5,
                         Role::Worker(index) => index,
                     };
                     counts[index].fetch_add(1, Ordering::Relaxed);
@@ -240,7 +258,7 @@ mod tests {
 
     #[test]
     fn a_panic_reaches_the_caller_after_all_have_ended() {
-        let workers = Workers::start(0, 2).unwrap();
+        let workers = Workers::start(0, 2, false).unwrap();
         let ended = AtomicUsize::new(0);
         let result = catch_unwind(AssertUnwindSafe(|| {
             workers.run(

@@ -9,7 +9,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::net;
 
 use super::introduction::{Guest, Hello, Introduced, Stranger};
-use super::{LINGER, allocate, is_out_of_descriptors, members};
+use super::{LINGER, allocate, members};
 use crate::error::{Error, Result};
 use crate::json;
 use crate::ranks::address;
@@ -19,6 +19,7 @@ use crate::ranks::peer::{Peer, User, user_of};
 use crate::ranks::poll;
 use crate::ranks::search::RETRY;
 use crate::ranks::wire::{Channel, Connection};
+use crate::resources::is_out_of_descriptors;
 use crate::schedule::layout::MAX_WORLD;
 
 /// How long a connection may take to introduce itself.

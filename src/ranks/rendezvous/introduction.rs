@@ -1,14 +1,13 @@
 //! The introduction of a rank to rank 0, and the connections from which rank 0 expects one.
 
-use std::fs;
 use std::io::{self, Read};
 use std::sync::Arc;
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
-use super::is_out_of_descriptors;
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::ranks::host;
 use crate::ranks::identity::Identity;
 use crate::ranks::pidfd;
 use crate::ranks::wire::{self, Connection};
@@ -31,17 +30,10 @@ impl Hello {
     /// # Errors
     /// If this process has no descriptors left.
     pub fn new(identity: &Identity) -> Result<Hello> {
-        let boot_id = match fs::read_to_string("/proc/sys/kernel/random/boot_id") {
-            Ok(id) => id.trim().into(),
-            Err(error) if is_out_of_descriptors(&error) => {
-                return Err(Error::system(identity.rank, "read the kernel's id")(error));
-            }
-            Err(_) => "unknown".into(),
-        };
         Ok(Hello {
             world: identity.world,
             backend: identity.backend.into(),
-            boot_id,
+            boot_id: host::boot_id(identity.rank)?,
             pid: std::process::id(),
         })
     }

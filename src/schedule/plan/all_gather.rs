@@ -287,7 +287,7 @@ fn agree(problem: &Problem, config: &Config) -> Agreed {
     let mut arguments = problem.agreed(format!("K = {}", layout.k()));
     let mut say = |words: String| arguments.push(words);
     match (config.route, config.chunking.count, config.chunking.last) {
-        (Route::Pull, ..) => {}
+        (Route::Pull | Route::Net, ..) => {}
         (Route::Store, ..) => say(of_configuration("stored")),
         (Route::Push, chunks, last) => {
             say(of_configuration("pushed"));

@@ -29,8 +29,6 @@ pub(super) struct Cutter<'a> {
 /// About how many bytes of a shard cross the network at a time: enough to make its latency small, and little enough
 /// that passing them on ends soon after the last have come.
 const RAIL_BYTES: usize = 2 << 20;
-/// How rows go from host to host. A network's route is not there yet: the ranks of all hosts share memory so far.
-const RAIL: Route = Route::Push;
 
 /// A part of a shard that one transfer moves.
 struct StagedChunk {
@@ -178,7 +176,7 @@ impl<'a> Cutter<'a> {
         let gateway = self.hosts.beside(peer, source);
         let (from, route) = match gateway {
             _ if gateway == source => (source, self.route),
-            _ if gateway == peer => (source, RAIL),
+            _ if gateway == peer => (source, self.hosts.rail_route()),
             _ => (gateway, Route::Push),
         };
         let come = (from != source).then(|| self.first_flag(source, from, stage));

@@ -11,6 +11,7 @@ mod pieces;
 mod quantize;
 pub mod tile_order;
 
+use super::limits::require;
 use super::{Config, Operation, Problem, Schedule};
 use crate::refusal::Result;
 
@@ -44,5 +45,9 @@ pub fn plan(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> 
         Operation::ProduceAndReduceScatter => collectives::produce_and_reduce_scatter,
         Operation::ProduceAndAllToAll => collectives::produce_and_all_to_all,
     };
+    if problem.hosts.count() > 1 {
+        let what = "over several hosts an operation must be a gather or a product of gathered rows";
+        require(what, problem.operation.spans_hosts())?;
+    }
     planner(problem, rank, config)
 }

@@ -62,7 +62,7 @@ fn in_steps(planner: &SumPlan) -> Result<Schedule> {
     match planner.config.route {
         Route::Pull => reduce(planner),
         Route::Store if planner.config.stores_behind() => one_shot(planner),
-        Route::Push | Route::Store => multiply_and_reduce(planner),
+        Route::Push | Route::Store | Route::Net => multiply_and_reduce(planner),
     }
 }
 

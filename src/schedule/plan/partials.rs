@@ -149,7 +149,7 @@ impl Padding {
     fn of(config: &Config) -> Padding {
         let own = STORED_ROWS - 1;
         match config.route {
-            Route::Pull => Padding::NONE,
+            Route::Pull | Route::Net => Padding::NONE,
             Route::Store if config.stores_behind() => Padding::NONE,
             Route::Push => Padding { own, slot: 0 },
             Route::Store => Padding { own, slot: own },

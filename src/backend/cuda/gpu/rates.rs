@@ -300,6 +300,8 @@ impl Rates {
             Route::Pull => &self.pull,
             Route::Push => &self.push,
             Route::Store => &self.store,
+            // A network has no rates of this kind.
+            Route::Net => &self.push,
         }
     }
 }

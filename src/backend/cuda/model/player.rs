@@ -94,7 +94,7 @@ fn play(
     let schedules = schedules.collect::<Result<Vec<_>>>()?;
     let tiles = Tiles::of(rates, problem, &config);
     let clock = sustained(tiles.cold());
-    let moved = Movers::new(rates, network, &problem.hosts, &schedules).play();
+    let moved = Movers::new(rates, network, &schedules).play();
     let mut played = Played {
         micros: 0.0,
         arrived: moved.flags.iter().flatten().copied().fold(0.0, f64::max),
@@ -144,16 +144,10 @@ struct MoverLane<'a> {
 }
 
 impl<'a> Movers<'a> {
-    fn new(
-        rates: &'a Rates,
-        network: &'a Network,
-        hosts: &Hosts,
-        schedules: &'a [Schedule],
-    ) -> Movers<'a> {
+    fn new(rates: &'a Rates, network: &'a Network, schedules: &'a [Schedule]) -> Movers<'a> {
         let lanes = schedules.iter().map(|schedule| {
-            let (near, far): (Vec<_>, Vec<_>) = schedule
-                .moves()
-                .partition(|moved| hosts.share(moved.from, moved.to));
+            let (near, far): (Vec<_>, Vec<_>) =
+                (schedule.moves().collect(), schedule.sent().collect());
             let start = near
                 .first()
                 .map_or(0.0, |moved| rates.link(moved.route).start);
@@ -224,7 +218,7 @@ impl<'a> Movers<'a> {
                 source: transfer.source,
                 rows,
             },
-            Route::Push | Route::Store => Work::Push {
+            Route::Push | Route::Store | Route::Net => Work::Push {
                 to: transfer.to,
                 rows,
             },

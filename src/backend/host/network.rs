@@ -1,0 +1,194 @@
+//! What goes over a network: the threads of a rank that send rows to other hosts and receive rows from them.
+
+use std::collections::VecDeque;
+use std::fmt::Debug;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::copies::{copy_part, delay, work_of};
+use super::matrices::BoundMatrices;
+use super::recorder::Recorder;
+use crate::error::{Error, Result};
+use crate::profile::span::Lane;
+use crate::protocol::epoch::Epoch;
+use crate::protocol::flag::{Awaited, Flag};
+use crate::ranks::members::Members;
+use crate::schedule::drive;
+use crate::schedule::{Extent, Move, Schedule, Transfer};
+
+/// A library that carries bytes between the ranks of a group.
+///
+/// Messages from one rank to another arrive in the order in which they were begun.
+pub trait Network: Send + Sync + Debug {
+    /// Begins to send `bytes` to `peer`.
+    fn send(&self, peer: usize, bytes: Vec<u8>) -> Result<Box<dyn Message>>;
+    /// Begins to receive a message of `peer`, which is as long as `bytes`.
+    fn receive(&self, peer: usize, bytes: Vec<u8>) -> Result<Box<dyn Message>>;
+}
+
+/// A message under way. It owns its bytes. If it is dropped before it has ended, its bytes are never freed, because the
+/// library may still read or write them.
+pub trait Message {
+    /// True if its bytes have been sent or received.
+    fn has_ended(&mut self) -> Result<bool>;
+    /// Its bytes, once it has ended.
+    fn into_bytes(self: Box<Self>) -> Vec<u8>;
+}
+
+/// How many messages a rank has under way at once, each way. While one is copied, the next ones are on the network.
+const UNDER_WAY: usize = 4;
+
+/// Messages' memory that is not in use.
+#[derive(Debug, Default)]
+pub struct Spares(Mutex<Vec<Vec<u8>>>);
+
+impl Spares {
+    /// Memory for a message of `bytes` bytes of `rank`.
+    fn take(&self, rank: usize, bytes: usize) -> Result<Vec<u8>> {
+        let mut memory = self.lock().pop().unwrap_or_default();
+        let refused = Error::out_of_memory(rank, bytes);
+        let missing = bytes.saturating_sub(memory.len());
+        if memory.try_reserve_exact(missing).is_err() {
+            return Err(refused(rustix::io::Errno::NOMEM.into()));
+        }
+        memory.resize(bytes, 0);
+        Ok(memory)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Vec<u8>>> {
+        // Each change is one call.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The transfers of a call that go over the network.
+pub struct Carrier<'a, 's> {
+    pub members: &'a Members,
+    pub network: &'a dyn Network,
+    pub spares: &'a Spares,
+    pub schedule: &'a Schedule,
+    pub matrices: &'a BoundMatrices<'a>,
+    pub epoch: Epoch,
+    /// The chunk flags of this rank's arrivals.
+    pub chunk: &'a [Flag],
+    pub recorder: &'a Recorder<'s>,
+}
+
+/// A transfer whose message is under way.
+type Begun<'a> = (&'a Transfer, Box<dyn Message>);
+
+impl<'a> Carrier<'a, '_> {
+    /// Sends all that goes over the network. Returns when the receivers have it.
+    pub fn send(&self) -> Result<()> {
+        let mut begun = VecDeque::<Begun>::new();
+        for transfer in self.schedule.sent() {
+            if begun.len() == UNDER_WAY
+                && let Some(oldest) = begun.pop_front()
+            {
+                self.finish_sending(oldest)?;
+            }
+            begun.push_back((transfer, self.begin_to_send(transfer)?));
+        }
+        begun
+            .into_iter()
+            .try_for_each(|one| self.finish_sending(one))
+    }
+
+    fn begin_to_send(&self, transfer: &Transfer) -> Result<Box<dyn Message>> {
+        let begin = self.recorder.begin();
+        delay(transfer.to, transfer.flag, self.epoch);
+        let mut bytes = self.memory_for(transfer)?;
+        for (place, region, packed) in self.regions(transfer) {
+            // SAFETY: the matrix holds the region, and `bytes` what it is packed to. The rows were final when the operation
+            // began.
+            unsafe { copy_part(place, &region, bytes.as_mut_ptr(), &packed) };
+        }
+        let message = self.network.send(transfer.to, bytes);
+        let message = message.map_err(|error| self.members.fail(error))?;
+        let work = || work_of(transfer, self.members.rank);
+        self.recorder.end(begin, Lane::Network, work);
+        Ok(message)
+    }
+
+    fn finish_sending(&self, (transfer, message): Begun) -> Result<()> {
+        let bytes = self.finish(message, Awaited::Taken { peer: transfer.to })?;
+        self.spares.lock().push(bytes);
+        Ok(())
+    }
+
+    /// Receives all that comes over the network.
+    pub fn receive(&self) -> Result<()> {
+        let mut ahead = self.schedule.received();
+        let mut begun = VecDeque::new();
+        let receive = |transfer: &'a Transfer| {
+            while begun.len() < UNDER_WAY
+                && let Some(next) = ahead.next()
+            {
+                begun.push_back(self.begin_to_receive(next)?);
+            }
+            let next = begun.pop_front();
+            next.map_or(Ok(()), |message| self.finish_receiving(transfer, message))
+        };
+        drive::receive(self.schedule, self.epoch, self.chunk, receive)
+    }
+
+    fn begin_to_receive(&self, transfer: &Transfer) -> Result<Box<dyn Message>> {
+        let bytes = self.memory_for(transfer)?;
+        let message = self.network.receive(transfer.from, bytes);
+        message.map_err(|error| self.members.fail(error))
+    }
+
+    fn finish_receiving(&self, transfer: &Transfer, message: Box<dyn Message>) -> Result<()> {
+        let awaited = Awaited::Chunk {
+            source: transfer.from,
+            flag: transfer.flag,
+            pulled: false,
+        };
+        let bytes = self.finish(message, awaited)?;
+        for (place, region, packed) in self.regions(transfer) {
+            // SAFETY: the matrix holds the region, and `bytes` what it was packed to. Nobody reads the rows before their
+            // flag, which `drive::receive` writes afterwards. Those who read them in the operation before have ended
+            // it: this rank's threads.
+            unsafe { copy_part(bytes.as_ptr(), &packed, place, &region) };
+        }
+        self.spares.lock().push(bytes);
+        Ok(())
+    }
+
+    /// Waits for a message, and returns its bytes.
+    fn finish(&self, mut message: Box<dyn Message>, awaited: Awaited) -> Result<Vec<u8>> {
+        let has_ended = || {
+            let ended = message.has_ended();
+            ended.map_err(|error| self.members.fail(error))
+        };
+        self.members.wait_until(has_ended, self.epoch, awaited)?;
+        Ok(message.into_bytes())
+    }
+
+    fn memory_for(&self, transfer: &Transfer) -> Result<Vec<u8>> {
+        let last = self.regions(transfer).last();
+        let bytes = last.map_or(0, |(.., packed)| packed.offset + packed.rows * packed.width);
+        let memory = self.spares.take(self.members.rank, bytes);
+        memory.map_err(|error| self.members.fail(error))
+    }
+
+    /// The regions of a transfer in this rank's memory, and where its message has them, one behind the other.
+    fn regions(&self, transfer: &Transfer) -> impl Iterator<Item = (*mut u8, Extent, Extent)> {
+        let rank = self.members.rank;
+        let own = transfer
+            .regions
+            .iter()
+            .filter_map(move |Move { from, to }| {
+                let region = if transfer.from == rank { from } else { to };
+                self.matrices.region(region, rank)
+            });
+        own.scan(0, |offset, (place, region)| {
+            let packed = Extent {
+                offset: *offset,
+                pitch: region.width,
+                ..region
+            };
+            *offset += region.rows * region.width;
+            Some((place, region, packed))
+        })
+    }
+}

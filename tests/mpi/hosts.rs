@@ -1,0 +1,250 @@
+//! Groups whose ranks play several hosts on one machine: MPI carries rows from host to host.
+#![allow(unsafe_code)] // The environment names hosts.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use gemmesh::testing::delay_chunks;
+use gemmesh::{
+    AllGatherAndConsume, Builder, Chunk, Chunking, Config, Error, Group, Host, Route, TileShape,
+    all_gather, bf16, matmul_reduce_scatter,
+};
+use mpi::topology::{Color, SimpleCommunicator};
+use mpi::traits::{Communicator, CommunicatorCollectives};
+
+use crate::support::numbers::{bits, normal};
+use crate::support::products::{Arguments, Case, Placed};
+
+/// Ranks' hosts, and the rows of each rank. Ranks are not all numbered host by host, and some have no rows.
+const LAYOUTS: [(&str, &[&[usize]]); 6] = [
+    ("aabbcc", &[&[4; 6], &[9, 0, 3, 14, 1, 0]]),
+    ("aabb", &[&[16; 4], &[9, 0, 21, 4], &[0, 0, 0, 33]]),
+    ("abba", &[&[5, 0, 7, 3], &[0, 11, 0, 0]]),
+    ("abcd", &[&[6; 4], &[1, 0, 12, 5]]),
+    ("abc", &[&[7; 3], &[0, 13, 2]]),
+    ("ab", &[&[8, 8], &[0, 9]]),
+];
+
+/// The layout of the tests that wait for a deadline.
+const SLOW: &str = "aabb";
+
+/// Runs the tests that this many ranks can run. Returns how many have passed.
+pub fn test(world: &SimpleCommunicator) -> usize {
+    let mut passed = 0;
+    for (hosts, rows) in LAYOUTS {
+        if hosts.len() > world.size() as usize {
+            continue;
+        }
+        let takes_part = (world.rank() as usize) < hosts.len();
+        let color = if takes_part { 0 } else { 1 };
+        let part = world.split_by_color(Color::with_value(color));
+        if let Some(part) = part.filter(|_| takes_part) {
+            for &rows in rows {
+                products_have_the_bits_of_one_host(&part, hosts, rows);
+                gathers_bring_all_rows(&part, hosts, rows);
+            }
+            large_shards_go_in_many_messages(&part, hosts);
+            what_spans_no_hosts_is_refused(&part, hosts);
+            a_failure_ends_the_group_on_all_hosts(&part, hosts);
+            if hosts == SLOW {
+                a_late_rank_is_named(&part, hosts);
+            }
+        }
+        world.barrier();
+        passed += 2 * rows.len() + 3 + usize::from(hosts == SLOW);
+    }
+    passed
+}
+
+/// The group of a communicator's ranks, of which `hosts` has the hosts.
+fn group(communicator: &SimpleCommunicator, hosts: &str) -> Group<Host> {
+    open(Group::builder(), communicator, hosts).unwrap()
+}
+
+fn open(
+    options: Builder<Host>,
+    communicator: &SimpleCommunicator,
+    hosts: &str,
+) -> Result<Group<Host>, Error> {
+    let own = &hosts[communicator.rank() as usize..][..1];
+    // SAFETY: this program has no other threads at this time that read the environment.
+    unsafe { std::env::set_var("GEMMESH_HOST", own) };
+    options.workers(1).from_communicator(communicator)
+}
+
+fn config(route: Route) -> Config {
+    Config::new(
+        TileShape::new(4, 4, 4).with_group_m(2),
+        Chunking::new(2),
+        route,
+    )
+}
+
+fn products_have_the_bits_of_one_host(part: &SimpleCommunicator, hosts: &str, rows: &[usize]) {
+    let several = group(part, hosts);
+    let one = group(part, &"a".repeat(hosts.len()));
+    delay_chunks(Some(11));
+    for (seed, route) in [Route::Pull, Route::Push, Route::Store]
+        .into_iter()
+        .enumerate()
+    {
+        let case = Case {
+            rows: rows.to_vec(),
+            n: 9,
+            more: 1,
+            k: 24,
+            bias: true,
+            config: Some(config(route)),
+            seed: seed as u64 + 1,
+            ..Case::default()
+        };
+        let (b, bias) = case.b::<bf16>(part.rank() as usize);
+        let of = |group: &Group<Host>| {
+            let a = case.a::<bf16>();
+            let mut placed = Placed::new(group, &case, &a, &b, bias.as_deref()).unwrap();
+            for _ in 0..5 {
+                // Nobody writes what a neighbour passes on.
+                group.barrier().unwrap();
+                placed.poison().unwrap();
+                placed.fused(case.config).unwrap();
+            }
+            placed.read().unwrap().1
+        };
+        assert_eq!(
+            bits(&of(&several)),
+            bits(&of(&one)),
+            "{hosts}, {rows:?}, {route:?}"
+        );
+        case.verify::<Host, bf16>(&several).unwrap();
+    }
+    delay_chunks(None);
+}
+
+fn gathers_bring_all_rows(part: &SimpleCommunicator, hosts: &str, rows: &[usize]) {
+    let group = group(part, hosts);
+    let (m, k) = (rows.iter().sum(), 10);
+    let expected: Vec<bf16> = normal(7, m * k);
+    let mut a = group.sharded_rows::<bf16>(rows, k).unwrap();
+    let own = a.rows();
+    let own = own.start * k..own.end * k;
+    for consumes in [false, true] {
+        a.poison(bf16::NAN).unwrap();
+        a.shard_mut()
+            .copy_from_host(&expected[own.clone()])
+            .unwrap();
+        group.barrier().unwrap();
+        let mut come = vec![0; m];
+        if consumes {
+            let consume = AllGatherAndConsume::new();
+            let count = |chunk: Chunk<'_, Host, bf16>| {
+                chunk.rows().for_each(|row| come[row] += 1);
+                Ok(())
+            };
+            consume.run(&a, count).unwrap();
+            assert!(come.iter().all(|&times| times == 1), "{hosts}: {come:?}");
+        } else {
+            all_gather(&a).unwrap();
+        }
+        assert_eq!(
+            bits(&a.to_vec().unwrap()),
+            bits(&expected),
+            "{hosts}, {rows:?}"
+        );
+        group.barrier().unwrap();
+    }
+}
+
+/// More messages than are under way at once, on a network of one rail.
+fn large_shards_go_in_many_messages(part: &SimpleCommunicator, hosts: &str) {
+    let group = group(part, hosts);
+    let (rows, k) = (1200, 4096);
+    let m = rows * group.world_size();
+    let mut a = group.sharded::<bf16>(m, k).unwrap();
+    let of = |rank: usize| normal::<bf16>(rank as u64, k);
+    let own = of(group.rank()).repeat(rows);
+    a.shard_mut().copy_from_host(&own).unwrap();
+    all_gather(&a).unwrap();
+    let gathered = a.to_vec().unwrap();
+    for (row, values) in gathered.chunks(k).enumerate() {
+        assert_eq!(bits(values), bits(&of(row / rows)), "{hosts}, row {row}");
+    }
+}
+
+fn what_spans_no_hosts_is_refused(part: &SimpleCommunicator, hosts: &str) {
+    let group = group(part, hosts);
+    let world = group.world_size();
+    let a = group
+        .upload(&vec![bf16::ONE; 4 * world * 8], 4 * world, 8)
+        .unwrap();
+    let b = group.upload(&[bf16::ONE; 3 * 8], 3, 8).unwrap();
+    let mut out = group.zeros::<bf16>(4, 3).unwrap();
+    let error = matmul_reduce_scatter(&a, &b, &mut out)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("over several hosts"), "{error}");
+    // A part within a host is a group as any other.
+    let own = hosts.as_bytes()[group.rank()] as usize;
+    let local = group.split(own, 0).unwrap();
+    Arguments::small(&local).unwrap().verify(&local).unwrap();
+    let error = group.split(0, 0).unwrap_err().to_string();
+    assert!(error.contains("must all run on one host"), "{error}");
+    group.barrier().unwrap();
+    // Hosts of unequal numbers of ranks.
+    if hosts.len() == 4 {
+        let error = open(Group::builder(), part, "aaab")
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("rank 0 has 3 and that of rank 3 has 1"),
+            "{error}"
+        );
+    }
+}
+
+fn a_failure_ends_the_group_on_all_hosts(part: &SimpleCommunicator, hosts: &str) {
+    let group = group(part, hosts);
+    let last = group.world_size() - 1;
+    // A rank may hear of the failure in any of its calls.
+    let until_failure = || -> Result<Infallible, Error> {
+        let mut arguments = Arguments::small(&group)?;
+        arguments.verify(&group)?;
+        if group.rank() == last {
+            return Err(group.fail("no more weights"));
+        }
+        loop {
+            arguments.run()?;
+        }
+    };
+    let Err(error) = until_failure();
+    let Error::ProgramFailed { rank, .. } = error.cause() else {
+        panic!("{error}")
+    };
+    assert_eq!(*rank, last);
+}
+
+/// Ranks that wait for rows which pass through others too name the rank that is late.
+fn a_late_rank_is_named(part: &SimpleCommunicator, hosts: &str) {
+    let patience = Duration::from_secs(1);
+    let options = Group::<Host>::builder().arrival_timeout(patience);
+    let group = open(options, part, hosts).unwrap();
+    let mut arguments = Arguments::small(&group).unwrap();
+    arguments.verify(&group).unwrap();
+    if group.rank() == 0 {
+        std::thread::sleep(3 * patience);
+    }
+    let error = arguments.run().unwrap_err();
+    let Error::Timeout { rank: 0, .. } = error.cause() else {
+        panic!("{hosts}: {error}")
+    };
+}
+
+/// Without leave to call MPI from several threads there is no group of several hosts.
+pub fn several_need_threads(world: &SimpleCommunicator) {
+    let hosts: String = ('a'..='z').take(world.size() as usize).collect();
+    let error = open(Group::builder(), world, &hosts)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("mpi::Threading::Multiple"), "{error}");
+    let one = open(Group::builder(), world, &"a".repeat(hosts.len())).unwrap();
+    Arguments::small(&one).unwrap().verify(&one).unwrap();
+}
