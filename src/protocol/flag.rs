@@ -34,7 +34,8 @@ impl Flag {
     }
 }
 
-/// The flags in one rank's symmetric memory. Only that rank polls them.
+/// The flags in one rank's symmetric memory. Only that rank polls them. The flags of a rank of another host are
+/// [`FlagBlock::ELSEWHERE`].
 #[derive(Clone, Copy, Debug)]
 pub struct FlagBlock<'a> {
     /// `ready[p]`, written by rank p: p's own rows are final and may be pulled, and its gathered rows may be
@@ -45,6 +46,15 @@ pub struct FlagBlock<'a> {
     /// `chunk[f]`, written by this rank's copy engine or by its thread that receives over a network, or by the rank that
     /// pushes or stores: transfer f of the schedule has arrived.
     pub chunk: &'a [Flag],
+}
+
+impl FlagBlock<'_> {
+    /// No flags.
+    pub const ELSEWHERE: FlagBlock<'static> = FlagBlock {
+        ready: &[],
+        done: &[],
+        chunk: &[],
+    };
 }
 
 /// What a wait is for. Errors name it.

@@ -286,7 +286,7 @@ fn take<'s>(schedule: &'s Schedule, next: &AtomicUsize) -> Option<(usize, &'s Ti
     schedule.tiles().get(index).map(|tile| (index, tile))
 }
 
-/// Tells every peer that this rank's own rows are final, and that its gathered rows may be overwritten.
+/// Tells every peer of this host that this rank's own rows are final, and that its gathered rows may be overwritten.
 ///
 /// In an operation that refreshes, it first sets those flags of this rank to the epoch before that not every operation
 /// writes. Nobody else writes these flags at that time: the operation before has ended, and peers begin this one after
@@ -299,8 +299,10 @@ pub fn announce(rank: usize, epoch: Epoch, blocks: &[FlagBlock]) {
         }
     }
     for (peer, block) in blocks.iter().enumerate() {
-        if peer != rank {
-            block.ready[rank].signal(epoch);
+        if peer != rank
+            && let Some(ready) = block.ready.get(rank)
+        {
+            ready.signal(epoch);
         }
     }
 }

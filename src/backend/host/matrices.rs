@@ -57,7 +57,8 @@ impl<'a> BoundMatrices<'a> {
         self.own[matrix]
     }
 
-    /// Where a region lies in the memory of `rank`. None if `rank` is a peer and the matrix is not symmetric.
+    /// Where a region lies in the memory of `rank`. None if `rank` is a peer and the matrix is not symmetric, or if it runs
+    /// on another host.
     pub fn region(&self, region: &Region, rank: usize) -> Option<(*mut u8, Extent)> {
         let spec = self.spec(region.matrix);
         let own = self.place(region.matrix);
@@ -66,7 +67,7 @@ impl<'a> BoundMatrices<'a> {
             true => (own.ptr, own.pitch),
             false => {
                 let memory = self.bound[region.matrix].symmetric()?;
-                (memory.of(rank), spec.row_bytes())
+                (memory.of(rank)?, spec.row_bytes())
             }
         };
         Some((ptr, spec.extent_of(region, pitch)))

@@ -16,8 +16,8 @@ use crate::schedule::{MAX_FLAGS, layout::MAX_WORLD};
 #[derive(Debug)]
 pub struct HostSymmetric {
     rank: usize,
-    /// Every rank's memory as this rank has mapped it, by rank.
-    maps: Vec<Mapping>,
+    /// The memory of the ranks of this host, as this rank has mapped it, by rank. None of the other hosts' ranks.
+    maps: Vec<Option<Mapping>>,
 }
 
 impl HostSymmetric {
@@ -58,7 +58,11 @@ impl HostSymmetric {
         let own = allocate().map_err(Error::out_of_memory(rank, bytes));
         let maps = members.share(call, own, |fds| {
             let map = |(owner, fd)| {
-                Mapping::shared(fd, bytes).map_err(|error| match error.kind() {
+                if !members.hosts.share(rank, owner) {
+                    return Ok(None);
+                }
+                let mapping = Mapping::shared(fd, bytes).map(Some);
+                mapping.map_err(|error| match error.kind() {
                     io::ErrorKind::InvalidData => Error::Message {
                         rank: owner,
                         reason: error.to_string(),
@@ -73,12 +77,13 @@ impl HostSymmetric {
 
     /// This rank's memory.
     pub fn own(&self) -> *mut u8 {
-        self.maps[self.rank].as_ptr()
+        let own = self.maps[self.rank].as_ref();
+        own.map_or(std::ptr::null_mut(), Mapping::as_ptr)
     }
 
-    /// The memory of `rank`.
-    pub fn of(&self, rank: usize) -> *mut u8 {
-        self.maps[rank].as_ptr()
+    /// The memory of `rank`. None if that runs on another host.
+    pub fn of(&self, rank: usize) -> Option<*mut u8> {
+        self.maps[rank].as_ref().map(Mapping::as_ptr)
     }
 }
 
@@ -118,12 +123,15 @@ impl Flags {
         })
     }
 
-    /// The flags in the memory of `rank`.
+    /// The flags in the memory of `rank`, or [`FlagBlock::ELSEWHERE`].
     pub fn of(&self, rank: usize) -> FlagBlock<'_> {
+        let Some(memory) = self.memory.of(rank) else {
+            return FlagBlock::ELSEWHERE;
+        };
         // SAFETY: each rank's memory is page-aligned, as long as a ControlLayout, and initialised by its owner before
         // it was published. A ControlLayout consists of atomics, which every rank may write at any time. The
         // mapping lives as long as `self`.
-        let layout = unsafe { &*self.memory.of(rank).cast::<ControlLayout>() };
+        let layout = unsafe { &*memory.cast::<ControlLayout>() };
         FlagBlock {
             ready: &layout.ready[..self.world],
             done: &layout.done[..self.world],
