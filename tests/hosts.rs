@@ -1,15 +1,15 @@
-//! What every gather over several hosts promises: each row comes to each rank once, and crosses the network once a host;
-//! and no rank waits for another in a circle.
+//! What every gather and every sum over several hosts promises: each row crosses the network once a host, comes to each
+//! rank once or is added once, and no rank waits for another in a circle.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 use gemmesh::DType;
 use gemmesh::schedule::layout::MAX_WORLD;
-use gemmesh::schedule::plan::matrices::A;
+use gemmesh::schedule::plan::matrices::{A, OUT, PARTIALS};
 use gemmesh::schedule::plan::plan;
 use gemmesh::schedule::{
-    Chunking, Config, Hosts, Layout, Operation, Problem, Refusal, Route, RowOrder, Schedule,
-    TileShape, Transfer,
+    Addend, Chunking, Config, Hosts, Layout, Operation, Problem, Refusal, Route, RowOrder,
+    Schedule, TileShape, Transfer,
 };
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -191,6 +191,169 @@ proptest! {
         prop_assert_eq!(stuck(&schedules), 0);
         let agreed: HashSet<_> = schedules.iter().map(|s| format!("{:?}", s.agreed())).collect();
         prop_assert_eq!(agreed.len(), 1);
+    }
+}
+
+/// What ranks add up, in words: "(0+1+(2+3))".
+struct Sums<'s> {
+    schedule: &'s Schedule,
+    partials: Vec<Option<String>>,
+    out: Vec<Option<String>>,
+    come: HashSet<usize>,
+    /// Tiles that are made, and by block those that are left.
+    made: usize,
+    left: Vec<usize>,
+}
+
+impl<'s> Sums<'s> {
+    fn new(schedule: &'s Schedule) -> Sums<'s> {
+        let rows = |matrix: usize| vec![None; schedule.matrices()[matrix].rows];
+        let mut left = vec![0; schedule.product().unwrap().blocks.len()];
+        for tile in schedule.tiles() {
+            left[tile.block as usize] += 1;
+        }
+        Sums {
+            schedule,
+            partials: rows(PARTIALS),
+            out: rows(OUT),
+            come: HashSet::new(),
+            made: 0,
+            left,
+        }
+    }
+
+    /// Makes the next tile, if all that it waits for has come.
+    fn multiply(&mut self) -> bool {
+        let Some(tile) = self.schedule.tiles().get(self.made) else {
+            return false;
+        };
+        if !tile.flags().all(|flag| self.come.contains(&flag)) {
+            return false;
+        }
+        let product = self.schedule.product().unwrap();
+        let block = product.block(tile);
+        for row in product.rows(tile) {
+            let offset = row - block.rows.start;
+            let own = self.schedule.rank().to_string();
+            let added = block.sum.addends.iter().map(|addend| match addend {
+                Addend::Product => own.clone(),
+                // A row that has not come is none.
+                Addend::Rows { first, .. } => self.partials[first + offset].clone().unwrap(),
+            });
+            let sum = match block.sum.addends.is_empty() {
+                true => own.clone(),
+                false => format!("({})", added.collect::<Vec<_>>().join("+")),
+            };
+            match block.sum.out == PARTIALS {
+                true => self.partials[block.sum.first + offset] = Some(sum),
+                false => self.out[block.sum.first + offset] = Some(sum),
+            }
+        }
+        self.made += 1;
+        self.left[tile.block as usize] -= 1;
+        true
+    }
+
+    /// The rows of a transfer from this rank, if its block is made.
+    fn sent(&self, transfer: &Transfer) -> Option<Vec<Option<String>>> {
+        let is_made = transfer.produced.is_none_or(|block| self.left[block] == 0);
+        is_made.then(|| self.partials[transfer.regions[0].from.rows.clone()].to_vec())
+    }
+
+    fn take(&mut self, transfer: &Transfer, rows: Vec<Option<String>>) {
+        let slot = &mut self.partials[transfer.regions[0].to.rows.clone()];
+        // What comes first may come late in another order, so nothing else has the place.
+        assert!(slot.iter().all(Option::is_none), "{transfer:?}");
+        slot.clone_from_slice(&rows);
+        self.come.insert(transfer.flag);
+    }
+}
+
+/// Plays all ranks' schedules of sums through. Each rank has one worker, and over the network a rank sends only what the
+/// other rank receives next.
+fn play(schedules: &[Schedule]) -> Vec<Sums<'_>> {
+    let mut ranks: Vec<Sums> = schedules.iter().map(Sums::new).collect();
+    let schedules = schedules.iter();
+    let mut moved: Vec<VecDeque<_>> = schedules.clone().map(|s| s.moves().collect()).collect();
+    let mut sent: Vec<VecDeque<_>> = schedules.clone().map(|s| s.sent().collect()).collect();
+    let mut received: Vec<VecDeque<_>> = schedules.map(|s| s.received().collect()).collect();
+    loop {
+        let mut any = false;
+        for rank in 0..ranks.len() {
+            while ranks[rank].multiply() {
+                any = true;
+            }
+            let is_received = |next: &&Transfer| received[next.to].front() == Some(next);
+            let over_network = sent[rank].front().copied().filter(is_received);
+            let within_host = moved[rank].front().copied();
+            for next in [within_host, over_network].into_iter().flatten() {
+                let Some(rows) = ranks[rank].sent(next) else {
+                    continue;
+                };
+                ranks[next.to].take(next, rows);
+                for lane in [&mut moved[rank], &mut sent[rank], &mut received[next.to]] {
+                    if lane.front() == Some(&next) {
+                        lane.pop_front();
+                    }
+                }
+                any = true;
+            }
+        }
+        if !any {
+            let mut left = moved.iter().chain(&sent).chain(&received);
+            assert!(left.all(VecDeque::is_empty), "transfers are stuck");
+            return ranks;
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    #[test]
+    fn a_rank_adds_its_host_s_partials_and_one_sum_of_each_other_host(case in cases()) {
+        let layout = Layout::new(&case.rows, 8).unwrap();
+        let hosts = Hosts::of(&case.hosts).unwrap();
+        let problem = Problem {
+            hosts: hosts.clone(),
+            ..Problem::new(Operation::MatmulReduceScatter, DType::Bf16, layout.clone(), K)
+        };
+        let world = layout.world();
+        let tile = TileShape::new(128, K, 64);
+        let config = Config::new(tile, case.config.chunking, Route::Push);
+        let schedules: Vec<_> = (0..world)
+            .map(|rank| plan(&problem, rank, config).unwrap())
+            .collect();
+        let come = by_ends(&schedules, |schedule| schedule.arrivals().iter().collect());
+        let moved =
+            by_ends(&schedules, |schedule| schedule.moves().chain(schedule.sent()).collect());
+        prop_assert_eq!(come, moved);
+        for schedule in &schedules {
+            for moved in schedule.moves() {
+                prop_assert!(hosts.share(moved.from, moved.to));
+            }
+            for sent in schedule.sent() {
+                prop_assert!(hosts.rail(sent.from).any(|peer| peer == sent.to));
+            }
+        }
+        // Each row crosses the network once a host.
+        let crossed = schedules.iter().flat_map(|schedule| schedule.sent());
+        let crossed: usize = crossed.map(|sent| sent.regions[0].from.rows.len()).sum();
+        prop_assert_eq!(crossed, layout.m() * (hosts.count() - 1));
+        for (rank, sums) in play(&schedules).into_iter().enumerate() {
+            prop_assert_eq!(sums.made, sums.schedule.tiles().len());
+            let of_host = |host: usize| {
+                let ranks = (0..world).filter(|&rank| hosts.host_of(rank) == host);
+                let ranks: Vec<_> = ranks.map(|rank| rank.to_string()).collect();
+                match host == hosts.host_of(rank) {
+                    true => ranks.join("+"),
+                    false => format!("({})", ranks.join("+")),
+                }
+            };
+            let all: Vec<_> = (0..hosts.count()).map(of_host).collect();
+            let expected = Some(format!("({})", all.join("+")));
+            prop_assert!(sums.out.iter().all(|sum| *sum == expected), "{:?} {:?}", sums.out, expected);
+        }
     }
 }
 

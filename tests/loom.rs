@@ -19,7 +19,7 @@ use gemmesh::protocol::flag::FlagBlock;
 use gemmesh::protocol::flag::Wait;
 use gemmesh::protocol::primitive::AtomicUsize;
 use gemmesh::schedule::drive::{self, CopyThread, Produced};
-use gemmesh::schedule::plan::matrices::MATRICES;
+use gemmesh::schedule::plan::matrices::{MATRICES, PARTIALS};
 use gemmesh::schedule::plan::plan;
 use gemmesh::schedule::{
     Addend, DTypes, Form, Hosts, Layout, Operation, OutputBlock, Problem, Scaling, Schedule,
@@ -183,8 +183,9 @@ impl World {
     fn receive(&self, rank: usize, epoch: Epoch, network: &Receiver<u32>) {
         let Rank { chunk, rows, .. } = &self.ranks[rank];
         let receive = |transfer: &Transfer| {
-            for row in transfer.regions[0].to.rows.clone() {
-                rows[0][row].write(network.recv().unwrap());
+            let to = &transfer.regions[0].to;
+            for row in to.rows.clone() {
+                rows[to.matrix][row].write(network.recv().unwrap());
             }
             Ok::<(), Infallible>(())
         };
@@ -241,7 +242,7 @@ impl World {
             } = product.block(tile);
             for row in product.rows(tile) {
                 let offset = row - block.start;
-                if sum.addends.is_empty() {
+                if sum.out == PARTIALS {
                     rows[sum.out][sum.first + offset].write(value(rank, row, epoch));
                 }
                 for (from, addend) in sum.addends.iter().enumerate() {
@@ -621,8 +622,21 @@ fn rows_that_come_over_a_network_are_passed_on_and_seen() {
 
 /// The plans of all ranks that add up partials, for tiles of two rows.
 fn sums(operation: Operation, rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
+    sums_over(Hosts::default(), operation, rows, chunks)
+}
+
+/// As [`sums`], over hosts.
+fn sums_over(
+    hosts: Hosts,
+    operation: Operation,
+    rows: &[usize],
+    chunks: usize,
+) -> std::sync::Arc<Plans> {
     let layout = Layout::new(rows, 1).unwrap();
-    let problem = Problem::new(operation, DType::Bf16, layout, 1);
+    let problem = Problem {
+        hosts,
+        ..Problem::new(operation, DType::Bf16, layout, 1)
+    };
     let config = Config::new(TILE, Chunking::new(chunks), Route::Push);
     let plan = |rank, _| plan(&problem, rank, config).unwrap();
     std::sync::Arc::new(Plans {
@@ -714,6 +728,40 @@ fn a_block_is_sent_when_all_workers_have_made_their_tiles_of_it() {
             assert!(world.ranks[1].chunk[0].reached(epoch));
             assert_eq!(found, value(0, row, epoch));
         }
+    });
+}
+
+#[test]
+fn a_block_goes_over_a_network_when_all_workers_have_made_their_tiles_of_it() {
+    let hosts = Hosts::of(&["a", "b"]).unwrap();
+    let plans = sums_over(hosts, Operation::MatmulReduceScatter, &[0, 4], 1);
+    explore(Some(2), move || {
+        let epoch = EPOCHS[1];
+        let world = Arc::new(World::new(&plans, epoch, 4));
+        let produced = std::sync::Arc::new(produced(&world, 0, epoch));
+        let next = std::sync::Arc::new(AtomicUsize::new(0));
+        let (network, received) = channel();
+        let sent = (world.clone(), produced.clone());
+        let sender = spawn(move || {
+            let send = |transfer: &Transfer| {
+                let from = &transfer.regions[0].from;
+                for row in from.rows.clone() {
+                    let row = &sent.0.ranks[0].rows[from.matrix][row];
+                    network.send(row.read()).unwrap();
+                }
+                Ok(())
+            };
+            let plan = sent.0.plan(0, Way::Push);
+            let Ok(()) = drive::send(plan, epoch, &sent.1, &*sent.0, send);
+        });
+        let other = (world.clone(), produced.clone(), next.clone());
+        let other = spawn(move || other.0.multiply_and_add(0, epoch, &other.1, &other.2));
+        world.multiply_and_add(0, epoch, &produced, &next);
+        other.join().unwrap();
+        sender.join().unwrap();
+        // A worker of rank 1 looks at what it adds.
+        world.receive(1, epoch, &received);
+        world.multiply_and_add(1, epoch, &[], &AtomicUsize::new(0));
     });
 }
 

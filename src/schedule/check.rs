@@ -82,9 +82,8 @@ impl Parts {
             require("regions of one memory must not overlap", !overlap)?;
         }
         if transfer.route == Route::Net {
-            let what = "rows that go over a network must be final when the operation begins";
-            let is_final = transfer.after.is_empty() && transfer.produced.is_none();
-            require(what, is_final)?;
+            let what = "rows that go over a network must not be rows that are passed on";
+            require(what, transfer.after.is_empty())?;
             let what = "a rank must not send to itself over a network";
             require(what, transfer.from != transfer.to)?;
         }

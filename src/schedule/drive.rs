@@ -116,11 +116,29 @@ fn walk<'s, E: CopyEngine>(
     Ok(())
 }
 
-/// Receives what comes over a network, and writes a flag after each transfer. `receive` returns when its rows are there.
+/// Sends what goes over a network, each transfer when its block is made, if it is of one. Other rows were final when the
+/// operation began. `send` may return before the rows have gone.
 ///
-/// Nobody says `ready` or `done` across a network, because both ends take part in a transfer. The sender's rows are final
-/// when its operation begins, and it ends the operation when they have been sent. The receiver has begun the operation,
-/// so none of its earlier operations uses the memory any more.
+/// Nobody says `ready` or `done` across a network, because both ends take part in a transfer. The sender ends the
+/// operation when its rows have been sent. The receiver has begun the operation, so none of its earlier operations uses
+/// the memory any more.
+pub fn send<'s, W: Wait>(
+    schedule: &'s Schedule,
+    epoch: Epoch,
+    produced: &[Produced],
+    waiter: &W,
+    mut send: impl FnMut(&'s Transfer) -> Result<(), W::Error>,
+) -> Result<(), W::Error> {
+    for transfer in schedule.sent() {
+        if let Some(block) = transfer.produced {
+            produced[block].wait(schedule.rank(), block, epoch, waiter)?;
+        }
+        send(transfer)?;
+    }
+    Ok(())
+}
+
+/// Receives what comes over a network, and writes a flag after each transfer. `receive` returns when its rows are there.
 pub fn receive<'s, E>(
     schedule: &'s Schedule,
     epoch: Epoch,
@@ -227,7 +245,8 @@ impl Produced {
     pub fn of(schedule: &Schedule) -> Vec<Produced> {
         // A rank that sends nothing still adds its own partials, and several workers make them.
         let adds = schedule.reduction().is_some();
-        let is_awaited = adds || schedule.moves().any(|moved| moved.produced.is_some());
+        let mut moves = schedule.moves().chain(schedule.sent());
+        let is_awaited = adds || moves.any(|moved| moved.produced.is_some());
         if !schedule.requests().is_empty() {
             return schedule
                 .requests()

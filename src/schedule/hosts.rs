@@ -91,6 +91,12 @@ impl Hosts {
         several.map_or(1, |several| several.ranks.len() / several.places)
     }
 
+    /// Several hosts of `world` ranks in words that ranks compare.
+    pub(super) fn agreed(&self, world: usize) -> Option<String> {
+        let hosts = self.count();
+        (hosts > 1).then(|| format!("{hosts} hosts of {} ranks", world / hosts))
+    }
+
     /// The host of a rank.
     pub fn host_of(&self, rank: usize) -> usize {
         let several = self.several.as_ref();
@@ -119,6 +125,11 @@ impl Hosts {
                 several.ranks[host * places + (place + step) % places]
             }
         }
+    }
+
+    /// The ranks of a host, of `world` ranks in all, in their order.
+    pub fn ranks_of(&self, host: usize, world: usize) -> impl Iterator<Item = usize> {
+        (0..world).filter(move |&rank| self.host_of(rank) == host)
     }
 
     /// The other ranks of `rank`'s rail: that of the next host first, and so on around the ring of hosts.

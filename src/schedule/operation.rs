@@ -128,6 +128,7 @@ impl Operation {
         matches!(
             self,
             Operation::AllGatherMatmul
+                | Operation::MatmulReduceScatter
                 | Operation::AllGather
                 | Operation::AllGatherAndConsume
                 | Operation::Gather

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use gemmesh::testing::delay_chunks;
 use gemmesh::{
-    AllGatherAndConsume, Builder, Chunk, Chunking, Config, Error, Group, Host, Route, TileShape,
-    all_gather, bf16, matmul_reduce_scatter,
+    AllGatherAndConsume, Builder, Chunk, Chunking, Config, Error, Group, Host, MatmulReduceScatter,
+    Route, TileShape, all_gather, bf16, matmul, matmul_all_reduce,
 };
 use mpi::topology::{Color, SimpleCommunicator};
 use mpi::traits::{Communicator, CommunicatorCollectives};
@@ -42,6 +42,7 @@ pub fn test(world: &SimpleCommunicator) -> usize {
             for &rows in rows {
                 products_have_the_bits_of_one_host(&part, hosts, rows);
                 gathers_bring_all_rows(&part, hosts, rows);
+                sums_are_those_of_hosts(&part, hosts, rows);
             }
             large_shards_go_in_many_messages(&part, hosts);
             what_spans_no_hosts_is_refused(&part, hosts);
@@ -51,7 +52,7 @@ pub fn test(world: &SimpleCommunicator) -> usize {
             }
         }
         world.barrier();
-        passed += 2 * rows.len() + 3 + usize::from(hosts == SLOW);
+        passed += 3 * rows.len() + 3 + usize::from(hosts == SLOW);
     }
     passed
 }
@@ -154,6 +155,63 @@ fn gathers_bring_all_rows(part: &SimpleCommunicator, hosts: &str, rows: &[usize]
     }
 }
 
+/// The sum that `rank` makes of all ranks' values.
+fn sum_of_hosts(hosts: &str, rank: usize, value: impl Fn(usize) -> f32) -> bf16 {
+    let own = hosts.as_bytes()[rank] as char;
+    let mut sum = 0.0;
+    for host in ('a'..='z').filter(|host| hosts.contains(*host)) {
+        let ranks = hosts.char_indices().filter(|(_, its)| *its == host);
+        let values = ranks.map(|(rank, _)| value(rank));
+        sum = match host == own {
+            true => values.fold(sum, |sum, value| sum + value),
+            false => sum + bf16::from_f32(values.sum()).to_f32(),
+        };
+    }
+    bf16::from_f32(sum)
+}
+
+/// Of its own host a rank adds each rank's partial, and of another host their sum, which is rounded.
+fn sums_are_those_of_hosts(part: &SimpleCommunicator, hosts: &str, rows: &[usize]) {
+    let group = group(part, hosts);
+    let rank = group.rank();
+    let (m, n, k) = (rows.iter().sum::<usize>(), 11, 12);
+    let a = group
+        .upload(&normal::<bf16>(rank as u64, m * k), m, k)
+        .unwrap();
+    let b = group
+        .upload(&normal::<bf16>(!rank as u64, n * k), n, k)
+        .unwrap();
+    let mut partial = group.zeros::<bf16>(m, n).unwrap();
+    matmul(&a, &b, &mut partial).unwrap();
+    let partial = partial.to_vec().unwrap();
+    let own = bits(&partial).iter().flat_map(|value| value.to_le_bytes());
+    let own: Vec<u8> = own.collect();
+    let partials = group.all_gather_bytes(&own).unwrap();
+    let first = rows[..rank].iter().sum::<usize>() * n;
+    let value = |rank: usize, index: usize| {
+        let bytes = [partials[rank][2 * index], partials[rank][2 * index + 1]];
+        bf16::from_bits(u16::from_le_bytes(bytes)).to_f32()
+    };
+    let indices = first..first + rows[rank] * n;
+    let expected: Vec<bf16> = indices
+        .map(|index| sum_of_hosts(hosts, rank, |rank| value(rank, index)))
+        .collect();
+    delay_chunks(Some(5));
+    let mut out = group.zeros::<bf16>(rows[rank], n).unwrap();
+    for chunks in [1, 2, 5] {
+        let config = Config::new(TileShape::new(4, 4, 4), Chunking::new(chunks), Route::Push);
+        out.copy_from_host(&vec![bf16::NAN; rows[rank] * n])
+            .unwrap();
+        for _ in 0..5 {
+            let sum = MatmulReduceScatter::new().config(config).rows(rows);
+            sum.run(&a, &b, &mut out).unwrap();
+        }
+        let out = out.to_vec().unwrap();
+        assert_eq!(bits(&out), bits(&expected), "{hosts}, {rows:?}, {chunks}");
+    }
+    delay_chunks(None);
+}
+
 /// More messages than are under way at once, on a network of one rail.
 fn large_shards_go_in_many_messages(part: &SimpleCommunicator, hosts: &str) {
     let group = group(part, hosts);
@@ -177,10 +235,8 @@ fn what_spans_no_hosts_is_refused(part: &SimpleCommunicator, hosts: &str) {
         .upload(&vec![bf16::ONE; 4 * world * 8], 4 * world, 8)
         .unwrap();
     let b = group.upload(&[bf16::ONE; 3 * 8], 3, 8).unwrap();
-    let mut out = group.zeros::<bf16>(4, 3).unwrap();
-    let error = matmul_reduce_scatter(&a, &b, &mut out)
-        .unwrap_err()
-        .to_string();
+    let mut out = group.sharded::<bf16>(4 * world, 3).unwrap();
+    let error = matmul_all_reduce(&a, &b, &mut out).unwrap_err().to_string();
     assert!(error.contains("over several hosts"), "{error}");
     // A part within a host is a group as any other.
     let own = hosts.as_bytes()[group.rank()] as usize;

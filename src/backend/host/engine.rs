@@ -146,6 +146,7 @@ impl<'r> HostRun<'r> {
             matrices: &self.matrices,
             epoch: self.epoch,
             chunk: self.chunk_flags(),
+            produced: self.produced,
             recorder: &self.recorder,
         })
     }

@@ -12,7 +12,7 @@ use crate::profile::span::Lane;
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::{Awaited, Flag};
 use crate::ranks::members::Members;
-use crate::schedule::drive;
+use crate::schedule::drive::{self, Produced};
 use crate::schedule::{Extent, Move, Schedule, Transfer};
 
 /// A library that carries bytes between the ranks of a group.
@@ -70,6 +70,7 @@ pub struct Carrier<'a, 's> {
     pub epoch: Epoch,
     /// The chunk flags of this rank's arrivals.
     pub chunk: &'a [Flag],
+    pub produced: &'a [Produced],
     pub recorder: &'a Recorder<'s>,
 }
 
@@ -80,14 +81,16 @@ impl<'a> Carrier<'a, '_> {
     /// Sends all that goes over the network. Returns when the receivers have it.
     pub fn send(&self) -> Result<()> {
         let mut begun = VecDeque::<Begun>::new();
-        for transfer in self.schedule.sent() {
+        let send = |transfer: &'a Transfer| {
             if begun.len() == UNDER_WAY
                 && let Some(oldest) = begun.pop_front()
             {
                 self.finish_sending(oldest)?;
             }
             begun.push_back((transfer, self.begin_to_send(transfer)?));
-        }
+            Ok(())
+        };
+        drive::send(self.schedule, self.epoch, self.produced, self.members, send)?;
         begun
             .into_iter()
             .try_for_each(|one| self.finish_sending(one))
@@ -99,7 +102,7 @@ impl<'a> Carrier<'a, '_> {
         let mut bytes = self.memory_for(transfer)?;
         for (place, region, packed) in self.regions(transfer) {
             // SAFETY: the matrix holds the region, and `bytes` what it is packed to. The rows were final when the operation
-            // began.
+            // began, or `drive::send` has acquired the count of their block.
             unsafe { copy_part(place, &region, bytes.as_mut_ptr(), &packed) };
         }
         let message = self.network.send(transfer.to, bytes);

@@ -34,7 +34,8 @@ impl SharedState {
         number.saturating_sub(POSTS - 1)
     }
 
-    pub(super) fn has_begun(&self, rank: usize, number: u64) -> bool {
+    /// True if `rank` has posted its call `number`.
+    pub fn has_begun(&self, rank: usize, number: u64) -> bool {
         self.slot(rank, number).latest() >= number
     }
 

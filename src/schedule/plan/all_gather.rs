@@ -303,10 +303,11 @@ fn agree(problem: &Problem, config: &Config) -> Agreed {
     if let Some((dtype, columns)) = problem.beside {
         say(format!("{columns} columns of {dtype} beside"));
     }
-    if problem.hosts.count() > 1 {
-        let (hosts, ranks) = (problem.hosts.count(), layout.world());
-        say(format!("{hosts} hosts of {} ranks", ranks / hosts));
-    }
+    problem
+        .hosts
+        .agreed(layout.world())
+        .into_iter()
+        .for_each(&mut say);
     let stages = layout.stages();
     match (layout.order(), config.route) {
         (RowOrder::ByStage, _) => say(format!("stages in memory = {stages}")),

@@ -28,7 +28,7 @@ pub(super) struct Cutter<'a> {
 
 /// About how many bytes of a shard cross the network at a time: enough to make its latency small, and little enough
 /// that passing them on ends soon after the last have come.
-const RAIL_BYTES: usize = 2 << 20;
+pub(super) const RAIL_BYTES: usize = 2 << 20;
 
 /// A part of a shard that one transfer moves.
 struct StagedChunk {

@@ -9,6 +9,7 @@ pub mod partial_sums;
 pub mod partials;
 mod pieces;
 mod quantize;
+mod sums_over_hosts;
 pub mod tile_order;
 
 use super::limits::require;
@@ -46,7 +47,7 @@ pub fn plan(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> 
         Operation::ProduceAndAllToAll => collectives::produce_and_all_to_all,
     };
     if problem.hosts.count() > 1 {
-        let what = "over several hosts an operation must be a gather or a product of gathered rows";
+        let what = "over several hosts an operation must be a gather, a product of gathered rows or a reduce-scatter of products";
         require(what, problem.operation.spans_hosts())?;
     }
     planner(problem, rank, config)

@@ -9,6 +9,7 @@ pub use super::pieces::agree;
 
 use super::one_shot::one_shot;
 use super::pieces::{SumOwners, SumPlan};
+use super::sums_over_hosts;
 use crate::refusal::Result;
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config};
@@ -34,6 +35,9 @@ use crate::schedule::{Addend, Operation, OutputBlock, Problem, Reduction, Schedu
 /// many tiles or blocks.
 pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let planner = SumPlan::new(problem, rank, config, SumOwners::Own)?;
+    if problem.hosts.count() > 1 {
+        return sums_over_hosts::reduce_scatter(&planner);
+    }
     if planner.one_shot {
         return one_shot(&planner);
     }

@@ -374,7 +374,11 @@ impl SumPlan<'_> {
     /// What the ranks must agree on. K may differ between ranks.
     fn agree(&self) -> Agreed {
         let Problem {
-            layout, n, dtypes, ..
+            layout,
+            hosts,
+            n,
+            dtypes,
+            ..
         } = self.problem;
         let mut arguments = self.problem.agreed(format!("N = {n}"));
         arguments.extend(self.problem.form.agreed());
@@ -382,6 +386,7 @@ impl SumPlan<'_> {
         if let Some(cuts) = Cuts::of(&self.config, self.one_shot) {
             arguments.extend(cuts.agreed());
         }
+        arguments.extend(hosts.agreed(layout.world()));
         arguments.extend(layout.agreed());
         Agreed::new(self.problem.operation.name(), arguments)
     }
@@ -450,7 +455,7 @@ pub fn agree(problem: &Problem, one: &Config, other: &Config) -> bool {
 }
 
 /// As [`chunk_rows`], at boundaries of tiles that are counted from the block's first row.
-fn chunk_rows_of_block(
+pub(super) fn chunk_rows_of_block(
     rows: Range<usize>,
     count: usize,
     entry_rows: usize,
