@@ -29,7 +29,7 @@ use crate::ranks::deadlines::Deadlines;
 use crate::ranks::members::Members;
 use crate::ranks::split::{self, Claim, split_call};
 use crate::refusal::{self, Refusal};
-use crate::schedule::{Config, Numerics, Problem};
+use crate::schedule::{Config, Hosts, Numerics, Problem};
 
 /// This rank's membership of a group of ranks that multiply together.
 ///
@@ -414,6 +414,11 @@ impl<B: Backend> Group<B> {
 }
 
 impl<B: Backend> Group<B> {
+    /// Which ranks share a host.
+    pub(crate) fn hosts(&self) -> &Hosts {
+        &self.inner.members.hosts
+    }
+
     /// `place`: of the call that opens the group.
     fn open(
         members: Members,

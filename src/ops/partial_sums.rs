@@ -61,7 +61,10 @@ impl Which {
         call: &CallForm,
     ) -> refusal::Result<Problem> {
         limit("N", n, 1, MAX_EXTENT)?;
-        let problem = options.problem::<B>(self.operation(), layout, &[n], call)?;
+        let problem = Problem {
+            hosts: group.hosts().clone(),
+            ..options.problem::<B>(self.operation(), layout, &[n], call)?
+        };
         addends.check(group, &problem, self.rows(group, &problem))?;
         Ok(problem)
     }
@@ -79,6 +82,13 @@ impl Which {
         matches!(self, Which::All) && !is_one_shot(problem, config)
     }
 
+    /// True if a gather must follow, so that all ranks have all sums: over several hosts, and if the sum's schedule has no
+    /// product.
+    fn needs_gather(self, problem: &Problem, config: &Config, has_product: bool) -> bool {
+        let sends_none = !has_product || problem.hosts.count() > 1;
+        sends_none && self.reduces_own_rows(problem, config)
+    }
+
     /// Checks that [`PlannedSums::new`] would plan the sums. If a gather must follow, returns their configuration.
     pub fn check<B: Backend>(
         self,
@@ -91,11 +101,12 @@ impl Which {
     ) -> refusal::Result<Option<Config>> {
         let problem = self.problem(options, addends, group, layout, n, call)?;
         let (schedule, config) = group.checked_schedule(&problem, options.config)?;
-        if schedule.product().is_some() {
-            return Ok(None);
+        let has_product = schedule.product().is_some();
+        if !has_product {
+            group.checked_schedule(&multiply(&problem), Some(config))?;
         }
-        group.checked_schedule(&multiply(&problem), Some(config))?;
-        Ok(self.reduces_own_rows(&problem, &config).then_some(config))
+        let needs_gather = self.needs_gather(&problem, &config, has_product);
+        Ok(needs_gather.then_some(config))
     }
 }
 
@@ -217,7 +228,9 @@ impl<B: Backend> PlannedSums<B> {
 
     /// True if a gather must follow, so that all ranks have all sums.
     pub fn needs_gather(&self) -> bool {
-        self.multiply.is_some() && self.reduces_own_rows
+        let has_product = self.multiply.is_none();
+        self.which
+            .needs_gather(&self.problem, &self.config, has_product)
     }
 
     /// The rows of the sum that this rank owns.

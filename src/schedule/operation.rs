@@ -129,6 +129,8 @@ impl Operation {
             self,
             Operation::AllGatherMatmul
                 | Operation::MatmulReduceScatter
+                | Operation::MatmulAllReduce
+                | Operation::GatherOfMatmulAllReduce
                 | Operation::AllGather
                 | Operation::AllGatherAndConsume
                 | Operation::Gather

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use gemmesh::testing::delay_chunks;
 use gemmesh::{
-    AllGatherAndConsume, Builder, Chunk, Chunking, Config, Error, Group, Host, MatmulReduceScatter,
-    Route, TileShape, all_gather, bf16, matmul, matmul_all_reduce,
+    AllGatherAndConsume, Builder, Chunk, Chunking, Config, Error, Group, Host, MatmulAllReduce,
+    MatmulReduceScatter, Route, TileShape, all_gather, bf16, broadcast, matmul,
 };
 use mpi::topology::{Color, SimpleCommunicator};
 use mpi::traits::{Communicator, CommunicatorCollectives};
@@ -155,6 +155,11 @@ fn gathers_bring_all_rows(part: &SimpleCommunicator, hosts: &str, rows: &[usize]
     }
 }
 
+fn bytes(values: &[bf16]) -> Vec<u8> {
+    let values = bits(values).iter();
+    values.flat_map(|value| value.to_le_bytes()).collect()
+}
+
 /// The sum that `rank` makes of all ranks' values.
 fn sum_of_hosts(hosts: &str, rank: usize, value: impl Fn(usize) -> f32) -> bf16 {
     let own = hosts.as_bytes()[rank] as char;
@@ -184,9 +189,7 @@ fn sums_are_those_of_hosts(part: &SimpleCommunicator, hosts: &str, rows: &[usize
     let mut partial = group.zeros::<bf16>(m, n).unwrap();
     matmul(&a, &b, &mut partial).unwrap();
     let partial = partial.to_vec().unwrap();
-    let own = bits(&partial).iter().flat_map(|value| value.to_le_bytes());
-    let own: Vec<u8> = own.collect();
-    let partials = group.all_gather_bytes(&own).unwrap();
+    let partials = group.all_gather_bytes(&bytes(&partial)).unwrap();
     let first = rows[..rank].iter().sum::<usize>() * n;
     let value = |rank: usize, index: usize| {
         let bytes = [partials[rank][2 * index], partials[rank][2 * index + 1]];
@@ -208,6 +211,21 @@ fn sums_are_those_of_hosts(part: &SimpleCommunicator, hosts: &str, rows: &[usize
         }
         let out = out.to_vec().unwrap();
         assert_eq!(bits(&out), bits(&expected), "{hosts}, {rows:?}, {chunks}");
+        let mut all = group.sharded_rows::<bf16>(rows, n).unwrap();
+        all.poison(bf16::NAN).unwrap();
+        group.barrier().unwrap();
+        let sum = MatmulAllReduce::new().config(config);
+        sum.run(&a, &b, &mut all).unwrap();
+        let all = all.to_vec().unwrap();
+        let of_rank = &all[first..first + rows[rank] * n];
+        assert_eq!(
+            bits(of_rank),
+            bits(&expected),
+            "{hosts}, {rows:?}, {chunks}"
+        );
+        // Its other rows are their owners'.
+        let owned = group.all_gather_bytes(&bytes(of_rank)).unwrap();
+        assert_eq!(bytes(&all), owned.concat(), "{hosts}, {rows:?}, {chunks}");
     }
     delay_chunks(None);
 }
@@ -231,12 +249,8 @@ fn large_shards_go_in_many_messages(part: &SimpleCommunicator, hosts: &str) {
 fn what_spans_no_hosts_is_refused(part: &SimpleCommunicator, hosts: &str) {
     let group = group(part, hosts);
     let world = group.world_size();
-    let a = group
-        .upload(&vec![bf16::ONE; 4 * world * 8], 4 * world, 8)
-        .unwrap();
-    let b = group.upload(&[bf16::ONE; 3 * 8], 3, 8).unwrap();
-    let mut out = group.sharded::<bf16>(4 * world, 3).unwrap();
-    let error = matmul_all_reduce(&a, &b, &mut out).unwrap_err().to_string();
+    let mut a = group.sharded::<bf16>(4 * world, 8).unwrap();
+    let error = broadcast(&mut a, 0).unwrap_err().to_string();
     assert!(error.contains("over several hosts"), "{error}");
     // A part within a host is a group as any other.
     let own = hosts.as_bytes()[group.rank()] as usize;

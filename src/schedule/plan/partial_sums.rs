@@ -47,8 +47,8 @@ pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> 
 /// Gives each rank all rows of the sum, in a shared matrix.
 ///
 /// If partials are pushed or stored, rows are cut into panels. Each panel of this rank's rows is sent on to all peers
-/// when it is made, while the next panels are multiplied. If partials are pulled, or stored after the product, a gather
-/// has to follow.
+/// when it is made, while the next panels are multiplied. If partials are pulled, or stored after the product, or if there
+/// are several hosts, a gather has to follow.
 ///
 /// If [`is_one_shot`](super::partials::is_one_shot) is true, every rank gets all partials and adds up all rows.
 ///
@@ -58,7 +58,11 @@ pub(super) fn all_reduce(problem: &Problem, rank: usize, config: Config) -> Resu
     if is_one_shot(problem, &config) {
         return one_shot(&SumPlan::new(problem, rank, config, SumOwners::Everywhere)?);
     }
-    in_steps(&SumPlan::new(problem, rank, config, SumOwners::All)?)
+    let planner = SumPlan::new(problem, rank, config, SumOwners::All)?;
+    if problem.hosts.count() > 1 {
+        return sums_over_hosts::reduce_scatter(&planner);
+    }
+    in_steps(&planner)
 }
 
 /// Gives each rank the sums of its own rows, after the product or while it is made.

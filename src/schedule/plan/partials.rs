@@ -32,6 +32,7 @@ pub fn is_one_shot(problem: &Problem, config: &Config) -> bool {
     match problem.operation {
         Operation::MatmulReduceScatter => by_owners(problem, config),
         // Between two ranks, one step moves as many bytes as two.
+        _ if problem.hosts.count() > 1 => false,
         _ => are_few(problem) || config.stores_behind() && problem.layout.world() <= 2,
     }
 }

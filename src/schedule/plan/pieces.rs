@@ -264,13 +264,17 @@ impl SumPlan<'_> {
                 first: self.partials.slot(from, self.rank) + first,
             },
         };
-        let place = match self.sums {
-            SumOwners::Own => 0,
-            SumOwners::All | SumOwners::Everywhere => self.problem.layout.rows_of(self.rank).start,
-        };
         Sum {
             addends: (0..self.problem.layout.world()).map(addend).collect(),
-            ..self.finished(place + first)
+            ..self.finished(self.place() + first)
+        }
+    }
+
+    /// The first of this rank's own rows in OUT.
+    pub(super) fn place(&self) -> usize {
+        match self.sums {
+            SumOwners::Own => 0,
+            SumOwners::All | SumOwners::Everywhere => self.problem.layout.rows_of(self.rank).start,
         }
     }
 

@@ -27,7 +27,7 @@ use crate::schedule::plan::partials::Piece;
 use crate::schedule::plan::tile_order;
 use crate::schedule::{Addend, Hosts, Layout, Move, OutputBlock, Schedule, Sum, Transfer};
 
-/// Gives each rank its rows of the sum.
+/// Gives each rank its rows of the sum. If all ranks get all rows, a gather has to follow.
 ///
 /// # Errors
 /// As the planner's within one host; `Refusal::Unsupported` unless partials are pushed.
@@ -279,7 +279,9 @@ impl<'a> Ways<'a> {
         let from = (0..self.hosts.count()).flat_map(of_host);
         Sum {
             addends: from.map(|from| self.addend(from, piece)).collect(),
-            ..self.planner.finished(self.offset(piece))
+            ..self
+                .planner
+                .finished(self.planner.place() + self.offset(piece))
         }
     }
 
