@@ -194,6 +194,39 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    #[test]
+    fn blocks_and_a_root_s_rows_come_to_every_rank(case in cases(), root in any::<prop::sample::Index>()) {
+        let hosts = Hosts::of(&case.hosts).unwrap();
+        let world = case.hosts.len();
+        let root = root.index(world);
+        let rows: Vec<usize> = (0..world).map(|rank| case.rows[rank] * usize::from(rank == root)).collect();
+        for (operation, rows) in [(Operation::AllToAll, &case.rows), (Operation::Broadcast, &rows)] {
+            let problem = Problem {
+                hosts: hosts.clone(),
+                ..Problem::new(operation, DType::Bf16, Layout::new(rows, K).unwrap(), K)
+            };
+            let config = case.config.with_route(Route::Push);
+            let schedules: Vec<_> = (0..world)
+                .map(|rank| plan(&problem, rank, config).unwrap())
+                .collect();
+            let come = by_ends(&schedules, |schedule| schedule.arrivals().iter().collect());
+            let moved =
+                by_ends(&schedules, |schedule| schedule.moves().chain(schedule.sent()).collect());
+            prop_assert_eq!(come, moved);
+            prop_assert_eq!(stuck(&schedules), 0);
+            for schedule in &schedules {
+                let came = schedule.arrivals().iter().map(|come| come.regions[0].to.rows.len());
+                let own = usize::from(operation == Operation::Broadcast && schedule.rank() == root);
+                prop_assert_eq!(came.sum::<usize>(), problem.layout.m() * (1 - own));
+                prop_assert!(schedule.moves().all(|moved| hosts.share(moved.from, moved.to)));
+            }
+        }
+    }
+}
+
 /// What ranks add up, in words: "(0+1+(2+3))".
 struct Sums<'s> {
     schedule: &'s Schedule,

@@ -133,6 +133,9 @@ impl Operation {
                 | Operation::GatherOfMatmulAllReduce
                 | Operation::AllGather
                 | Operation::AllGatherAndConsume
+                | Operation::Broadcast
+                | Operation::AllToAll
+                | Operation::ProduceAndAllToAll
                 | Operation::Gather
                 | Operation::Multiply
         )

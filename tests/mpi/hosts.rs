@@ -7,7 +7,8 @@ use std::time::Duration;
 use gemmesh::testing::delay_chunks;
 use gemmesh::{
     AllGatherAndConsume, Builder, Chunk, Chunking, Config, Error, Group, Host, MatmulAllReduce,
-    MatmulReduceScatter, Route, TileShape, all_gather, bf16, broadcast, matmul,
+    MatmulReduceScatter, Route, TileShape, all_gather, all_to_all, bf16, broadcast, matmul,
+    reduce_scatter,
 };
 use mpi::topology::{Color, SimpleCommunicator};
 use mpi::traits::{Communicator, CommunicatorCollectives};
@@ -43,6 +44,7 @@ pub fn test(world: &SimpleCommunicator) -> usize {
                 products_have_the_bits_of_one_host(&part, hosts, rows);
                 gathers_bring_all_rows(&part, hosts, rows);
                 sums_are_those_of_hosts(&part, hosts, rows);
+                blocks_and_a_root_s_rows_come(&part, hosts, rows);
             }
             large_shards_go_in_many_messages(&part, hosts);
             what_spans_no_hosts_is_refused(&part, hosts);
@@ -52,7 +54,7 @@ pub fn test(world: &SimpleCommunicator) -> usize {
             }
         }
         world.barrier();
-        passed += 3 * rows.len() + 3 + usize::from(hosts == SLOW);
+        passed += 4 * rows.len() + 3 + usize::from(hosts == SLOW);
     }
     passed
 }
@@ -230,6 +232,43 @@ fn sums_are_those_of_hosts(part: &SimpleCommunicator, hosts: &str, rows: &[usize
     delay_chunks(None);
 }
 
+fn blocks_and_a_root_s_rows_come(part: &SimpleCommunicator, hosts: &str, rows: &[usize]) {
+    let group = group(part, hosts);
+    let (rank, world) = (group.rank(), group.world_size());
+    let (m, n) = (rows.iter().sum::<usize>(), 5);
+    delay_chunks(Some(3));
+    // Rank s has the row (s, p, i) in row i of its block for rank p.
+    let value = |from: usize, to: usize, row: usize| (from * 100 + to * 10 + row % 10) as u32;
+    let blocks = (0..world).flat_map(|to| (0..rows[rank]).map(move |row| (to, row)));
+    let blocks: Vec<u32> = blocks
+        .flat_map(|(to, row)| [value(rank, to, row); 5])
+        .collect();
+    let a = group.upload(&blocks, world * rows[rank], n).unwrap();
+    let mut out = group.sharded_rows::<u32>(rows, n).unwrap();
+    let come = (0..world).flat_map(|from| (0..rows[from]).map(move |row| (from, row)));
+    let come: Vec<u32> = come
+        .flat_map(|(from, row)| [value(from, rank, row); 5])
+        .collect();
+    for _ in 0..3 {
+        out.poison(u32::MAX).unwrap();
+        group.barrier().unwrap();
+        all_to_all(&a, &mut out).unwrap();
+        assert_eq!(out.to_vec().unwrap(), come, "{hosts}, {rows:?}");
+    }
+    for root in 0..world {
+        out.poison(u32::MAX).unwrap();
+        let all: Vec<u32> = (0..m * n).map(|index| (index + root) as u32).collect();
+        if rank == root {
+            out.write(0, &all).unwrap();
+        }
+        group.barrier().unwrap();
+        broadcast(&mut out, root).unwrap();
+        assert_eq!(out.to_vec().unwrap(), all, "{hosts}, {rows:?}, {root}");
+        group.barrier().unwrap();
+    }
+    delay_chunks(None);
+}
+
 /// More messages than are under way at once, on a network of one rail.
 fn large_shards_go_in_many_messages(part: &SimpleCommunicator, hosts: &str) {
     let group = group(part, hosts);
@@ -249,8 +288,11 @@ fn large_shards_go_in_many_messages(part: &SimpleCommunicator, hosts: &str) {
 fn what_spans_no_hosts_is_refused(part: &SimpleCommunicator, hosts: &str) {
     let group = group(part, hosts);
     let world = group.world_size();
-    let mut a = group.sharded::<bf16>(4 * world, 8).unwrap();
-    let error = broadcast(&mut a, 0).unwrap_err().to_string();
+    let a = group
+        .upload(&vec![bf16::ONE; 4 * world], 4 * world, 1)
+        .unwrap();
+    let mut out = group.zeros::<bf16>(4, 1).unwrap();
+    let error = reduce_scatter(&a, &mut out).unwrap_err().to_string();
     assert!(error.contains("over several hosts"), "{error}");
     // A part within a host is a group as any other.
     let own = hosts.as_bytes()[group.rank()] as usize;

@@ -15,7 +15,7 @@ use crate::route::Route;
 use crate::schedule::config::{Chunking, Config, TileShape};
 use crate::schedule::layout::{MAX_EXTENT, MAX_WORLD, chunk_rows};
 use crate::schedule::limits::limit;
-use crate::schedule::plan::chunks::{Part, stored_parts};
+use crate::schedule::plan::chunks::{Cutter, Part, stored_parts};
 use crate::schedule::plan::matrices::{self, A, OUT, PARTIALS};
 use crate::schedule::plan::partials::{Incoming, Partials, Piece, among_others};
 use crate::schedule::plan::tile_order::ring;
@@ -84,7 +84,8 @@ pub(super) fn produce_and_reduce_scatter(
 /// Each rank sends every rank a block of rows.
 ///
 /// Rank s sends each rank as many rows as s has in the layout of the output, and they come to lie in the place of s:
-/// row i of block p of the input of s becomes the i-th row of s in the output of rank p.
+/// row i of block p of the input of s becomes the i-th row of s in the output of rank p. Blocks for other hosts go to
+/// their ranks at once, because no two of them are the same rows.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
@@ -107,7 +108,7 @@ pub(super) fn produce_and_all_to_all(
 /// Gives all ranks the rows of the root, which has all rows in the layout.
 ///
 /// If rows are pushed, the root sends each other rank a share of them, which that rank sends on. So each link carries
-/// all rows about once. If rows are stored, the root stores them to all ranks.
+/// all rows about once. If rows are stored, the root stores them to all ranks. Over several hosts they go as in a gather.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
@@ -209,7 +210,10 @@ impl<'a> CollectivePlan<'a> {
             after: 0..0,
             produced: None,
             flag,
-            route: self.config.route,
+            route: match self.problem.hosts.share(from, to) {
+                true => self.config.route,
+                false => self.problem.hosts.rail_route(),
+            },
         }
     }
 
@@ -292,7 +296,24 @@ impl<'a> CollectivePlan<'a> {
         root.unwrap_or(0)
     }
 
+    /// Over several hosts it is a gather of rows that are all the root's. So they cross the network once a host.
+    fn broadcast_over_hosts(&self) -> Result<Schedule> {
+        let cutter = Cutter::new(self.problem, &self.config);
+        let room = Partials::of_callers(self.problem, 0, 0);
+        let mut parts = self.parts([self.problem.layout.m(); 2], &room);
+        parts.arrivals = cutter.arrivals(self.rank);
+        parts.departures = cutter.departures(self.rank);
+        let transfers = parts.arrivals.iter_mut().chain(&mut parts.departures);
+        for Move { from, to } in transfers.flat_map(|transfer| &mut transfer.regions) {
+            (from.matrix, to.matrix) = (OUT, OUT);
+        }
+        Schedule::new(parts)
+    }
+
     fn broadcast(&self) -> Result<Schedule> {
+        if self.problem.hosts.count() > 1 {
+            return self.broadcast_over_hosts();
+        }
         let &CollectivePlan { problem, rank, .. } = self;
         let (layout, world) = (&problem.layout, self.world());
         let root = self.root();
@@ -402,10 +423,15 @@ impl<'a> CollectivePlan<'a> {
     /// What the ranks must agree on. A rank that sends has to know the flag numbers of the ranks that it sends to.
     fn agree(&self) -> Agreed {
         let Problem {
-            layout, n, dtypes, ..
+            layout,
+            hosts,
+            n,
+            dtypes,
+            ..
         } = self.problem;
         let mut arguments = self.problem.agreed(format!("N = {n}"));
         arguments.extend(dtypes.agreed());
+        arguments.extend(hosts.agreed(layout.world()));
         arguments.push(match self.config.route {
             Route::Store => of_configuration("stored"),
             _ => of_configuration(format!("chunks = {}", self.config.chunking.count)),

@@ -47,7 +47,7 @@ pub fn plan(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> 
         Operation::ProduceAndAllToAll => collectives::produce_and_all_to_all,
     };
     if problem.hosts.count() > 1 {
-        let what = "over several hosts an operation must be a gather, or a product of gathered rows or with sums over ranks";
+        let what = "over several hosts an operation must not be a sum without a product";
         require(what, problem.operation.spans_hosts())?;
     }
     planner(problem, rank, config)
