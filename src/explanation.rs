@@ -30,6 +30,7 @@ pub struct Explanation {
     /// all shapes.
     pub predicted: Vec<Prediction>,
     moved: Moved,
+    several_hosts: bool,
 }
 
 /// What an operation moves between ranks.
@@ -64,8 +65,10 @@ pub struct Prediction {
 }
 
 impl Explanation {
+    /// `several_hosts`: whether the group's ranks run on several hosts.
     pub(crate) fn new(
         problem: &Problem,
+        several_hosts: bool,
         config: Config,
         predicted: Vec<Prediction>,
     ) -> Explanation {
@@ -78,6 +81,7 @@ impl Explanation {
             config,
             predicted,
             moved,
+            several_hosts,
         }
     }
 
@@ -172,7 +176,8 @@ impl Explanation {
         write!(f, "\n{what} (Route::{route:?})")?;
         // Kernels cut the rows that they store much finer, whatever the configuration says.
         if (self.moved, *route) == (Moved::Rows, Route::Store) {
-            return f.write_str(".");
+            f.write_str(".")?;
+            return self.write_hosts(f);
         }
         write!(f, ", in {}", Counted(chunking.count, "chunk"))?;
         if chunking.last != chunking.count {
@@ -187,7 +192,20 @@ impl Explanation {
         if chunking.cut_last {
             f.write_str("\nThe very last chunk comes in two parts, cut along K.")?;
         }
-        Ok(())
+        self.write_hosts(f)
+    }
+
+    fn write_hosts(&self, f: &mut Formatter<'_>) -> Result {
+        match self.moved {
+            Moved::Rows if self.several_hosts => f.write_str(
+                "\nRows of another host come over the network (Route::Net) to one rank of this host, which passes them on.",
+            ),
+            Moved::Sums if self.several_hosts => f.write_str(
+                "\nPartial sums for another host are added within this host, and their sum goes over the network \
+                 (Route::Net).",
+            ),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -215,8 +233,29 @@ mod tests {
             config: Config::new(tile, chunking, route),
             predicted: Vec::new(),
             moved,
+            several_hosts: false,
         };
         explanation.to_string()
+    }
+
+    #[test]
+    fn it_says_what_goes_over_the_network() {
+        let of = |moved| Explanation {
+            config: Config::new(TileShape::new(8, 8, 8), Chunking::new(1), Route::Push),
+            predicted: Vec::new(),
+            moved,
+            several_hosts: true,
+        };
+        for (moved, expected) in [
+            (Moved::Rows, "Rows of another host come over the network"),
+            (Moved::Sums, "Partial sums for another host are added"),
+        ] {
+            let words = of(moved).to_string();
+            assert!(
+                words.lines().any(|line| line.starts_with(expected)),
+                "{words}"
+            );
+        }
     }
 
     #[test]
@@ -238,6 +277,7 @@ mod tests {
             config: Config::new(tile, Chunking::new(1), Route::Pull).with_max_ctas(64),
             predicted: Vec::new(),
             moved: Moved::Nothing,
+            several_hosts: false,
         };
         let expected = "\
             The output is computed in tiles of 1 row and 1 column, which read 1 column of K in a step and have up to \
@@ -315,6 +355,7 @@ mod tests {
                 prediction("until the operation is complete", 20.0),
             ],
             moved: Moved::Rows,
+            several_hosts: false,
         };
         let words = explanation.to_string();
         let lines: Vec<&str> = words.lines().skip(2).collect();

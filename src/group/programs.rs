@@ -11,7 +11,7 @@ use crate::profile::nvtx::range;
 use crate::refusal;
 use crate::resources::require_available;
 use crate::schedule::plan::matrices::PARTIALS;
-use crate::schedule::plan::{plan, tile_order};
+use crate::schedule::plan::{over_hosts, plan, tile_order};
 use crate::schedule::{Accumulation, Agreed, Config, Numerics, Problem, Schedule};
 
 /// A list of tiles of more bytes than this is asked for before it is made.
@@ -109,6 +109,7 @@ impl<B: Backend> Group<B> {
             });
             backend.default_config(with_a_row.as_ref().unwrap_or(problem), *numerics)
         });
+        let config = over_hosts(problem, config);
         config.check_numerics(*numerics)?;
         let listed = tile_order::bytes(problem, &config);
         // Asking takes longer than planning a short list.

@@ -116,11 +116,13 @@ fn plan(
     })
 }
 
-/// The configuration of a gather, whose rows are passed on within a host if there are several. Only the rank that got
-/// them knows when, so it pushes them, and a kernel waits alike for all rows that are moved by copy engines.
-fn over_hosts(problem: &Problem, config: Config) -> Config {
+/// The configuration by which an operation is planned. In a gather over several hosts rows are passed on within a host.
+/// Only the rank that got them knows when, so it pushes them, and a kernel waits alike for all rows that are moved by copy
+/// engines. A sum's configuration says itself that it pushes.
+pub fn over_hosts(problem: &Problem, config: Config) -> Config {
+    let is_sum = problem.operation.is_sum();
     match config.route {
-        Route::Pull if problem.hosts.count() > 1 => config.with_route(Route::Push),
+        Route::Pull if problem.hosts.count() > 1 && !is_sum => config.with_route(Route::Push),
         _ => config,
     }
 }

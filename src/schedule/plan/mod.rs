@@ -13,6 +13,8 @@ mod sums_over_hosts;
 pub mod tile_order;
 
 use super::limits::require;
+pub use all_gather::over_hosts;
+
 use super::{Config, Operation, Problem, Schedule};
 use crate::refusal::Result;
 
