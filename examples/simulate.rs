@@ -16,7 +16,7 @@ use clap::{Parser, ValueEnum, value_parser};
 use comfy_table::Table;
 use comfy_table::presets::ASCII_MARKDOWN;
 use gemmesh::Result;
-use gemmesh::simulation::{Network, Played, play_all_gather_matmul};
+use gemmesh::simulation::{Played, SimulatedNetwork, play_all_gather_matmul};
 
 #[derive(Parser)]
 struct Args {
@@ -83,7 +83,7 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
-    let network = Network {
+    let network = SimulatedNetwork {
         bytes: args.network / 8.0 * 1e3,
         latency: args.latency,
     };
@@ -126,7 +126,12 @@ fn run(args: &Args) -> Result<()> {
 }
 
 /// M, N and K of a layer that so many hosts share, and its time.
-fn played(args: &Args, m: usize, hosts: usize, network: &Network) -> Result<([usize; 3], Played)> {
+fn played(
+    args: &Args,
+    m: usize,
+    hosts: usize,
+    network: &SimulatedNetwork,
+) -> Result<([usize; 3], Played)> {
     let [hidden, k] = args.model.features();
     let world = hosts.saturating_mul(args.gpus).max(1);
     let shape = [m, hidden.div_ceil(world), k];
@@ -136,7 +141,7 @@ fn played(args: &Args, m: usize, hosts: usize, network: &Network) -> Result<([us
 
 /// NCCL's gather of so many bytes in all, by rings, in microseconds: the latencies of its tuning.cc (the simple
 /// protocol), and the slower of a host's cards and its NVLink. It has no tree for gathers.
-fn nccl_gather(bytes: f64, [hosts, gpus]: [usize; 2], network: &Network) -> f64 {
+fn nccl_gather(bytes: f64, [hosts, gpus]: [usize; 2], network: &SimulatedNetwork) -> f64 {
     /// What a gather takes, a step between GPUs of a host, and a step between hosts.
     const LATENCIES: [f64; 3] = [8.4, 3.4, 14.0];
     /// Bytes of NVLink in a microsecond: about what NCCL's large gathers on four H200s reach.

@@ -14,7 +14,6 @@ use crate::ranks::host;
 use crate::refusal::Refusal;
 use crate::schedule::Hosts;
 use crate::schedule::agreed::hash;
-use crate::schedule::limits::require;
 
 /// The name of the call.
 const CALL: &str = "Group::from_communicator";
@@ -33,10 +32,6 @@ impl<B: Backend> Builder<B> {
         let (rank, world) = (communicator.rank() as usize, communicator.size() as usize);
         self.hosts = hosts(communicator)?;
         if self.hosts.count() > 1 {
-            let what = "for a group of several hosts MPI must be initialised by \
-                        mpi::initialize_with_threading(mpi::Threading::Multiple), because several threads call it";
-            require(what, threading_support() == Threading::Multiple)
-                .map_err(Refusal::of(rank, CALL))?;
             self.network = Some(Arc::new(Mpi::new(communicator)));
         }
         self.connect_with(rank, world, |mine| {
@@ -46,7 +41,7 @@ impl<B: Backend> Builder<B> {
         })
     }
 
-    /// Joins the group of all ranks that mpirun started. MPI must be initialised. The group does not need MPI
+    /// Joins the group of all ranks that mpirun started. MPI must be initialised. A group of one host does not need MPI
     /// afterwards.
     ///
     /// ```no_run
@@ -71,34 +66,64 @@ impl<B: Backend> Builder<B> {
     }
 }
 
+/// What a rank tells the others: its kernel's id, the hash of its host's name, and whether any of its threads may call
+/// MPI.
+struct Told([u8; Told::BYTES]);
+
+impl Told {
+    const ID: usize = 40;
+    const NAME: usize = Self::ID + size_of::<u64>();
+    const BYTES: usize = Self::NAME + 1;
+
+    fn of(boot_id: &str) -> Told {
+        let mut bytes = [b' '; Self::BYTES];
+        let length = boot_id.len().min(Self::ID);
+        bytes[..length].copy_from_slice(&boot_id.as_bytes()[..length]);
+        let name = hash(host::name(boot_id).as_bytes());
+        bytes[Self::ID..Self::NAME].copy_from_slice(&name.to_le_bytes());
+        bytes[Self::NAME] = u8::from(threading_support() == Threading::Multiple);
+        Told(bytes)
+    }
+}
+
 /// The hosts of the communicator's ranks. Collective.
+///
+/// # Errors
+/// On all ranks or on none.
 fn hosts(communicator: &impl Communicator) -> Result<Hosts> {
-    /// The kernel's id, and behind it the hash of the host's name.
-    const BYTES: usize = 48;
-    const ID: usize = BYTES - size_of::<u64>();
     let (rank, world) = (communicator.rank() as usize, communicator.size() as usize);
     let id = host::boot_id(rank);
-    let mut mine = [b' '; BYTES];
-    if let Ok(id) = &id {
-        let length = id.len().min(ID);
-        mine[..length].copy_from_slice(&id.as_bytes()[..length]);
-        mine[ID..].copy_from_slice(&hash(host::name(id).as_bytes()).to_le_bytes());
-    }
-    let mut all = vec![0; world * BYTES];
-    communicator.all_gather_into(&mine[..], &mut all[..]);
-    // Also without an id, because the other ranks wait in the gather.
+    // Also without an id, because the other ranks wait in the gather. They take it for another machine's.
+    let mine = id
+        .as_ref()
+        .map_or(Told([0; Told::BYTES]), |id| Told::of(id));
+    let mut all = vec![0; world * Told::BYTES];
+    communicator.all_gather_into(&mine.0[..], &mut all[..]);
     id?;
-    let (ids, names): (Vec<_>, Vec<_>) = all.chunks(BYTES).map(|one| one.split_at(ID)).unzip();
-    let in_words = |id: &[u8]| String::from_utf8_lossy(id).trim().to_string();
-    if let Some(other) = ids.iter().position(|id| *id != ids[0]) {
+    let told: Vec<&[u8]> = all.chunks(Told::BYTES).collect();
+    let id_of = |rank: usize| &told[rank][..Told::ID];
+    if let Some(other) = (0..world).find(|&other| id_of(other) != id_of(0)) {
+        let in_words = |id: &[u8]| String::from_utf8_lossy(id).trim_matches([' ', '\0']).into();
         return Err(Error::Mismatch {
             rank: other,
             what: "host (boot id)".into(),
-            theirs: in_words(ids[other]),
+            theirs: in_words(id_of(other)),
             other: 0,
-            expected: in_words(ids[0]),
+            expected: in_words(id_of(0)),
             call: None,
         });
     }
-    Hosts::of(&names).map_err(Refusal::of(rank, CALL))
+    let names: Vec<&[u8]> = told
+        .iter()
+        .map(|told| &told[Told::ID..Told::NAME])
+        .collect();
+    let hosts = Hosts::of(&names).map_err(Refusal::of(rank, CALL))?;
+    let single = told.iter().position(|told| told[Told::NAME] == 0);
+    if let Some(rank) = single.filter(|_| hosts.count() > 1) {
+        let what = "for a group of several hosts MPI must be initialised by \
+                    mpi::initialize_with_threading(mpi::Threading::Multiple), because several threads call it";
+        let refused = Refusal::Unsupported { what: what.into() };
+        return Err(Refusal::of(rank, CALL)(refused));
+    }
+    Ok(hosts)
 }

@@ -38,6 +38,7 @@ use std::ops::Range;
 
 use layout::{MAX_CHUNKS, MAX_WORLD};
 use limits::limit;
+use plan::matrices::PARTIALS;
 
 use crate::protocol::flag::Awaited;
 use crate::refusal::Result;
@@ -175,6 +176,15 @@ impl Schedule {
     pub fn received(&self) -> impl Iterator<Item = &Transfer> + Clone {
         let all = self.parts.arrivals.iter();
         all.filter(|transfer| transfer.route == Route::Net)
+    }
+
+    /// The bytes of a transfer.
+    pub fn bytes_of(&self, transfer: &Transfer) -> usize {
+        let bytes = |moved: &Move| {
+            let width = self.matrices()[moved.to.matrix].dtype.bytes();
+            moved.to.rows.len() * moved.to.columns.len() * width
+        };
+        transfer.regions.iter().map(bytes).sum()
     }
 
     /// The transfers to this rank, whoever makes them, in the order in which they should come.
@@ -322,7 +332,8 @@ impl Schedule {
     pub fn owner_of_tile(&self, tile: &Tile) -> usize {
         let adds = self.product().map(|product| {
             let block = product.block(tile);
-            !block.sum.addends.is_empty()
+            // A gateway adds up rows of another rank, as partials.
+            !block.sum.addends.is_empty() && block.sum.out != PARTIALS
         });
         let block = tile.block as usize;
         let sent = self.parts.departures.iter();

@@ -1,4 +1,4 @@
-//! Groups over MPI: run under `mpirun -n 4`, or alone as a group of one. With the argument `single`, MPI allows one thread.
+//! Groups over MPI: run under `mpirun -n 6`, or alone as a group of one. With the argument `single`, MPI allows one thread.
 
 mod hosts;
 #[path = "../support/mod.rs"]

@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use matrices::MatrixPlace;
 use memory::{Flags, HostSymmetric};
-use network::{Network, Spares};
+use network::{MAX_MESSAGE, Network, Spares};
 use rustix::io::Errno;
 use scratch::WorkerScratch;
 use workers::Workers;
@@ -184,12 +184,8 @@ impl sealed::Implementation for Host {
         }
     }
 
-    fn close(&mut self, members: &Members) {
-        // A mapping keeps a peer's memory for as long as it is needed. Messages of a group that has failed may still come,
-        // and the network must know whose they are.
-        if members.fault().is_some() {
-            std::mem::forget(self.network.take());
-        }
+    fn close(&mut self, _members: &Members) {
+        // Nothing to do: a mapping keeps a peer's memory for as long as it is needed.
     }
 
     fn default_config(&self, problem: &Problem, _: Numerics) -> Config {
@@ -213,6 +209,15 @@ impl sealed::Implementation for Host {
         let matrices = schedule.matrices().len();
         let what = "matrices of a schedule on the host";
         limit(what, matrices, 0, matrices::MAX_MATRICES)?;
+        for sent in schedule.sent().chain(schedule.received()) {
+            let bytes = schedule.bytes_of(sent);
+            limit(
+                "the bytes of a message between hosts",
+                bytes,
+                0,
+                MAX_MESSAGE,
+            )?;
+        }
         // A worker quantises its tile's rows when it has made them.
         let Some(product) = schedule.product() else {
             return Ok(());

@@ -2,11 +2,10 @@
 
 use std::ffi::{c_char, c_int};
 use std::fmt;
-use std::mem::{ManuallyDrop, forget};
+use std::mem::{forget, take};
 
 use mpi::ffi;
 use mpi::raw::AsRaw;
-use mpi::topology::SimpleCommunicator;
 use mpi::traits::Communicator;
 
 use super::network::{Message, Network};
@@ -16,9 +15,12 @@ use crate::error::{Error, Result};
 const TAG: c_int = 0;
 
 /// A communicator of a group's own.
+///
+/// It is never freed. A message of a rank that has not heard of the group's end may still come, and MPI must not take it
+/// for one of a later communicator.
 pub struct Mpi {
     rank: usize,
-    communicator: ManuallyDrop<SimpleCommunicator>,
+    communicator: ffi::MPI_Comm,
 }
 
 // SAFETY: MPI was initialised so that any thread may call it at any time.
@@ -33,86 +35,66 @@ impl Mpi {
     /// Errors of its messages are returned. Without this, MPI would end the process.
     pub fn new(communicator: &impl Communicator) -> Mpi {
         let copy = communicator.duplicate();
+        let raw = copy.as_raw();
+        forget(copy);
         // SAFETY: the communicator is there. The call fails for none that is.
-        unsafe { ffi::MPI_Comm_set_errhandler(copy.as_raw(), ffi::RSMPI_ERRORS_RETURN) };
+        unsafe { ffi::MPI_Comm_set_errhandler(raw, ffi::RSMPI_ERRORS_RETURN) };
         Mpi {
             rank: communicator.rank() as usize,
-            communicator: ManuallyDrop::new(copy),
+            communicator: raw,
         }
     }
 
     /// `begin` gets the message and how many bytes it has.
     fn begin(
         &self,
-        what: &'static str,
+        action: &'static str,
         bytes: Vec<u8>,
-        begin: impl FnOnce(&mut Begun, c_int) -> c_int,
+        begin: impl FnOnce(&mut MpiMessage, c_int) -> c_int,
     ) -> Result<Box<dyn Message>> {
-        let count = c_int::try_from(bytes.len()).map_err(|_| Error::System {
-            rank: Some(self.rank),
-            action: format!("{what} by MPI"),
-            reason: format!("a message has {} bytes", bytes.len()),
-        })?;
-        let mut begun = Begun {
+        let mut message = MpiMessage {
             rank: self.rank,
-            what,
+            action,
             bytes,
             // SAFETY: a constant of the library.
             request: unsafe { ffi::RSMPI_REQUEST_NULL },
         };
-        let status = begin(&mut begun, count);
-        begun.check(status)?;
-        Ok(Box::new(begun))
+        if mpi::is_finalized() {
+            return Err(message.failed("MPI was finalised before the group ended".into()));
+        }
+        let length = message.bytes.len();
+        let Ok(count) = c_int::try_from(length) else {
+            return Err(message.failed(format!("a message of {length} bytes is too long")));
+        };
+        let status = begin(&mut message, count);
+        message.check(status)?;
+        Ok(Box::new(message))
     }
 }
 
 impl Network for Mpi {
     fn send(&self, peer: usize, bytes: Vec<u8>) -> Result<Box<dyn Message>> {
-        self.begin("send rows", bytes, |message, count| {
+        self.begin("send rows by MPI", bytes, |message, count| {
             let first = message.bytes.as_ptr().cast();
-            let communicator = self.communicator.as_raw();
+            let (peer, request) = (peer as c_int, &mut message.request);
             // SAFETY: the message keeps its bytes until MPI has read them.
             unsafe {
-                ffi::MPI_Isend(
-                    first,
-                    count,
-                    ffi::RSMPI_UINT8_T,
-                    peer as c_int,
-                    TAG,
-                    communicator,
-                    &mut message.request,
-                )
+                let bytes = ffi::RSMPI_UINT8_T;
+                ffi::MPI_Isend(first, count, bytes, peer, TAG, self.communicator, request)
             }
         })
     }
 
     fn receive(&self, peer: usize, bytes: Vec<u8>) -> Result<Box<dyn Message>> {
-        self.begin("receive rows", bytes, |message, count| {
+        self.begin("receive rows by MPI", bytes, |message, count| {
             let first = message.bytes.as_mut_ptr().cast();
-            let communicator = self.communicator.as_raw();
+            let (peer, request) = (peer as c_int, &mut message.request);
             // SAFETY: the message keeps its bytes until MPI has written them, and nobody else reads them until then.
             unsafe {
-                ffi::MPI_Irecv(
-                    first,
-                    count,
-                    ffi::RSMPI_UINT8_T,
-                    peer as c_int,
-                    TAG,
-                    communicator,
-                    &mut message.request,
-                )
+                let bytes = ffi::RSMPI_UINT8_T;
+                ffi::MPI_Irecv(first, count, bytes, peer, TAG, self.communicator, request)
             }
         })
-    }
-}
-
-impl Drop for Mpi {
-    fn drop(&mut self) {
-        // A program may end MPI before its groups, which then have nothing left to free.
-        if !mpi::is_finalized() {
-            // SAFETY: it is dropped once, here.
-            unsafe { ManuallyDrop::drop(&mut self.communicator) };
-        }
     }
 }
 
@@ -123,16 +105,24 @@ impl fmt::Debug for Mpi {
 }
 
 /// A message that MPI sends or receives.
-struct Begun {
+struct MpiMessage {
     rank: usize,
     /// What MPI does, for errors.
-    what: &'static str,
+    action: &'static str,
     bytes: Vec<u8>,
-    /// None once it has ended.
+    /// Null once the message has ended.
     request: ffi::MPI_Request,
 }
 
-impl Begun {
+impl MpiMessage {
+    fn failed(&self, reason: String) -> Error {
+        Error::System {
+            rank: Some(self.rank),
+            action: self.action.into(),
+            reason,
+        }
+    }
+
     /// Makes an error of the status of a call.
     fn check(&self, status: c_int) -> Result<()> {
         if status == ffi::MPI_SUCCESS as c_int {
@@ -143,39 +133,27 @@ impl Begun {
         // SAFETY: the memory is as long as MPI's longest words.
         unsafe { ffi::MPI_Error_string(status, words.as_mut_ptr().cast::<c_char>(), &mut length) };
         let words = words.get(..length as usize).unwrap_or_default();
-        Err(Error::System {
-            rank: Some(self.rank),
-            action: format!("{} by MPI", self.what),
-            reason: String::from_utf8_lossy(words).into(),
-        })
-    }
-
-    fn is_under_way(&self) -> bool {
-        // SAFETY: a constant of the library.
-        self.request != unsafe { ffi::RSMPI_REQUEST_NULL }
+        Err(self.failed(String::from_utf8_lossy(words).into()))
     }
 }
 
-impl Message for Begun {
-    fn has_ended(&mut self) -> Result<bool> {
-        let mut ended = 0;
-        // SAFETY: the request is of this message, or none, which has ended. MPI writes none into it at its end.
-        let status =
-            unsafe { ffi::MPI_Test(&mut self.request, &mut ended, ffi::RSMPI_STATUS_IGNORE) };
+impl Message for MpiMessage {
+    fn take_if_ended(&mut self) -> Result<Option<Vec<u8>>> {
+        let (request, mut ended) = (&mut self.request, 0);
+        // SAFETY: the request is of this message, or null, which has ended. MPI writes null into it at its end.
+        let status = unsafe { ffi::MPI_Test(request, &mut ended, ffi::RSMPI_STATUS_IGNORE) };
         self.check(status)?;
-        Ok(ended != 0)
-    }
-
-    fn into_bytes(mut self: Box<Self>) -> Vec<u8> {
-        std::mem::take(&mut self.bytes)
+        Ok((ended != 0).then(|| take(&mut self.bytes)))
     }
 }
 
-impl Drop for Begun {
+impl Drop for MpiMessage {
     fn drop(&mut self) {
-        // The group has failed. MPI may still read or write the bytes, so they are never freed.
-        if self.is_under_way() {
-            forget(std::mem::take(&mut self.bytes));
+        // SAFETY: a constant of the library.
+        let is_under_way = self.request != unsafe { ffi::RSMPI_REQUEST_NULL };
+        // The group has failed, and MPI may still read or write the bytes.
+        if is_under_way {
+            forget(take(&mut self.bytes));
         }
     }
 }

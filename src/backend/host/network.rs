@@ -8,6 +8,7 @@ use super::copies::{copy_part, delay, work_of};
 use super::matrices::BoundMatrices;
 use super::recorder::Recorder;
 use crate::error::{Error, Result};
+use crate::profile::nvtx::range;
 use crate::profile::span::Lane;
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::{Awaited, Flag};
@@ -28,11 +29,12 @@ pub trait Network: Send + Sync + Debug {
 /// A message under way. It owns its bytes. If it is dropped before it has ended, its bytes are never freed, because the
 /// library may still read or write them.
 pub trait Message {
-    /// True if its bytes have been sent or received.
-    fn has_ended(&mut self) -> Result<bool>;
-    /// Its bytes, once it has ended.
-    fn into_bytes(self: Box<Self>) -> Vec<u8>;
+    /// Its bytes, once the library has taken them or has received them all.
+    fn take_if_ended(&mut self) -> Result<Option<Vec<u8>>>;
 }
+
+/// The longest message. MPI counts bytes by a C `int`.
+pub const MAX_MESSAGE: usize = i32::MAX as usize;
 
 /// How many messages a rank has under way at once, each way. While one is copied, the next ones are on the network.
 const UNDER_WAY: usize = 4;
@@ -52,6 +54,14 @@ impl Spares {
         }
         memory.resize(bytes, 0);
         Ok(memory)
+    }
+
+    /// Keeps the memory of a message, unless it was a long one.
+    fn put(&self, memory: Vec<u8>) {
+        const MOST: usize = 8 << 20;
+        if memory.len() <= MOST {
+            self.lock().push(memory);
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Vec<u8>>> {
@@ -74,29 +84,36 @@ pub struct Carrier<'a, 's> {
     pub recorder: &'a Recorder<'s>,
 }
 
-/// A transfer whose message is under way.
-type Begun<'a> = (&'a Transfer, Box<dyn Message>);
+/// A transfer whose message is under way, and when that was begun.
+struct Sending<'a> {
+    transfer: &'a Transfer,
+    message: Box<dyn Message>,
+    begin: u64,
+}
 
 impl<'a> Carrier<'a, '_> {
-    /// Sends all that goes over the network. Returns when the receivers have it.
+    /// Sends all that goes over the network. Returns when the network has taken it.
     pub fn send(&self) -> Result<()> {
-        let mut begun = VecDeque::<Begun>::new();
+        let mut sending = VecDeque::<Sending>::new();
+        let mut free = self.recorder.begin();
         let send = |transfer: &'a Transfer| {
-            if begun.len() == UNDER_WAY
-                && let Some(oldest) = begun.pop_front()
+            if sending.len() == UNDER_WAY
+                && let Some(oldest) = sending.pop_front()
             {
-                self.finish_sending(oldest)?;
+                free = self.finish_sending(oldest, free)?;
             }
-            begun.push_back((transfer, self.begin_to_send(transfer)?));
+            sending.push_back(self.begin_to_send(transfer)?);
             Ok(())
         };
         drive::send(self.schedule, self.epoch, self.produced, self.members, send)?;
-        begun
-            .into_iter()
-            .try_for_each(|one| self.finish_sending(one))
+        for one in sending {
+            free = self.finish_sending(one, free)?;
+        }
+        Ok(())
     }
 
-    fn begin_to_send(&self, transfer: &Transfer) -> Result<Box<dyn Message>> {
+    fn begin_to_send(&self, transfer: &'a Transfer) -> Result<Sending<'a>> {
+        let _range = range(|| format!("gemmesh {}", transfer.name()));
         let begin = self.recorder.begin();
         delay(transfer.to, transfer.flag, self.epoch);
         let mut bytes = self.memory_for(transfer)?;
@@ -106,16 +123,25 @@ impl<'a> Carrier<'a, '_> {
             unsafe { copy_part(place, &region, bytes.as_mut_ptr(), &packed) };
         }
         let message = self.network.send(transfer.to, bytes);
-        let message = message.map_err(|error| self.members.fail(error))?;
-        let work = || work_of(transfer, self.members.rank);
-        self.recorder.end(begin, Lane::Network, work);
-        Ok(message)
+        Ok(Sending {
+            transfer,
+            message: message.map_err(|error| self.members.fail(error))?,
+            begin,
+        })
     }
 
-    fn finish_sending(&self, (transfer, message): Begun) -> Result<()> {
+    /// `free`: since when the network has had no earlier message of this rank. Returns from when on it has none.
+    fn finish_sending(&self, sending: Sending, free: u64) -> Result<u64> {
+        let Sending {
+            transfer,
+            message,
+            begin,
+        } = sending;
         let bytes = self.finish(message, Awaited::Taken { peer: transfer.to })?;
-        self.spares.lock().push(bytes);
-        Ok(())
+        self.spares.put(bytes);
+        let work = || work_of(transfer, self.members.rank);
+        self.recorder.end(begin.max(free), Lane::Network, work);
+        Ok(self.recorder.begin())
     }
 
     /// Receives all that comes over the network.
@@ -128,8 +154,13 @@ impl<'a> Carrier<'a, '_> {
             {
                 begun.push_back(self.begin_to_receive(next)?);
             }
-            let next = begun.pop_front();
-            next.map_or(Ok(()), |message| self.finish_receiving(transfer, message))
+            let next = begun.pop_front().ok_or_else(|| {
+                self.members.fail(Error::Internal {
+                    rank: self.members.rank,
+                    what: "a message was not begun".into(),
+                })
+            });
+            self.finish_receiving(transfer, next?)
         };
         drive::receive(self.schedule, self.epoch, self.chunk, receive)
     }
@@ -153,18 +184,24 @@ impl<'a> Carrier<'a, '_> {
             // it: this rank's threads.
             unsafe { copy_part(bytes.as_ptr(), &packed, place, &region) };
         }
-        self.spares.lock().push(bytes);
+        self.spares.put(bytes);
         Ok(())
     }
 
     /// Waits for a message, and returns its bytes.
     fn finish(&self, mut message: Box<dyn Message>, awaited: Awaited) -> Result<Vec<u8>> {
+        let mut bytes = Vec::new();
         let has_ended = || {
-            let ended = message.has_ended();
-            ended.map_err(|error| self.members.fail(error))
+            let taken = message.take_if_ended();
+            let taken = taken.map_err(|error| self.members.fail(error))?;
+            let has_ended = taken.is_some();
+            if let Some(taken) = taken {
+                bytes = taken;
+            }
+            Ok(has_ended)
         };
         self.members.wait_until(has_ended, self.epoch, awaited)?;
-        Ok(message.into_bytes())
+        Ok(bytes)
     }
 
     fn memory_for(&self, transfer: &Transfer) -> Result<Vec<u8>> {

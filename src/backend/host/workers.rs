@@ -1,7 +1,7 @@
 //! The threads of a rank: those that move rows, and rayon workers that multiply.
 //!
 //! They live as long as the group and wait for the next operation, so that an operation starts no thread and allocates
-//! nothing.
+//! nothing, apart from messages to other hosts.
 
 use std::any::Any;
 use std::error::Error as _;

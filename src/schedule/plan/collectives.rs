@@ -13,9 +13,9 @@ use crate::error::of_configuration;
 use crate::refusal::Result;
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config, TileShape};
-use crate::schedule::layout::{MAX_EXTENT, MAX_WORLD, chunk_rows};
+use crate::schedule::layout::{MAX_CHUNKS, MAX_EXTENT, MAX_WORLD, chunk_rows};
 use crate::schedule::limits::limit;
-use crate::schedule::plan::chunks::{Cutter, Part, stored_parts};
+use crate::schedule::plan::chunks::{Cutter, Part, RAIL_BYTES, stored_parts};
 use crate::schedule::plan::matrices::{self, A, OUT, PARTIALS};
 use crate::schedule::plan::partials::{Incoming, Partials, Piece, among_others};
 use crate::schedule::plan::tile_order::ring;
@@ -558,8 +558,25 @@ struct BlockTransfers<'a> {
 
 impl BlockTransfers<'_> {
     /// The parts of the rows that a rank sends to each other rank.
+    ///
+    /// Over a network, blocks that the rank has are cut further, so that a message is not longer than those of a gather.
     fn parts_of(&self, from: usize) -> Vec<Part> {
-        self.plan.cut(self.plan.problem.layout.rows_of(from))
+        let Problem {
+            layout,
+            n,
+            dtypes,
+            hosts,
+            ..
+        } = self.plan.problem;
+        let rows = layout.rows_of(from);
+        if hosts.count() == 1 || self.blocks == Blocks::Made {
+            return self.plan.cut(rows);
+        }
+        let bytes = rows.len().saturating_mul(n * dtypes.operands.bytes());
+        let count = (bytes / RAIL_BYTES).max(self.plan.config.chunking.count);
+        let mut plan = CollectivePlan { ..*self.plan };
+        plan.config.chunking = Chunking::new(count.min(MAX_CHUNKS));
+        plan.cut(rows)
     }
 
     /// The region in the memory of `from` of a part that it sends to `to`.

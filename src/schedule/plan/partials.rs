@@ -31,8 +31,8 @@ pub(super) fn is_stored_by_tiles(config: &Config) -> bool {
 pub fn is_one_shot(problem: &Problem, config: &Config) -> bool {
     match problem.operation {
         Operation::MatmulReduceScatter => by_owners(problem, config),
-        // Between two ranks, one step moves as many bytes as two.
         _ if problem.hosts.count() > 1 => false,
+        // Between two ranks, one step moves as many bytes as two.
         _ => are_few(problem) || config.stores_behind() && problem.layout.world() <= 2,
     }
 }

@@ -34,22 +34,22 @@ use crate::schedule::{Addend, Hosts, Layout, Move, OutputBlock, Schedule, Sum, T
 pub(super) fn reduce_scatter(planner: &SumPlan) -> Result<Schedule> {
     let what = "over several hosts Config::route of a sum must be Route::Push";
     require(what, planner.config.route == Route::Push)?;
-    let ways = Ways::of(planner);
+    let sums = SumsOverHosts::of(planner);
     let rank = planner.rank;
-    let peers = ways
+    let peers = sums
         .neighbours(rank)
         .chain(planner.problem.hosts.rail(rank));
     let all_come: BTreeMap<usize, Vec<Come>> = peers
         .chain([rank])
-        .map(|to| (to, ways.come_to(to)))
+        .map(|to| (to, sums.come_to(to)))
         .collect();
     let (mut rows, mut blocks, mut departures) = (Vec::new(), Vec::new(), Vec::new());
-    for (block, piece) in ways.pieces(rank).iter().enumerate() {
+    for (block, piece) in sums.pieces(rank).iter().enumerate() {
         let owner = piece.owner;
-        let (to, sum) = match ways.goal(rank, owner) {
-            Goal::Own => (None, ways.own_sum(piece)),
-            Goal::Rail => (Some(owner), ways.sum_of_host(piece)),
-            Goal::Near(to) => (Some(to), ways.partial(piece)),
+        let (to, sum) = match sums.goal(rank, owner) {
+            Goal::Own => (None, sums.own_sum(piece)),
+            Goal::Rail => (Some(owner), sums.sum_of_host(piece)),
+            Goal::Near(to) => (Some(to), sums.partial(piece)),
         };
         let waits = !sum.addends.is_empty();
         let flags = |tile: &Range<usize>| match waits {
@@ -57,7 +57,7 @@ pub(super) fn reduce_scatter(planner: &SumPlan) -> Result<Schedule> {
             false => 0..0,
         };
         planner.tile_rows(block, &piece.rows, flags, &mut rows);
-        departures.extend(to.map(|to| ways.transfer(rank, to, &all_come[&to], piece, block)));
+        departures.extend(to.map(|to| sums.transfer(rank, to, &all_come[&to], piece, block)));
         blocks.push(OutputBlock {
             rows: piece.rows.clone(),
             weight: 0,
@@ -67,7 +67,7 @@ pub(super) fn reduce_scatter(planner: &SumPlan) -> Result<Schedule> {
     let product = planner.product(A, blocks);
     let tiles = tile_order::walk(rank, &product, &rows)?;
     let product = Some((product, tiles));
-    let arrivals = ways.arrivals(rank, &all_come[&rank]);
+    let arrivals = sums.arrivals(rank, &all_come[&rank]);
     planner.schedule(true, arrivals, departures, product, None)
 }
 
@@ -85,15 +85,15 @@ enum Goal {
 type Come = (usize, Piece);
 
 /// The ways of partials.
-struct Ways<'a> {
+struct SumsOverHosts<'a> {
     planner: &'a SumPlan<'a>,
     layout: &'a Layout,
     hosts: &'a Hosts,
 }
 
-impl<'a> Ways<'a> {
-    fn of(planner: &'a SumPlan<'a>) -> Ways<'a> {
-        Ways {
+impl<'a> SumsOverHosts<'a> {
+    fn of(planner: &'a SumPlan<'a>) -> SumsOverHosts<'a> {
+        SumsOverHosts {
             planner,
             layout: &planner.problem.layout,
             hosts: &planner.problem.hosts,

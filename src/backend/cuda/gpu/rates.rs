@@ -300,7 +300,7 @@ impl Rates {
             Route::Pull => &self.pull,
             Route::Push => &self.push,
             Route::Store => &self.store,
-            // A network has no rates of this kind.
+            // No configuration has this route.
             Route::Net => &self.push,
         }
     }

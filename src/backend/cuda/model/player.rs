@@ -21,7 +21,7 @@ use crate::trace::{Timeline, Trace};
 
 /// What a rank's network card does.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Network {
+pub struct SimulatedNetwork {
     /// Bytes in a microsecond, one way.
     pub bytes: f64,
     /// Microseconds from the last byte of a chunk until its flag is there.
@@ -49,7 +49,7 @@ pub struct Played {
 pub fn play_all_gather_matmul(
     [m, n, k]: [usize; 3],
     [hosts, places]: [usize; 2],
-    network: &Network,
+    network: &SimulatedNetwork,
 ) -> crate::error::Result<Played> {
     let world = hosts.saturating_mul(places);
     let played = || {
@@ -84,7 +84,7 @@ pub fn play_all_gather_matmul(
 /// `alone`: the time of the product of one rank.
 fn play(
     rates: &Rates,
-    network: &Network,
+    network: &SimulatedNetwork,
     problem: &Problem,
     config: Config,
     alone: f64,
@@ -127,7 +127,7 @@ fn sustained(micros: f64) -> f64 {
 /// What moves rows, of all ranks.
 struct Movers<'a> {
     rates: &'a Rates,
-    network: &'a Network,
+    network: &'a SimulatedNetwork,
     schedules: &'a [Schedule],
     /// By rank: the transfers of its copy engine and those of its card, each with how many are made and when it is free.
     lanes: Vec<[MoverLane<'a>; 2]>,
@@ -144,7 +144,11 @@ struct MoverLane<'a> {
 }
 
 impl<'a> Movers<'a> {
-    fn new(rates: &'a Rates, network: &'a Network, schedules: &'a [Schedule]) -> Movers<'a> {
+    fn new(
+        rates: &'a Rates,
+        network: &'a SimulatedNetwork,
+        schedules: &'a [Schedule],
+    ) -> Movers<'a> {
         let lanes = schedules.iter().map(|schedule| {
             let (near, far): (Vec<_>, Vec<_>) =
                 (schedule.moves().collect(), schedule.sent().collect());
@@ -198,7 +202,7 @@ impl<'a> Movers<'a> {
         if begin.is_infinite() {
             return false;
         }
-        let bytes = bytes(&self.schedules[rank], transfer);
+        let bytes = self.schedules[rank].bytes_of(transfer) as f64;
         let (end, flagged) = match lane {
             0 => {
                 let link = self.rates.link(transfer.route);
@@ -227,14 +231,6 @@ impl<'a> Movers<'a> {
         self.spans[rank].push(span(on, work, begin, end));
         true
     }
-}
-
-fn bytes(schedule: &Schedule, transfer: &Transfer) -> f64 {
-    let regions = transfer.regions.iter().map(|moved| {
-        let width = schedule.matrices()[moved.to.matrix].dtype.bytes();
-        moved.to.rows.len() * moved.to.columns.len() * width
-    });
-    regions.sum::<usize>() as f64
 }
 
 fn span(lane: Lane, work: Work, begin: f64, end: f64) -> Span {
@@ -307,7 +303,7 @@ mod tests {
     use super::*;
 
     /// 400 Gb/s a GPU.
-    const NETWORK: Network = Network {
+    const NETWORK: SimulatedNetwork = SimulatedNetwork {
         bytes: 50e3,
         latency: 10.0,
     };
@@ -357,7 +353,7 @@ mod tests {
         let shape = [8192, 53248 / 16, 16384];
         let fast = played(shape, 2, 8);
         assert!(fast.micros < 1.2 * fast.alone, "{fast:?}");
-        let slow = Network {
+        let slow = SimulatedNetwork {
             bytes: NETWORK.bytes / 10.0,
             ..NETWORK
         };
