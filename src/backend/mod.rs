@@ -20,6 +20,7 @@ pub use cuda::{peer, winners};
 #[doc(hidden)]
 pub use delays::delay_chunks;
 pub use host::Host;
+pub use host::mailboxes::Mailboxes;
 #[cfg(feature = "mpi")]
 pub use host::mpi::Mpi;
 pub use host::network::Network;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Group, in_words, threads};
-use crate::backend::{Backend, Network, OpenOptions};
+use crate::backend::{Backend, Mailboxes, Network, OpenOptions};
 use crate::error::{Call, Error, Result};
 use crate::one_line::{beginning, option, write_parts};
 use crate::protocol::epoch::Epoch;
@@ -222,14 +222,23 @@ impl<B: Backend> Builder<B> {
         self
     }
 
+    /// Makes the ranks of [`Builder::threads`], which are as many, play hosts. For tests.
+    #[doc(hidden)]
+    pub fn play_hosts(mut self, hosts: Hosts) -> Self {
+        self.hosts = hosts;
+        self.network = Some(Arc::new(Mailboxes::default()));
+        self
+    }
+
     /// Opens the group of `members`. Options that are not set are those of `whole`, of which the group is a part.
     /// `place`: of the call that opens it.
     pub(super) fn open(
         &self,
-        members: Members,
+        mut members: Members,
         whole: Option<&Group<B>>,
         place: &'static Location<'static>,
     ) -> Result<Group<B>> {
+        members.hosts = self.hosts.clone();
         let whole = whole.map(Group::inner);
         let its = whole.map(|whole| whole.backend.reopening());
         let shares_gpu = its.as_ref().is_some_and(|its| its.shares_gpu);
@@ -433,8 +442,7 @@ impl<B: Backend> Builder<B> {
         limit("the world size", identity.world, 1, MAX_WORLD)
             .and_then(|()| limit("the rank", identity.rank, 0, identity.world - 1))
             .map_err(Refusal::of(identity.rank, "Group::connect"))?;
-        let mut members = rendezvous::meet_speaking(identity, version)?;
-        members.hosts = self.hosts.clone();
+        let members = rendezvous::meet_speaking(identity, version)?;
         self.open(members, None, Location::caller())
     }
 

@@ -10,6 +10,7 @@ mod dlpack;
 mod forms;
 mod fp8;
 mod groups;
+mod hosts;
 mod numerics;
 mod pipelines;
 mod reduce_scatter;

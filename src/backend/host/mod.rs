@@ -5,6 +5,7 @@
 
 mod copies;
 mod engine;
+pub mod mailboxes;
 mod matmul;
 mod matrices;
 mod memory;

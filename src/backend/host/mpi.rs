@@ -19,7 +19,6 @@ const TAG: c_int = 0;
 /// It is never freed. A message of a rank that has not heard of the group's end may still come, and MPI must not take it
 /// for one of a later communicator.
 pub struct Mpi {
-    rank: usize,
     communicator: ffi::MPI_Comm,
 }
 
@@ -39,21 +38,18 @@ impl Mpi {
         forget(copy);
         // SAFETY: the communicator is there. The call fails for none that is.
         unsafe { ffi::MPI_Comm_set_errhandler(raw, ffi::RSMPI_ERRORS_RETURN) };
-        Mpi {
-            rank: communicator.rank() as usize,
-            communicator: raw,
-        }
+        Mpi { communicator: raw }
     }
 
     /// `begin` gets the message and how many bytes it has.
     fn begin(
-        &self,
+        rank: usize,
         action: &'static str,
         bytes: Vec<u8>,
         begin: impl FnOnce(&mut MpiMessage, c_int) -> c_int,
     ) -> Result<Box<dyn Message>> {
         let mut message = MpiMessage {
-            rank: self.rank,
+            rank,
             action,
             bytes,
             // SAFETY: a constant of the library.
@@ -73,8 +69,8 @@ impl Mpi {
 }
 
 impl Network for Mpi {
-    fn send(&self, peer: usize, bytes: Vec<u8>) -> Result<Box<dyn Message>> {
-        self.begin("send rows by MPI", bytes, |message, count| {
+    fn send(&self, [rank, peer]: [usize; 2], bytes: Vec<u8>) -> Result<Box<dyn Message>> {
+        Mpi::begin(rank, "send rows by MPI", bytes, |message, count| {
             let first = message.bytes.as_ptr().cast();
             let (peer, request) = (peer as c_int, &mut message.request);
             // SAFETY: the message keeps its bytes until MPI has read them.
@@ -85,8 +81,8 @@ impl Network for Mpi {
         })
     }
 
-    fn receive(&self, peer: usize, bytes: Vec<u8>) -> Result<Box<dyn Message>> {
-        self.begin("receive rows by MPI", bytes, |message, count| {
+    fn receive(&self, [peer, rank]: [usize; 2], bytes: Vec<u8>) -> Result<Box<dyn Message>> {
+        Mpi::begin(rank, "receive rows by MPI", bytes, |message, count| {
             let first = message.bytes.as_mut_ptr().cast();
             let (peer, request) = (peer as c_int, &mut message.request);
             // SAFETY: the message keeps its bytes until MPI has written them, and nobody else reads them until then.

@@ -20,10 +20,10 @@ use crate::schedule::{Extent, Move, Schedule, Transfer};
 ///
 /// Messages from one rank to another arrive in the order in which they were begun.
 pub trait Network: Send + Sync + Debug {
-    /// Begins to send `bytes` to `peer`.
-    fn send(&self, peer: usize, bytes: Vec<u8>) -> Result<Box<dyn Message>>;
-    /// Begins to receive a message of `peer`, which is as long as `bytes`.
-    fn receive(&self, peer: usize, bytes: Vec<u8>) -> Result<Box<dyn Message>>;
+    /// Begins to send `bytes` from this rank, the first, to another.
+    fn send(&self, ends: [usize; 2], bytes: Vec<u8>) -> Result<Box<dyn Message>>;
+    /// Begins to receive a message, as long as `bytes`, from another rank, the first, to this one.
+    fn receive(&self, ends: [usize; 2], bytes: Vec<u8>) -> Result<Box<dyn Message>>;
 }
 
 /// A message under way. It owns its bytes. If it is dropped before it has ended, its bytes are never freed, because the
@@ -122,7 +122,7 @@ impl<'a> Carrier<'a, '_> {
             // began, or `drive::send` has acquired the count of their block.
             unsafe { copy_part(place, &region, bytes.as_mut_ptr(), &packed) };
         }
-        let message = self.network.send(transfer.to, bytes);
+        let message = self.network.send([transfer.from, transfer.to], bytes);
         Ok(Sending {
             transfer,
             message: message.map_err(|error| self.members.fail(error))?,
@@ -167,7 +167,7 @@ impl<'a> Carrier<'a, '_> {
 
     fn begin_to_receive(&self, transfer: &Transfer) -> Result<Box<dyn Message>> {
         let bytes = self.memory_for(transfer)?;
-        let message = self.network.receive(transfer.from, bytes);
+        let message = self.network.receive([transfer.from, transfer.to], bytes);
         message.map_err(|error| self.members.fail(error))
     }
 

@@ -7,6 +7,7 @@ pub mod forms;
 pub mod fp8;
 pub mod fp8_gathers;
 pub mod groups;
+pub mod hosts;
 pub mod late;
 pub mod mismatches;
 pub mod pipelines;

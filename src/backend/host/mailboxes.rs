@@ -1,0 +1,58 @@
+//! The network of ranks that are threads of one process and play several hosts, for tests.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::network::{Message, Network};
+use crate::error::Result;
+
+/// Messages by sender and receiver, in the order in which they were sent.
+type Messages = BTreeMap<[usize; 2], VecDeque<Vec<u8>>>;
+
+/// What has been sent and not received.
+#[derive(Clone, Debug, Default)]
+pub struct Mailboxes(Arc<Mutex<Messages>>);
+
+impl Mailboxes {
+    fn lock(&self) -> MutexGuard<'_, Messages> {
+        // Each change is one call.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Network for Mailboxes {
+    fn send(&self, ends: [usize; 2], bytes: Vec<u8>) -> Result<Box<dyn Message>> {
+        self.lock()
+            .entry(ends)
+            .or_default()
+            .push_back(bytes.clone());
+        Ok(Box::new(Sent(Some(bytes))))
+    }
+
+    fn receive(&self, ends: [usize; 2], _: Vec<u8>) -> Result<Box<dyn Message>> {
+        let mailboxes = self.clone();
+        Ok(Box::new(Awaited { ends, mailboxes }))
+    }
+}
+
+/// A message in its mailbox. It keeps the sender's bytes.
+struct Sent(Option<Vec<u8>>);
+
+impl Message for Sent {
+    fn take_if_ended(&mut self) -> Result<Option<Vec<u8>>> {
+        Ok(self.0.take())
+    }
+}
+
+/// A message that may not have been sent.
+struct Awaited {
+    ends: [usize; 2],
+    mailboxes: Mailboxes,
+}
+
+impl Message for Awaited {
+    fn take_if_ended(&mut self) -> Result<Option<Vec<u8>>> {
+        let mut messages = self.mailboxes.lock();
+        Ok(messages.get_mut(&self.ends).and_then(VecDeque::pop_front))
+    }
+}

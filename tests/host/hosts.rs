@@ -1,0 +1,57 @@
+//! Groups of threads that play several hosts: messages carry rows from host to host.
+
+use gemmesh::schedule::Hosts;
+use gemmesh::{Error, Group, Host};
+
+use crate::support::shared::hosts::{
+    LAYOUTS, blocks_and_a_root_s_rows_come, gathers_bring_all_rows, products,
+    sums_are_those_of_hosts,
+};
+
+/// Calls `rank` on each rank of each layout, and returns what it returns, in the same order each time.
+fn over_hosts<T: Send>(rank: impl Fn(&Group<Host>, &str, &[usize]) -> T + Sync) -> Vec<Vec<T>> {
+    let layouts = LAYOUTS
+        .iter()
+        .flat_map(|(hosts, all)| all.iter().map(move |rows| (hosts, rows)));
+    let each = layouts.map(|(hosts, rows)| {
+        let names: Vec<char> = hosts.chars().collect();
+        let builder = Group::<Host>::builder()
+            .workers(1)
+            .play_hosts(Hosts::of(&names).unwrap());
+        let ranks = builder.threads(names.len(), |group| {
+            Ok::<_, Error>(rank(&group, hosts, rows))
+        });
+        ranks.unwrap()
+    });
+    each.collect()
+}
+
+#[test]
+fn products_over_hosts_have_the_bits_of_one_host() {
+    let of_hosts = over_hosts(|group, _, rows| products(group, rows));
+    let mut of_one = Vec::new();
+    for (hosts, all) in LAYOUTS {
+        for rows in all {
+            let builder = Group::<Host>::builder().workers(1);
+            let ranks =
+                builder.threads(hosts.len(), |group| Ok::<_, Error>(products(&group, rows)));
+            of_one.push(ranks.unwrap());
+        }
+    }
+    assert_eq!(of_hosts, of_one);
+}
+
+#[test]
+fn gathers_over_hosts_bring_all_rows() {
+    over_hosts(gathers_bring_all_rows);
+}
+
+#[test]
+fn sums_over_hosts_are_those_of_hosts() {
+    over_hosts(sums_are_those_of_hosts);
+}
+
+#[test]
+fn blocks_and_a_root_s_rows_come_over_hosts() {
+    over_hosts(blocks_and_a_root_s_rows_come);
+}

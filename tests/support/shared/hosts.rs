@@ -1,0 +1,200 @@
+//! What groups over several hosts promise on the host backend, whatever the network is.
+
+use gemmesh::testing::delay_chunks;
+use gemmesh::{
+    AllGatherAndConsume, Chunk, Chunking, Config, Group, Host, MatmulAllReduce,
+    MatmulReduceScatter, Route, TileShape, all_gather, all_to_all, bf16, broadcast, matmul,
+};
+
+use crate::support::numbers::{bits, normal};
+use crate::support::products::{Case, Placed};
+
+/// Ranks' hosts, and the rows of each rank. Ranks are not all numbered host by host, and some have no rows.
+pub const LAYOUTS: [(&str, &[&[usize]]); 6] = [
+    ("aabbcc", &[&[4; 6], &[9, 0, 3, 14, 1, 0]]),
+    ("aabb", &[&[16; 4], &[9, 0, 21, 4], &[0, 0, 0, 33]]),
+    ("abba", &[&[5, 0, 7, 3], &[0, 11, 0, 0]]),
+    ("abcd", &[&[6; 4], &[1, 0, 12, 5]]),
+    ("abc", &[&[7; 3], &[0, 13, 2]]),
+    ("ab", &[&[8, 8], &[0, 9]]),
+];
+
+fn config(route: Route) -> Config {
+    Config::new(
+        TileShape::new(4, 4, 4).with_group_m(2),
+        Chunking::new(2),
+        route,
+    )
+}
+
+/// The bits of products of rows that lie as `rows` says, by each route. They are right.
+pub fn products(group: &Group<Host>, rows: &[usize]) -> Vec<Vec<u16>> {
+    delay_chunks(Some(11));
+    let routes = [Route::Pull, Route::Push, Route::Store].into_iter();
+    let products = routes.enumerate().map(|(seed, route)| {
+        let case = Case {
+            rows: rows.to_vec(),
+            n: 9,
+            more: 1,
+            k: 24,
+            bias: true,
+            config: Some(config(route)),
+            seed: seed as u64 + 1,
+            ..Case::default()
+        };
+        let (b, bias) = case.b::<bf16>(group.rank());
+        let a = case.a::<bf16>();
+        let mut placed = Placed::new(group, &case, &a, &b, bias.as_deref()).unwrap();
+        for _ in 0..5 {
+            // Nobody writes what a neighbour passes on.
+            group.barrier().unwrap();
+            placed.poison().unwrap();
+            placed.fused(case.config).unwrap();
+        }
+        let (_, out) = placed.read().unwrap();
+        case.verify::<Host, bf16>(group).unwrap();
+        bits(&out).to_vec()
+    });
+    products.collect()
+}
+
+pub fn gathers_bring_all_rows(group: &Group<Host>, hosts: &str, rows: &[usize]) {
+    let (m, k) = (rows.iter().sum(), 10);
+    let expected: Vec<bf16> = normal(7, m * k);
+    let mut a = group.sharded_rows::<bf16>(rows, k).unwrap();
+    let own = a.rows();
+    let own = own.start * k..own.end * k;
+    for consumes in [false, true] {
+        a.poison(bf16::NAN).unwrap();
+        a.shard_mut()
+            .copy_from_host(&expected[own.clone()])
+            .unwrap();
+        group.barrier().unwrap();
+        let mut come = vec![0; m];
+        if consumes {
+            let consume = AllGatherAndConsume::new();
+            let count = |chunk: Chunk<'_, Host, bf16>| {
+                chunk.rows().for_each(|row| come[row] += 1);
+                Ok(())
+            };
+            consume.run(&a, count).unwrap();
+            assert!(come.iter().all(|&times| times == 1), "{hosts}: {come:?}");
+        } else {
+            all_gather(&a).unwrap();
+        }
+        assert_eq!(
+            bits(&a.to_vec().unwrap()),
+            bits(&expected),
+            "{hosts}, {rows:?}"
+        );
+        group.barrier().unwrap();
+    }
+}
+
+fn bytes(values: &[bf16]) -> Vec<u8> {
+    let values = bits(values).iter();
+    values.flat_map(|value| value.to_le_bytes()).collect()
+}
+
+/// The sum that `rank` makes of all ranks' values.
+fn sum_of_hosts(hosts: &str, rank: usize, value: impl Fn(usize) -> f32) -> bf16 {
+    let own = hosts.as_bytes()[rank] as char;
+    let mut sum = 0.0;
+    for host in ('a'..='z').filter(|host| hosts.contains(*host)) {
+        let ranks = hosts.char_indices().filter(|(_, its)| *its == host);
+        let values = ranks.map(|(rank, _)| value(rank));
+        sum = match host == own {
+            true => values.fold(sum, |sum, value| sum + value),
+            false => sum + bf16::from_f32(values.sum()).to_f32(),
+        };
+    }
+    bf16::from_f32(sum)
+}
+
+/// Of its own host a rank adds each rank's partial, and of another host their sum, which is rounded.
+pub fn sums_are_those_of_hosts(group: &Group<Host>, hosts: &str, rows: &[usize]) {
+    let rank = group.rank();
+    let (m, n, k) = (rows.iter().sum::<usize>(), 11, 12);
+    let a = group
+        .upload(&normal::<bf16>(rank as u64, m * k), m, k)
+        .unwrap();
+    let b = group
+        .upload(&normal::<bf16>(!rank as u64, n * k), n, k)
+        .unwrap();
+    let mut partial = group.zeros::<bf16>(m, n).unwrap();
+    matmul(&a, &b, &mut partial).unwrap();
+    let partial = partial.to_vec().unwrap();
+    let partials = group.all_gather_bytes(&bytes(&partial)).unwrap();
+    let first = rows[..rank].iter().sum::<usize>() * n;
+    let value = |rank: usize, index: usize| {
+        let bytes = [partials[rank][2 * index], partials[rank][2 * index + 1]];
+        bf16::from_bits(u16::from_le_bytes(bytes)).to_f32()
+    };
+    let indices = first..first + rows[rank] * n;
+    let expected: Vec<bf16> = indices
+        .map(|index| sum_of_hosts(hosts, rank, |rank| value(rank, index)))
+        .collect();
+    delay_chunks(Some(5));
+    let mut out = group.zeros::<bf16>(rows[rank], n).unwrap();
+    for chunks in [1, 2, 5] {
+        let config = Config::new(TileShape::new(4, 4, 4), Chunking::new(chunks), Route::Push);
+        out.copy_from_host(&vec![bf16::NAN; rows[rank] * n])
+            .unwrap();
+        for _ in 0..5 {
+            let sum = MatmulReduceScatter::new().config(config).rows(rows);
+            sum.run(&a, &b, &mut out).unwrap();
+        }
+        let out = out.to_vec().unwrap();
+        assert_eq!(bits(&out), bits(&expected), "{hosts}, {rows:?}, {chunks}");
+        let mut all = group.sharded_rows::<bf16>(rows, n).unwrap();
+        all.poison(bf16::NAN).unwrap();
+        group.barrier().unwrap();
+        let sum = MatmulAllReduce::new().config(config);
+        sum.run(&a, &b, &mut all).unwrap();
+        let all = all.to_vec().unwrap();
+        let of_rank = &all[first..first + rows[rank] * n];
+        assert_eq!(
+            bits(of_rank),
+            bits(&expected),
+            "{hosts}, {rows:?}, {chunks}"
+        );
+        // Its other rows are their owners'.
+        let owned = group.all_gather_bytes(&bytes(of_rank)).unwrap();
+        assert_eq!(bytes(&all), owned.concat(), "{hosts}, {rows:?}, {chunks}");
+    }
+}
+
+pub fn blocks_and_a_root_s_rows_come(group: &Group<Host>, hosts: &str, rows: &[usize]) {
+    let (rank, world) = (group.rank(), group.world_size());
+    let (m, n) = (rows.iter().sum::<usize>(), 5);
+    delay_chunks(Some(3));
+    // Rank s has the row (s, p, i) in row i of its block for rank p.
+    let value = |from: usize, to: usize, row: usize| (from * 100 + to * 10 + row % 10) as u32;
+    let blocks = (0..world).flat_map(|to| (0..rows[rank]).map(move |row| (to, row)));
+    let blocks: Vec<u32> = blocks
+        .flat_map(|(to, row)| [value(rank, to, row); 5])
+        .collect();
+    let a = group.upload(&blocks, world * rows[rank], n).unwrap();
+    let mut out = group.sharded_rows::<u32>(rows, n).unwrap();
+    let come = (0..world).flat_map(|from| (0..rows[from]).map(move |row| (from, row)));
+    let come: Vec<u32> = come
+        .flat_map(|(from, row)| [value(from, rank, row); 5])
+        .collect();
+    for _ in 0..3 {
+        out.poison(u32::MAX).unwrap();
+        group.barrier().unwrap();
+        all_to_all(&a, &mut out).unwrap();
+        assert_eq!(out.to_vec().unwrap(), come, "{hosts}, {rows:?}");
+    }
+    for root in 0..world {
+        out.poison(u32::MAX).unwrap();
+        let all: Vec<u32> = (0..m * n).map(|index| (index + root) as u32).collect();
+        if rank == root {
+            out.write(0, &all).unwrap();
+        }
+        group.barrier().unwrap();
+        broadcast(&mut out, root).unwrap();
+        assert_eq!(out.to_vec().unwrap(), all, "{hosts}, {rows:?}, {root}");
+        group.barrier().unwrap();
+    }
+}
