@@ -10,7 +10,8 @@ use gemmesh::{
 
 const ROUTES: [Route; 3] = [Route::Pull, Route::Push, Route::Store];
 
-fn gather(seed: u64) -> Config {
+/// A gather's configuration, by each route.
+pub fn gather(seed: u64) -> Config {
     let chunks = 1 + seed as usize % 4;
     let chunking = Chunking::new(chunks).with_cut_last(chunks.is_multiple_of(2));
     let tile = TileShape::new(16, 16, 64).with_group_m(2);

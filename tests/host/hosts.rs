@@ -3,9 +3,13 @@
 use gemmesh::schedule::Hosts;
 use gemmesh::{Error, Group, Host};
 
-use crate::support::shared::hosts::{
-    LAYOUTS, blocks_and_a_root_s_rows_come, gathers_bring_all_rows, products,
-    sums_are_those_of_hosts,
+use crate::fp8;
+use crate::support::shared::{
+    self,
+    hosts::{
+        LAYOUTS, blocks_and_a_root_s_rows_come, gathers_bring_all_rows, products,
+        sums_are_those_of_hosts,
+    },
 };
 
 /// Calls `rank` on each rank of each layout, and returns what it returns, in the same order each time.
@@ -54,4 +58,14 @@ fn sums_over_hosts_are_those_of_hosts() {
 #[test]
 fn blocks_and_a_root_s_rows_come_over_hosts() {
     over_hosts(blocks_and_a_root_s_rows_come);
+}
+
+#[test]
+fn scales_come_over_hosts_with_their_rows() {
+    let hosts = Hosts::of(&["a", "b", "c"]).unwrap();
+    let builder = Group::<Host>::builder().workers(1).play_hosts(hosts);
+    let ranks = builder.threads(3, |group| {
+        (0..40).try_for_each(|seed| shared::fp8::gather(&group, seed, fp8::gather(seed)))
+    });
+    ranks.unwrap();
 }

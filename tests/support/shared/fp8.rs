@@ -738,7 +738,8 @@ pub fn under_delays<B: Tested>(
     }));
 }
 
-fn gather<B: Tested>(group: &Group<B>, seed: u64, config: Config) -> Result<(), Error> {
+/// A product of fp8 rows of three ranks, which are gathered with their scales.
+pub fn gather<B: Tested>(group: &Group<B>, seed: u64, config: Config) -> Result<(), Error> {
     let mut rng = rng(seed);
     let k: usize = [16, 144, 272, 400][rng.random_range(0..4)];
     let rows: [usize; 3] = std::array::from_fn(|_| rng.random_range(0..60));

@@ -3,7 +3,8 @@
 use gemmesh::testing::delay_chunks;
 use gemmesh::{
     AllGatherAndConsume, Chunk, Chunking, Config, Group, Host, MatmulAllReduce,
-    MatmulReduceScatter, Route, TileShape, all_gather, all_to_all, bf16, broadcast, matmul,
+    MatmulReduceScatter, ProduceAndAllToAll, Route, TileShape, all_gather, all_to_all, bf16,
+    broadcast, matmul,
 };
 
 use crate::support::numbers::{bits, normal};
@@ -184,6 +185,18 @@ pub fn blocks_and_a_root_s_rows_come(group: &Group<Host>, hosts: &str, rows: &[u
         out.poison(u32::MAX).unwrap();
         group.barrier().unwrap();
         all_to_all(&a, &mut out).unwrap();
+        assert_eq!(out.to_vec().unwrap(), come, "{hosts}, {rows:?}");
+        out.poison(u32::MAX).unwrap();
+        group.barrier().unwrap();
+        let made = ProduceAndAllToAll::new().chunks(2);
+        let produced = made.run(&mut out, |mut block| {
+            let (to, first, pitch) = (block.owner(), block.rows().start, block.pitch());
+            for (row, place) in block.values_mut().chunks_mut(pitch).enumerate() {
+                place[..n].fill(value(rank, to, first + row));
+            }
+            Ok(())
+        });
+        produced.unwrap();
         assert_eq!(out.to_vec().unwrap(), come, "{hosts}, {rows:?}");
     }
     for root in 0..world {
