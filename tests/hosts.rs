@@ -198,12 +198,24 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
     #[test]
-    fn blocks_and_a_root_s_rows_come_to_every_rank(case in cases(), root in any::<prop::sample::Index>()) {
+    fn blocks_addends_and_a_root_s_rows_come_to_every_rank(case in cases(), root in any::<prop::sample::Index>()) {
         let hosts = Hosts::of(&case.hosts).unwrap();
         let world = case.hosts.len();
         let root = root.index(world);
-        let rows: Vec<usize> = (0..world).map(|rank| case.rows[rank] * usize::from(rank == root)).collect();
-        for (operation, rows) in [(Operation::AllToAll, &case.rows), (Operation::Broadcast, &rows)] {
+        let mut of_root = vec![0; world];
+        of_root[root] = case.rows[root];
+        let all: usize = case.rows.iter().sum();
+        // How many rows come to a rank.
+        let come_to = |operation: Operation, rank: usize| match operation {
+            Operation::Broadcast => case.rows[root] * usize::from(rank != root),
+            Operation::ReduceScatter => case.rows[rank] * (world - 1),
+            _ => all,
+        };
+        for (operation, rows) in [
+            (Operation::AllToAll, &case.rows),
+            (Operation::ReduceScatter, &case.rows),
+            (Operation::Broadcast, &of_root),
+        ] {
             let problem = Problem {
                 hosts: hosts.clone(),
                 ..Problem::new(operation, DType::Bf16, Layout::new(rows, K).unwrap(), K)
@@ -219,8 +231,7 @@ proptest! {
             prop_assert_eq!(stuck(&schedules), 0);
             for schedule in &schedules {
                 let came = schedule.arrivals().iter().map(|come| come.regions[0].to.rows.len());
-                let own = usize::from(operation == Operation::Broadcast && schedule.rank() == root);
-                prop_assert_eq!(came.sum::<usize>(), problem.layout.m() * (1 - own));
+                prop_assert_eq!(came.sum::<usize>(), come_to(operation, schedule.rank()));
                 prop_assert!(schedule.moves().all(|moved| hosts.share(moved.from, moved.to)));
             }
         }

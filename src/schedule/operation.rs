@@ -123,21 +123,14 @@ impl Operation {
         last.iter().any(|operation| operation.name() == name)
     }
 
-    /// True if it can be done by ranks of several hosts.
+    /// True if it can be done by ranks of several hosts. Parts of a sum, and copies without synchronisation, cannot.
     pub const fn spans_hosts(self) -> bool {
-        matches!(
+        !matches!(
             self,
-            Operation::AllGatherMatmul
-                | Operation::MatmulReduceScatter
-                | Operation::MatmulAllReduce
-                | Operation::GatherOfMatmulAllReduce
-                | Operation::AllGather
-                | Operation::AllGatherAndConsume
-                | Operation::Broadcast
-                | Operation::AllToAll
-                | Operation::ProduceAndAllToAll
-                | Operation::Gather
-                | Operation::Multiply
+            Operation::Copy
+                | Operation::MultiplyPartials
+                | Operation::CopyPartials
+                | Operation::CopyPartialsAndSums
         )
     }
 

@@ -7,8 +7,8 @@ use crate::fp8;
 use crate::support::shared::{
     self,
     hosts::{
-        LAYOUTS, blocks_and_a_root_s_rows_come, gathers_bring_all_rows, products,
-        sums_are_those_of_hosts,
+        LAYOUTS, addends_are_added_in_the_order_of_the_ranks, blocks_and_a_root_s_rows_come,
+        gathers_bring_all_rows, products, sums_are_those_of_hosts,
     },
 };
 
@@ -53,6 +53,11 @@ fn gathers_over_hosts_bring_all_rows() {
 #[test]
 fn sums_over_hosts_are_those_of_hosts() {
     over_hosts(sums_are_those_of_hosts);
+}
+
+#[test]
+fn addends_over_hosts_are_added_in_the_order_of_the_ranks() {
+    over_hosts(addends_are_added_in_the_order_of_the_ranks);
 }
 
 #[test]

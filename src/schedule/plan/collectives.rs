@@ -38,6 +38,9 @@ pub const fn stored() -> Config {
 
 /// Gives each rank its rows of the sum of all inputs, [M, N].
 ///
+/// Over several hosts too, each rank's rows go to the rank that adds them, so the bits are those of one host. Sums of
+/// products are added within a host first.
+///
 /// # Errors
 /// `Refusal::Limit` if N or a field of the configuration is out of bounds.
 pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
@@ -158,17 +161,26 @@ impl<'a> CollectivePlan<'a> {
         self.problem.layout.world()
     }
 
-    /// The parts of these rows that are each made and sent as one.
-    fn cut(&self, rows: Range<usize>) -> Vec<Part> {
-        let n = self.problem.n;
+    /// The parts of these rows that are each made and sent as one. The caller's are as many as the configuration says. If
+    /// there are several hosts, other parts are no longer than a gather's are on the network.
+    fn cut(&self, rows: Range<usize>, blocks: Blocks) -> Vec<Part> {
+        let Problem {
+            n, dtypes, hosts, ..
+        } = self.problem;
         if self.config.route == Route::Store {
-            return stored_parts(rows, n, self.world());
+            return stored_parts(rows, *n, self.world());
         }
+        let bytes = rows.len().saturating_mul(n * dtypes.operands.bytes());
+        let least = match blocks {
+            Blocks::Had if hosts.count() > 1 => (bytes / RAIL_BYTES).min(MAX_CHUNKS),
+            _ => 1,
+        };
+        let count = self.config.chunking.count.max(least);
         let height = self.config.entry_rows();
-        let parts = chunk_rows(0..rows.len(), self.config.chunking.count, height);
+        let parts = chunk_rows(0..rows.len(), count, height);
         let parts = parts.map(|part| Part {
             rows: rows.start + part.start..rows.start + part.end,
-            columns: 0..n,
+            columns: 0..*n,
         });
         parts.collect()
     }
@@ -241,7 +253,7 @@ impl<'a> CollectivePlan<'a> {
         let &CollectivePlan { problem, rank, .. } = self;
         let (m, world) = (problem.layout.m(), self.world());
         let room = Partials::of_callers(problem, 0, m);
-        let cut = self.cut(0..m);
+        let cut = self.cut(0..m, Blocks::Had);
         let transfers = |from: usize, to: usize| {
             let (slot, before) = (room.slot(from, to), among_others(from, to) * cut.len());
             let parts = cut.iter().enumerate();
@@ -324,7 +336,9 @@ impl<'a> CollectivePlan<'a> {
             true => 0..layout.m(),
             false => layout.m() * number / count..layout.m() * (number + 1) / count,
         };
-        let chunks: Vec<Vec<Part>> = (0..count).map(|number| self.cut(share(number))).collect();
+        let chunks: Vec<Vec<Part>> = (0..count)
+            .map(|number| self.cut(share(number), Blocks::Had))
+            .collect();
         let first = |share: usize| match stored {
             true => 0,
             false => chunks[..share].iter().map(Vec::len).sum::<usize>(),
@@ -473,7 +487,7 @@ impl<'a> AddendTransfers<'a> {
                 let rows = layout.rows_of(owner);
                 let parts = match owner == rank {
                     true => plan.cut_own(rows),
-                    false => plan.cut(rows),
+                    false => plan.cut(rows, blocks),
                 };
                 parts
                     .into_iter()
@@ -558,25 +572,9 @@ struct BlockTransfers<'a> {
 
 impl BlockTransfers<'_> {
     /// The parts of the rows that a rank sends to each other rank.
-    ///
-    /// Over a network, blocks that the rank has are cut further, so that a message is not longer than those of a gather.
     fn parts_of(&self, from: usize) -> Vec<Part> {
-        let Problem {
-            layout,
-            n,
-            dtypes,
-            hosts,
-            ..
-        } = self.plan.problem;
-        let rows = layout.rows_of(from);
-        if hosts.count() == 1 || self.blocks == Blocks::Made {
-            return self.plan.cut(rows);
-        }
-        let bytes = rows.len().saturating_mul(n * dtypes.operands.bytes());
-        let count = (bytes / RAIL_BYTES).max(self.plan.config.chunking.count);
-        let mut plan = CollectivePlan { ..*self.plan };
-        plan.config.chunking = Chunking::new(count.min(MAX_CHUNKS));
-        plan.cut(rows)
+        let rows = self.plan.problem.layout.rows_of(from);
+        self.plan.cut(rows, self.blocks)
     }
 
     /// The region in the memory of `from` of a part that it sends to `to`.

@@ -49,7 +49,7 @@ pub fn plan(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> 
         Operation::ProduceAndAllToAll => collectives::produce_and_all_to_all,
     };
     if problem.hosts.count() > 1 {
-        let what = "over several hosts an operation must not be a sum without a product";
+        let what = "over several hosts an operation must be whole, and not a part that copies, or that multiplies for a sum";
         require(what, problem.operation.spans_hosts())?;
     }
     planner(problem, rank, config)

@@ -3,8 +3,8 @@
 use gemmesh::testing::delay_chunks;
 use gemmesh::{
     AllGatherAndConsume, Chunk, Chunking, Config, Group, Host, MatmulAllReduce,
-    MatmulReduceScatter, ProduceAndAllToAll, Route, TileShape, all_gather, all_to_all, bf16,
-    broadcast, matmul,
+    MatmulReduceScatter, ProduceAndAllToAll, ProduceAndReduceScatter, Route, TileShape, all_gather,
+    all_reduce, all_to_all, bf16, broadcast, matmul, reduce_scatter,
 };
 
 use crate::support::numbers::{bits, normal};
@@ -210,4 +210,46 @@ pub fn blocks_and_a_root_s_rows_come(group: &Group<Host>, hosts: &str, rows: &[u
         assert_eq!(out.to_vec().unwrap(), all, "{hosts}, {rows:?}, {root}");
         group.barrier().unwrap();
     }
+}
+
+/// Without a product, each rank's addends go to the rank that adds them: the bits are those of one host.
+pub fn addends_are_added_in_the_order_of_the_ranks(
+    group: &Group<Host>,
+    hosts: &str,
+    rows: &[usize],
+) {
+    let (rank, world) = (group.rank(), group.world_size());
+    // `reduce_scatter` splits rows evenly.
+    let (m, n) = (rows.iter().sum::<usize>() / world * world, 6);
+    let addend = |rank: usize| normal::<f32>(rank as u64 + 50, m * n);
+    let sums: Vec<f32> = (0..m * n)
+        .map(|index| (0..world).map(|rank| addend(rank)[index]).sum())
+        .collect();
+    delay_chunks(Some(13));
+    let a = group.upload(&addend(rank), m, n).unwrap();
+    let own = m / world * n;
+    let own = &sums[rank * own..(rank + 1) * own];
+    let mut out = group.zeros::<f32>(m / world, n).unwrap();
+    for _ in 0..3 {
+        out.copy_from_host(&vec![f32::NAN; own.len()]).unwrap();
+        reduce_scatter(&a, &mut out).unwrap();
+        assert_eq!(out.to_vec().unwrap(), own, "{hosts}");
+    }
+    let mut all = group.sharded::<f32>(m, n).unwrap();
+    all.poison(f32::NAN).unwrap();
+    group.barrier().unwrap();
+    all_reduce(&a, &mut all).unwrap();
+    assert_eq!(all.to_vec().unwrap(), sums, "{hosts}");
+    out.copy_from_host(&vec![f32::NAN; own.len()]).unwrap();
+    let made = addend(rank);
+    let produced = ProduceAndReduceScatter::new().chunks(2);
+    let produced = produced.run(m, &mut out, |mut block| {
+        let (first, pitch) = (block.rows().start * n, block.pitch());
+        for (row, place) in block.values_mut().chunks_mut(pitch).enumerate() {
+            place[..n].copy_from_slice(&made[first + row * n..][..n]);
+        }
+        Ok(())
+    });
+    produced.unwrap();
+    assert_eq!(out.to_vec().unwrap(), own, "{hosts}");
 }
