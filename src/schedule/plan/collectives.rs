@@ -539,7 +539,7 @@ impl<'a> AddendTransfers<'a> {
             rows: rows.clone(),
             place: self.plan.region(PARTIALS, rows.clone()),
             addends: match *owner == rank {
-                true => self.incoming[rank].flags(rows),
+                true => self.incoming[rank].flags(rank, rows),
                 false => 0..0,
             },
         };

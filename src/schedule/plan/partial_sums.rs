@@ -90,7 +90,7 @@ fn multiply_and_reduce(planner: &SumPlan) -> Result<Schedule> {
             planner.tile_rows(
                 block,
                 &piece.rows,
-                |tile| incoming[rank].flags(tile),
+                |tile| incoming[rank].flags(rank, tile),
                 &mut rows,
             );
             planner.sum(first, |_| Addend::Product)

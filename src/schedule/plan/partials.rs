@@ -159,6 +159,7 @@ impl Padding {
 }
 
 /// Rows that a rank makes and sends as one. A peer's rows are partials, and its own rows are sums.
+#[derive(Clone)]
 pub struct Piece {
     /// The rank that owns them.
     pub owner: usize,
@@ -169,10 +170,12 @@ pub struct Piece {
 /// The pieces that come to one rank, by flag. Flags of partials are numbered by first row, then by sender. Flags of
 /// sums come after them.
 pub struct Incoming {
-    /// The sender, the number of the piece among its own, and the rows.
-    partials: Vec<(usize, usize, Range<usize>)>,
+    partials: Vec<Partial>,
     sums: Vec<(usize, usize)>,
 }
+
+/// Partials on their way: the sender, the number of the piece among its own, and the piece.
+pub(super) type Partial = (usize, usize, Piece);
 
 impl Incoming {
     /// The pieces that come to `to`. `made` has the pieces that each rank makes.
@@ -184,17 +187,25 @@ impl Incoming {
                 .enumerate()
                 .map(move |piece| (from, piece))
         };
-        let mut partials: Vec<_> = others()
+        let partials = others()
             .flat_map(pieces)
             .filter(|(_, (_, piece))| piece.owner == to)
-            .map(|(from, (number, piece))| (from, number, piece.rows.clone()))
-            .collect();
-        partials.sort_by_key(|(from, _, rows)| (rows.start, *from));
+            .map(|(from, (number, piece))| (from, number, piece.clone()));
         let sums = others().flat_map(pieces);
         let sums = sums.filter(|(from, (_, piece))| piece.owner == *from);
         Incoming {
-            partials,
             sums: sums.map(|(from, (number, _))| (from, number)).collect(),
+            ..Incoming::of_partials(partials)
+        }
+    }
+
+    /// Partials of rows of one owner, or of several, whose flags follow one another.
+    pub(super) fn of_partials(partials: impl Iterator<Item = Partial>) -> Incoming {
+        let mut partials: Vec<Partial> = partials.collect();
+        partials.sort_by_key(|(from, _, piece)| (piece.owner, piece.rows.start, *from));
+        Incoming {
+            partials,
+            sums: Vec::new(),
         }
     }
 
@@ -210,13 +221,13 @@ impl Incoming {
         })
     }
 
-    /// The flags of the partials of these rows.
+    /// The flags of the partials of these rows of `owner`.
     ///
     /// The range may also hold flags of smaller pieces. These come before the pieces that the rows need, or together
     /// with them.
-    pub fn flags(&self, rows: &Range<usize>) -> Range<usize> {
-        let needed = |(_, _, piece): &(usize, usize, Range<usize>)| {
-            piece.start < rows.end && rows.start < piece.end
+    pub fn flags(&self, owner: usize, rows: &Range<usize>) -> Range<usize> {
+        let needed = |(_, _, piece): &Partial| {
+            piece.owner == owner && piece.rows.start < rows.end && rows.start < piece.rows.end
         };
         let begin = self.partials.iter().position(needed).unwrap_or(0);
         let last = self.partials.iter().rposition(needed);

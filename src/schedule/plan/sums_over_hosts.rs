@@ -11,7 +11,6 @@
 //! No rank waits for another in a circle. A gateway's tiles wait for tiles that its neighbours make for the same host,
 //! and all ranks make those before they wait for any of that host. The tiles of own rows stand last.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 use smallvec::smallvec;
@@ -23,7 +22,7 @@ use crate::route::Route;
 use crate::schedule::layout::MAX_CHUNKS;
 use crate::schedule::limits::require;
 use crate::schedule::plan::matrices::{A, PARTIALS};
-use crate::schedule::plan::partials::Piece;
+use crate::schedule::plan::partials::{Incoming, Partial, Piece};
 use crate::schedule::plan::tile_order;
 use crate::schedule::{Addend, Hosts, Layout, Move, OutputBlock, Schedule, Sum, Transfer};
 
@@ -36,28 +35,18 @@ pub(super) fn reduce_scatter(planner: &SumPlan) -> Result<Schedule> {
     require(what, planner.config.route == Route::Push)?;
     let sums = SumsOverHosts::of(planner);
     let rank = planner.rank;
-    let peers = sums
-        .neighbours(rank)
-        .chain(planner.problem.hosts.rail(rank));
-    let all_come: BTreeMap<usize, Vec<Come>> = peers
-        .chain([rank])
-        .map(|to| (to, sums.come_to(to)))
-        .collect();
+    let incoming = sums.all_incoming();
     let (mut rows, mut blocks, mut departures) = (Vec::new(), Vec::new(), Vec::new());
-    for (block, piece) in sums.pieces(rank).iter().enumerate() {
-        let owner = piece.owner;
-        let (to, sum) = match sums.goal(rank, owner) {
-            Goal::Own => (None, sums.own_sum(piece)),
-            Goal::Rail => (Some(owner), sums.sum_of_host(piece)),
-            Goal::Near(to) => (Some(to), sums.partial(piece)),
-        };
+    for (block, piece) in sums.made[rank].iter().enumerate() {
+        let sum = sums.sum(piece);
         let waits = !sum.addends.is_empty();
         let flags = |tile: &Range<usize>| match waits {
-            true => flags_of(&all_come[&rank], owner, tile),
+            true => incoming[rank].flags(piece.owner, tile),
             false => 0..0,
         };
         planner.tile_rows(block, &piece.rows, flags, &mut rows);
-        departures.extend(to.map(|to| sums.transfer(rank, to, &all_come[&to], piece, block)));
+        let to = sums.goes_to(rank, piece.owner);
+        departures.extend(to.map(|to| sums.transfer([rank, to], &incoming[to], piece, block)));
         blocks.push(OutputBlock {
             rows: piece.rows.clone(),
             weight: 0,
@@ -67,45 +56,37 @@ pub(super) fn reduce_scatter(planner: &SumPlan) -> Result<Schedule> {
     let product = planner.product(A, blocks);
     let tiles = tile_order::walk(rank, &product, &rows)?;
     let product = Some((product, tiles));
-    let arrivals = sums.arrivals(rank, &all_come[&rank]);
+    let arrivals = sums.arrivals(&incoming[rank]);
     planner.schedule(true, arrivals, departures, product, None)
 }
-
-/// Where a rank's partial of rows goes.
-enum Goal {
-    /// Nowhere: the rows are its own.
-    Own,
-    /// Over its rail, with those of its neighbours.
-    Rail,
-    /// To a rank of its host: the owner, or the gateway to it.
-    Near(usize),
-}
-
-/// A piece that comes to a rank, and the rank from which it comes.
-type Come = (usize, Piece);
 
 /// The ways of partials.
 struct SumsOverHosts<'a> {
     planner: &'a SumPlan<'a>,
     layout: &'a Layout,
     hosts: &'a Hosts,
+    /// By rank: the pieces that it makes.
+    made: Vec<Vec<Piece>>,
 }
 
 impl<'a> SumsOverHosts<'a> {
     fn of(planner: &'a SumPlan<'a>) -> SumsOverHosts<'a> {
-        SumsOverHosts {
+        let layout = &planner.problem.layout;
+        let mut sums = SumsOverHosts {
             planner,
-            layout: &planner.problem.layout,
+            layout,
             hosts: &planner.problem.hosts,
-        }
+            made: Vec::new(),
+        };
+        sums.made = (0..layout.world()).map(|rank| sums.pieces(rank)).collect();
+        sums
     }
 
-    fn goal(&self, rank: usize, owner: usize) -> Goal {
-        match self.hosts.beside(rank, owner) {
-            _ if rank == owner => Goal::Own,
-            gateway if gateway == rank => Goal::Rail,
-            gateway => Goal::Near(gateway),
-        }
+    /// The rank to which `from` sends its partials of rows of `owner`. None if they are its own.
+    fn goes_to(&self, from: usize, owner: usize) -> Option<usize> {
+        let gateway = self.hosts.beside(from, owner);
+        let to = if gateway == from { owner } else { gateway };
+        (to != from).then_some(to)
     }
 
     fn neighbours(&self, rank: usize) -> impl DoubleEndedIterator<Item = usize> {
@@ -151,78 +132,60 @@ impl<'a> SumsOverHosts<'a> {
         rows.map(move |rows| Piece { owner, rows })
     }
 
-    /// What comes to a rank, by flag.
-    ///
-    /// Partials of its own rows are numbered by first row and then by sender, so that the flags of a tile are one range.
-    /// The range may hold flags of smaller pieces too, which come before those that the tile needs. Those for which it
-    /// is the gateway follow, owner by owner and piece by piece.
-    fn come_to(&self, rank: usize) -> Vec<Come> {
-        let near = self.neighbours(rank);
-        let near = near.flat_map(|from| self.cut(rank).map(move |piece| (from, piece)));
-        let rail = self.hosts.rail(rank);
-        let far = rail.flat_map(|from| self.cut_for_rail(rank).map(move |piece| (from, piece)));
-        let mut come: Vec<_> = near.chain(far).collect();
-        come.sort_by_key(|(from, piece)| (piece.rows.start, *from));
-        for piece in self
-            .hosts
-            .rail(rank)
-            .flat_map(|owner| self.cut_for_rail(owner))
-        {
-            let from = self.neighbours(rank).map(|from| {
-                let rows = piece.rows.clone();
-                (from, Piece { rows, ..piece })
-            });
-            come.extend(from);
+    /// What comes to each rank: partials of its own rows and, as a gateway, of those of its rail.
+    fn all_incoming(&self) -> Vec<Incoming> {
+        let mut partials: Vec<Vec<Partial>> = vec![Vec::new(); self.layout.world()];
+        for (from, made) in self.made.iter().enumerate() {
+            for (number, piece) in made.iter().enumerate() {
+                if let Some(to) = self.goes_to(from, piece.owner) {
+                    partials[to].push((from, number, piece.clone()));
+                }
+            }
         }
-        come
+        let partials = partials.into_iter();
+        partials
+            .map(|to| Incoming::of_partials(to.into_iter()))
+            .collect()
     }
 
-    /// The transfers to a rank, in the order in which they are made: for its rail, from its neighbours, over its rail.
-    fn arrivals(&self, rank: usize, come: &[Come]) -> Vec<Transfer> {
+    /// The transfers to this rank, in the order in which they are made: for its rail, from its neighbours, over its rail.
+    fn arrivals(&self, incoming: &Incoming) -> Vec<Transfer> {
+        let rank = self.planner.rank;
         let of_neighbours = |owner: usize| self.neighbours(rank).map(move |from| (from, owner));
         let for_rail = self.hosts.rail(rank).flat_map(of_neighbours);
         let over_rail = self.hosts.rail(rank).rev().map(|from| (from, rank));
         let all = for_rail.chain(of_neighbours(rank)).chain(over_rail);
-        let mut made: BTreeMap<usize, Vec<Piece>> = BTreeMap::new();
-        let mut transfers = Vec::new();
-        for (from, owner) in all {
-            let pieces = made.entry(from).or_insert_with(|| self.pieces(from));
-            let pieces = pieces.iter().enumerate();
-            let pieces = pieces.filter(|(_, piece)| piece.owner == owner);
-            transfers
-                .extend(pieces.map(|(block, piece)| self.transfer(from, rank, come, piece, block)));
-        }
-        transfers
+        let transfers = all.flat_map(|(from, owner)| {
+            let made = self.made[from].iter().enumerate();
+            let made = made.filter(move |(_, piece)| piece.owner == owner);
+            made.map(move |(block, piece)| self.transfer([from, rank], incoming, piece, block))
+        });
+        transfers.collect()
     }
 
-    /// The transfer of a piece, which is a block of the product of `from`.
-    /// `come`: what comes to `to`.
+    /// The transfer of a piece, which is a block of the product of `from`. `incoming`: what comes to `to`.
     fn transfer(
         &self,
-        from: usize,
-        to: usize,
-        come: &[Come],
+        [from, to]: [usize; 2],
+        incoming: &Incoming,
         piece: &Piece,
         block: usize,
     ) -> Transfer {
         let Piece { owner, rows } = piece;
-        let first = self.planner.partials.own(*owner, rows.start);
         let region = |first: usize| self.planner.partial(first..first + rows.len());
-        let of_piece = |(sender, come): &Come| {
-            (*sender, come.owner, come.rows.start) == (from, *owner, rows.start)
-        };
+        let own = self.planner.partials.own(*owner, rows.start);
+        let slot = self.slot(from, to, *owner) + self.offset(piece);
         Transfer {
             from,
             to,
             source: from,
             regions: smallvec![Move {
-                from: region(first),
-                to: region(self.slot(from, to, *owner) + self.offset(piece)),
+                from: region(own),
+                to: region(slot),
             }],
             after: 0..0,
             produced: Some(block),
-            // A piece that does not come to the rank has no flag. A schedule that names it is refused.
-            flag: come.iter().position(of_piece).unwrap_or(usize::MAX),
+            flag: incoming.flag(from, block),
             route: match self.hosts.share(from, to) {
                 true => Route::Push,
                 false => self.hosts.rail_route(),
@@ -248,40 +211,45 @@ impl<'a> SumsOverHosts<'a> {
         piece.rows.start - self.layout.rows_of(piece.owner).start
     }
 
-    /// This rank's partial, which it sends as it is.
-    fn partial(&self, piece: &Piece) -> Sum {
+    /// What this rank makes of a piece: the sum of its own rows, the sum of its host's partials, which goes over its rail,
+    /// or its partial alone, which goes to a rank of its host.
+    fn sum(&self, piece: &Piece) -> Sum {
+        let rank = self.planner.rank;
         let first = self.planner.partials.own(piece.owner, piece.rows.start);
-        self.planner.own_partials(first)
+        let partial = self.planner.own_partials(first);
+        match self.goes_to(rank, piece.owner) {
+            None => self.own_sum(piece),
+            Some(to) if self.hosts.share(rank, to) => partial,
+            Some(_) => Sum {
+                addends: self.of_host(self.hosts.host_of(rank), piece).collect(),
+                ..partial
+            },
+        }
     }
 
-    /// The sum of the partials of this rank's host, which it sends over its rail.
-    fn sum_of_host(&self, piece: &Piece) -> Sum {
-        let host = self.hosts.host_of(self.planner.rank);
+    /// The partials of a piece that this rank's host makes.
+    fn of_host(&self, host: usize, piece: &Piece) -> impl Iterator<Item = Addend> {
         let ranks = self.hosts.ranks_of(host, self.layout.world());
-        Sum {
-            addends: ranks.map(|from| self.addend(from, piece)).collect(),
-            ..self.partial(piece)
-        }
+        ranks.map(move |from| self.addend(from, piece))
     }
 
     /// The sum of all partials of this rank's own rows.
     fn own_sum(&self, piece: &Piece) -> Sum {
-        let (rank, world) = (self.planner.rank, self.layout.world());
+        let rank = self.planner.rank;
         let own = self.hosts.host_of(rank);
-        let of_host = |host: usize| {
-            let gateway = self
-                .hosts
-                .rail(rank)
-                .find(|&peer| self.hosts.host_of(peer) == host);
-            let near = (host == own).then(|| self.hosts.ranks_of(host, world));
-            near.into_iter().flatten().chain(gateway)
+        let of_other = |host: usize| {
+            let mut rail = self.hosts.rail(rank);
+            let gateway = rail.find(|&peer| self.hosts.host_of(peer) == host);
+            gateway.map(|gateway| self.addend(gateway, piece))
         };
-        let from = (0..self.hosts.count()).flat_map(of_host);
+        let addends = (0..self.hosts.count()).flat_map(|host| {
+            let near = (host == own).then(|| self.of_host(host, piece));
+            near.into_iter().flatten().chain(of_other(host))
+        });
+        let first = self.planner.place() + self.offset(piece);
         Sum {
-            addends: from.map(|from| self.addend(from, piece)).collect(),
-            ..self
-                .planner
-                .finished(self.planner.place() + self.offset(piece))
+            addends: addends.collect(),
+            ..self.planner.finished(first)
         }
     }
 
@@ -296,14 +264,4 @@ impl<'a> SumsOverHosts<'a> {
             },
         }
     }
-}
-
-/// The flags of the partials of these rows of `owner`.
-fn flags_of(come: &[Come], owner: usize, rows: &Range<usize>) -> Range<usize> {
-    let is_needed = |(_, piece): &Come| {
-        piece.owner == owner && piece.rows.start < rows.end && rows.start < piece.rows.end
-    };
-    let begin = come.iter().position(is_needed).unwrap_or(0);
-    let last = come.iter().rposition(is_needed);
-    begin..last.map_or(begin, |last| last + 1)
 }
