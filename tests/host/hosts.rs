@@ -1,9 +1,11 @@
 //! Groups of threads that play several hosts: messages carry rows from host to host.
 
 use gemmesh::schedule::Hosts;
-use gemmesh::{Error, Group, Host};
+use gemmesh::trace::{Lane, Work};
+use gemmesh::{Error, Group, Host, Route};
 
 use crate::fp8;
+use crate::support::products::Arguments;
 use crate::support::shared::{
     self,
     hosts::{
@@ -71,6 +73,34 @@ fn scales_come_over_hosts_with_their_rows() {
     let builder = Group::<Host>::builder().workers(1).play_hosts(hosts);
     let ranks = builder.threads(3, |group| {
         (0..40).try_for_each(|seed| shared::fp8::gather(&group, seed, fp8::gather(seed)))
+    });
+    ranks.unwrap();
+}
+
+#[test]
+fn a_trace_shows_what_goes_over_the_network_and_what_is_passed_on() {
+    let hosts = Hosts::of(&["a", "a", "b", "b"]).unwrap();
+    let builder = Group::<Host>::builder().workers(1).play_hosts(hosts);
+    let ranks = builder.threads(4, |group| {
+        let mut arguments = Arguments::small(&group)?;
+        let prepared = arguments.prepare(Route::Push)?;
+        let Arguments { a, b, out, .. } = &mut arguments;
+        let trace = prepared.run_traced(&*a, &*b, out)?;
+        let rank = group.rank();
+        // How many rows it sends to `peer`.
+        let sent = |lane: Lane, peer: usize| -> usize {
+            let spans = trace.spans.iter().filter(|span| span.lane == lane);
+            let rows = spans.map(|span| match &span.work {
+                Work::Push { to, rows } if *to == peer => rows.len(),
+                _ => 0,
+            });
+            rows.sum()
+        };
+        let (peer, neighbour) = (rank ^ 2, rank ^ 1);
+        let [own, of_peer] = [rank, peer].map(|rank| a.rows_of(rank).len());
+        assert_eq!(sent(Lane::Network, peer), own);
+        assert_eq!(sent(Lane::Copy, neighbour), own + of_peer);
+        Ok::<_, Error>(())
     });
     ranks.unwrap();
 }
