@@ -401,6 +401,18 @@ proptest! {
     }
 }
 
+/// A gather of so many rows of each rank, in one chunk within a host.
+fn gather(hosts: &[usize], rows: usize) -> Case {
+    Case {
+        hosts: hosts.into(),
+        rows: vec![rows; hosts.len()],
+        stages: 1,
+        order: RowOrder::ByRank,
+        operation: Operation::AllGather,
+        config: Config::new(TileShape::new(128, 64, 64), Chunking::new(1), Route::Pull),
+    }
+}
+
 /// The source of each chunk that comes to `rank`, in the order in which it expects them.
 fn sources(case: &Case, rank: usize) -> Vec<usize> {
     let arrivals = plan(&case.problem(), rank, case.config).unwrap();
@@ -410,15 +422,7 @@ fn sources(case: &Case, rank: usize) -> Vec<usize> {
 
 #[test]
 fn rows_of_the_own_host_come_first_and_then_those_of_the_next_hosts() {
-    let hosts = [0, 0, 1, 1, 2, 2];
-    let case = Case {
-        hosts: hosts.into(),
-        rows: vec![4; 6],
-        stages: 1,
-        order: RowOrder::ByRank,
-        operation: Operation::AllGather,
-        config: Config::new(TileShape::new(128, 64, 64), Chunking::new(1), Route::Pull),
-    };
+    let case = gather(&[0, 0, 1, 1, 2, 2], 4);
     let sources = |rank| sources(&case, rank);
     assert_eq!(sources(0), [1, 2, 3, 4, 5]);
     assert_eq!(sources(3), [2, 5, 4, 1, 0]);
@@ -426,14 +430,7 @@ fn rows_of_the_own_host_come_first_and_then_those_of_the_next_hosts() {
 
 #[test]
 fn chunks_of_the_ranks_of_another_host_alternate() {
-    let case = Case {
-        hosts: vec![0, 0, 1, 1],
-        rows: vec![1024; 4],
-        stages: 1,
-        order: RowOrder::ByRank,
-        operation: Operation::AllGather,
-        config: Config::new(TileShape::new(128, 64, 64), Chunking::new(1), Route::Pull),
-    };
+    let case = gather(&[0, 0, 1, 1], 1024);
     let sources = |rank| sources(&case, rank);
     assert_eq!(sources(0), [1, 2, 3, 2, 3]);
     assert_eq!(sources(1), [0, 3, 2, 3, 2]);
@@ -441,14 +438,7 @@ fn chunks_of_the_ranks_of_another_host_alternate() {
 
 #[test]
 fn a_shard_crosses_the_network_in_chunks_of_two_mebibytes() {
-    let case = Case {
-        hosts: vec![0, 1],
-        rows: vec![2048; 2],
-        stages: 1,
-        order: RowOrder::ByRank,
-        operation: Operation::AllGather,
-        config: Config::new(TileShape::new(128, 64, 64), Chunking::new(1), Route::Pull),
-    };
+    let case = gather(&[0, 1], 2048);
     let schedules = case.schedules();
     let bytes: Vec<usize> = schedules[0]
         .arrivals()

@@ -21,7 +21,7 @@ struct Several {
     indices: Vec<usize>,
     /// The places of a host.
     places: usize,
-    /// How rows go along a rail.
+    /// How rows go from host to host.
     route: Route,
 }
 
@@ -79,10 +79,12 @@ impl Hosts {
         Hosts { several }
     }
 
-    /// How rows go along a rail.
-    pub fn rail_route(&self) -> Route {
-        let several = self.several.as_ref();
-        several.map_or(Route::Net, |several| several.route)
+    /// How rows go from one rank to another. `near` is how they go within a host.
+    pub fn route(&self, one: usize, other: usize, near: Route) -> Route {
+        match &self.several {
+            Some(several) if !self.share(one, other) => several.route,
+            _ => near,
+        }
     }
 
     /// The number of hosts.

@@ -174,13 +174,18 @@ impl<'a> Cutter<'a> {
     fn way(&self, source: usize, peer: usize, stage: usize) -> Way {
         // The rank of the peer's host to which the rail brings them.
         let gateway = self.hosts.beside(peer, source);
-        let (from, route) = match gateway {
-            _ if gateway == source => (source, self.route),
-            _ if gateway == peer => (source, self.hosts.rail_route()),
-            _ => (gateway, Route::Push),
-        };
+        let from = if gateway == peer { source } else { gateway };
         let come = (from != source).then(|| self.first_flag(source, from, stage));
-        Way { from, route, come }
+        let near = if from == source {
+            self.route
+        } else {
+            Route::Push
+        };
+        Way {
+            from,
+            route: self.hosts.route(from, peer, near),
+            come,
+        }
     }
 
     /// The flag of a block's first chunk at the rank to which it comes.

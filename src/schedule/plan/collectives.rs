@@ -222,10 +222,7 @@ impl<'a> CollectivePlan<'a> {
             after: 0..0,
             produced: None,
             flag,
-            route: match self.problem.hosts.share(from, to) {
-                true => self.config.route,
-                false => self.problem.hosts.rail_route(),
-            },
+            route: self.problem.hosts.route(from, to, self.config.route),
         }
     }
 

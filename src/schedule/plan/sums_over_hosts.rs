@@ -186,10 +186,7 @@ impl<'a> SumsOverHosts<'a> {
             after: 0..0,
             produced: Some(block),
             flag: incoming.flag(from, block),
-            route: match self.hosts.share(from, to) {
-                true => Route::Push,
-                false => self.hosts.rail_route(),
-            },
+            route: self.hosts.route(from, to, Route::Push),
         }
     }
 
