@@ -94,6 +94,50 @@ fn by_ends<'s>(
         .collect()
 }
 
+/// Plays all ranks' transfers over the network turn by turn, as a library does that sends and receives at the same time.
+/// A rank's turn ends when all of it has been sent and received. Returns how many turns never end.
+fn stuck_turns(schedules: &[Schedule]) -> usize {
+    let turns = |schedule: &Schedule| {
+        let both = schedule.sent().chain(schedule.received());
+        let mut turns: Vec<usize> = both.map(|moved| moved.turn).collect();
+        turns.sort_unstable();
+        turns.dedup();
+        VecDeque::from(turns)
+    };
+    let mut left: Vec<VecDeque<usize>> = schedules.iter().map(turns).collect();
+    loop {
+        let now: Vec<Option<usize>> = left.iter().map(|turns| turns.front().copied()).collect();
+        // A transfer is made when it is both ranks' turn. Those that have been made are behind the other rank's turn.
+        let is_made = |moved: &Transfer, other: usize| now[other].is_none_or(|at| at >= moved.turn);
+        let mut any = false;
+        for (rank, schedule) in schedules.iter().enumerate() {
+            let Some(turn) = now[rank] else { continue };
+            let mut sent = schedule.sent().filter(|moved| moved.turn == turn);
+            let mut received = schedule.received().filter(|moved| moved.turn == turn);
+            if sent.all(|moved| is_made(moved, moved.to))
+                && received.all(|moved| is_made(moved, moved.from))
+            {
+                left[rank].pop_front();
+                any = true;
+            }
+        }
+        if !any {
+            return left.iter().map(VecDeque::len).sum();
+        }
+    }
+}
+
+/// Each rank sends by increasing turns and receives by increasing turns, and turns end.
+fn has_turns(schedules: &[Schedule]) -> bool {
+    let increase = |turns: Vec<usize>| turns.windows(2).all(|pair| pair[0] < pair[1]);
+    let all_increase = schedules.iter().all(|schedule| {
+        increase(schedule.sent().map(|moved| moved.turn).collect())
+            && increase(schedule.received().map(|moved| moved.turn).collect())
+            && schedule.moves().all(|moved| moved.turn == 0)
+    });
+    all_increase && stuck_turns(schedules) == 0
+}
+
 /// Plays all ranks' transfers, each rank's in its order, and each after the chunks that it waits for. Over the network a
 /// rank sends one at a time, and only what the other rank receives next. Returns how many are never made.
 fn stuck(schedules: &[Schedule]) -> usize {
@@ -189,6 +233,7 @@ proptest! {
         let moved = by_ends(&schedules, |schedule| schedule.moves().chain(schedule.sent()).collect());
         prop_assert_eq!(come, moved);
         prop_assert_eq!(stuck(&schedules), 0);
+        prop_assert!(has_turns(&schedules));
         let agreed: HashSet<_> = schedules.iter().map(|s| format!("{:?}", s.agreed())).collect();
         prop_assert_eq!(agreed.len(), 1);
     }
@@ -229,6 +274,7 @@ proptest! {
                 by_ends(&schedules, |schedule| schedule.moves().chain(schedule.sent()).collect());
             prop_assert_eq!(come, moved);
             prop_assert_eq!(stuck(&schedules), 0);
+            prop_assert!(has_turns(&schedules));
             for schedule in &schedules {
                 let came = schedule.arrivals().iter().map(|come| come.regions[0].to.rows.len());
                 prop_assert_eq!(came.sum::<usize>(), come_to(operation, schedule.rank()));
@@ -384,6 +430,7 @@ proptest! {
         let crossed = schedules.iter().flat_map(|schedule| schedule.sent());
         let crossed: usize = crossed.map(|sent| sent.regions[0].from.rows.len()).sum();
         prop_assert_eq!(crossed, layout.m() * (hosts.count() - 1));
+        prop_assert!(has_turns(&schedules));
         for (rank, sums) in play(&schedules).into_iter().enumerate() {
             prop_assert_eq!(sums.made, sums.schedule.tiles().len());
             let of_host = |host: usize| {

@@ -228,6 +228,7 @@ fn copies_within(first: usize, rank: usize, world: usize) -> Result<Schedule, Re
         produced: None,
         flag: 0,
         route: Route::Pull,
+        turn: 0,
     };
     let problem = Asked {
         world,

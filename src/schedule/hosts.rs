@@ -105,6 +105,12 @@ impl Hosts {
         several.map_or(0, |several| several.indices[rank] / several.places)
     }
 
+    /// How many hosts on around the ring of hosts the host of `to` is from that of `from`.
+    pub fn steps(&self, from: usize, to: usize) -> usize {
+        let hosts = self.count();
+        (self.host_of(to) + hosts - self.host_of(from)) % hosts
+    }
+
     /// True if two ranks share a host.
     pub fn share(&self, one: usize, other: usize) -> bool {
         self.host_of(one) == self.host_of(other)

@@ -127,6 +127,9 @@ pub struct Transfer {
     pub flag: usize,
     /// Who moves the regions.
     pub route: Route,
+    /// Over a network, its place in time: a rank takes its transfers by increasing turns, and sends and receives at most
+    /// one at each. Both ranks of a transfer know its turn. Within a host it is 0.
+    pub turn: usize,
 }
 
 impl Transfer {

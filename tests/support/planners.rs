@@ -152,6 +152,7 @@ pub fn staged(problem: Asked, stages: usize, rank: usize, config: Config) -> Sch
                     produced: None,
                     flag,
                     route: config.route,
+                    turn: 0,
                 }
             })
             .collect()
@@ -187,6 +188,7 @@ pub fn with_scales(problem: Asked, apart: bool, rank: usize, config: Config) -> 
             produced: None,
             flag,
             route: config.route,
+            turn: 0,
         })
     };
     let arrivals = (1..world).flat_map(|step| transfers((rank + step) % world, rank));
@@ -225,6 +227,7 @@ pub fn relayed(problem: Asked, rank: usize, config: Config) -> Schedule {
                 produced: None,
                 flag: flag_of(source, to),
                 route: Route::Push,
+                turn: 0,
             }
         };
         (1..world).map(transfer).collect()

@@ -8,7 +8,7 @@ use crate::route::Route;
 use crate::schedule::config::{CUT_COLUMNS, Chunking, Config};
 use crate::schedule::layout::{Layout, MAX_CHUNKS, RowOrder, chunk_rows};
 use crate::schedule::plan::matrices::A;
-use crate::schedule::{Hosts, Move, Problem, Region, Transfer};
+use crate::schedule::{Hosts, MAX_FLAGS, Move, Problem, Region, Transfer};
 
 /// How rows are cut into chunks, and the ways that they go.
 ///
@@ -44,6 +44,8 @@ struct Way {
     route: Route,
     /// The flag of the first chunk at `from`, if that passes them on.
     come: Option<usize>,
+    /// The turn of the first chunk.
+    turn: usize,
 }
 
 impl Way {
@@ -167,6 +169,10 @@ impl<'a> Cutter<'a> {
             produced: None,
             flag: first + index,
             route: way.route,
+            turn: match way.route {
+                Route::Net => way.turn + index,
+                _ => 0,
+            },
         })
     }
 
@@ -181,10 +187,13 @@ impl<'a> Cutter<'a> {
         } else {
             Route::Push
         };
+        // All ranks send to the host before their own at the same time, and then to the one before that.
+        let step = stage * self.hosts.count() + self.hosts.steps(peer, from);
         Way {
             from,
             route: self.hosts.route(from, peer, near),
             come,
+            turn: step * MAX_FLAGS,
         }
     }
 

@@ -20,8 +20,8 @@ use crate::schedule::plan::matrices::{self, A, OUT, PARTIALS};
 use crate::schedule::plan::partials::{Incoming, Partials, Piece, among_others};
 use crate::schedule::plan::tile_order::ring;
 use crate::schedule::{
-    Activation, Addend, Agreed, DTypes, MatrixSpec, Move, Operation, Parts, Problem, Reduction,
-    Region, Request, Schedule, Sum, Transfer,
+    Activation, Addend, Agreed, DTypes, MAX_FLAGS, MatrixSpec, Move, Operation, Parts, Problem,
+    Reduction, Region, Request, Schedule, Sum, Transfer,
 };
 
 /// Cuts each block into `chunks` chunks.
@@ -213,7 +213,12 @@ impl<'a> CollectivePlan<'a> {
         }
     }
 
-    fn transfer(&self, [from, to]: [usize; 2], moved: Move, flag: usize) -> Transfer {
+    /// A transfer under `flag`. `part`: its number among those from `from` to `to`.
+    fn transfer(&self, [from, to]: [usize; 2], moved: Move, part: usize, flag: usize) -> Transfer {
+        let hosts = &self.problem.hosts;
+        // A rank sends around the ring of ranks, and receives from it backwards.
+        let step = (to + self.world() - from) % self.world();
+        let route = hosts.route(from, to, self.config.route);
         Transfer {
             from,
             to,
@@ -222,7 +227,11 @@ impl<'a> CollectivePlan<'a> {
             after: 0..0,
             produced: None,
             flag,
-            route: self.problem.hosts.route(from, to, self.config.route),
+            route,
+            turn: match route {
+                Route::Net => step * MAX_FLAGS + part,
+                _ => 0,
+            },
         }
     }
 
@@ -259,7 +268,7 @@ impl<'a> CollectivePlan<'a> {
                     from: self.part(A, rows.clone(), columns),
                     to: self.part(PARTIALS, slot + rows.start..slot + rows.end, columns),
                 };
-                self.transfer([from, to], moved, before + part)
+                self.transfer([from, to], moved, part, before + part)
             };
             parts.map(transfer).collect::<Vec<_>>()
         };
@@ -274,9 +283,10 @@ impl<'a> CollectivePlan<'a> {
             },
         };
         let mut parts = self.parts([m, m], &room);
-        let peers = || ring(rank, world);
-        parts.departures = peers().flat_map(|to| transfers(rank, to)).collect();
-        parts.arrivals = peers().flat_map(|from| transfers(from, rank)).collect();
+        let senders = (1..world).map(|step| (rank + world - step) % world);
+        parts.arrivals = senders.flat_map(|from| transfers(from, rank)).collect();
+        let receivers = ring(rank, world);
+        parts.departures = receivers.flat_map(|to| transfers(rank, to)).collect();
         parts.reduction = (m > 0).then(|| self.reduction(m, 0, addend));
         Schedule::new(parts)
     }
@@ -360,6 +370,7 @@ impl<'a> CollectivePlan<'a> {
             ..self.transfer(
                 [from, to],
                 Move::in_place(self.part(OUT, chunk.rows.clone(), &chunk.columns)),
+                0,
                 flag,
             )
         };
@@ -514,9 +525,12 @@ impl<'a> AddendTransfers<'a> {
             to: self.plan.part(PARTIALS, slot..slot + rows.len(), columns),
         };
         let flag = self.incoming[*owner].flag(from, number);
+        // Pieces of one owner follow one another.
+        let before = self.made[from][..number].iter().rev();
+        let part = before.take_while(|piece| piece.owner == *owner).count();
         Transfer {
             produced: (self.blocks == Blocks::Made).then_some(number),
-            ..self.plan.transfer([from, *owner], moved, flag)
+            ..self.plan.transfer([from, *owner], moved, part, flag)
         }
     }
 
@@ -599,7 +613,8 @@ impl BlockTransfers<'_> {
             from: self.source(ends, part),
             to: self.plan.part(OUT, part.rows.clone(), &part.columns),
         };
-        self.plan.transfer(ends, moved, self.flag(ends, number))
+        self.plan
+            .transfer(ends, moved, number, self.flag(ends, number))
     }
 
     fn arrivals(&self) -> Vec<Transfer> {

@@ -109,6 +109,7 @@ fn transfers(planner: &SumPlan, [from, to]: [usize; 2]) -> impl Iterator<Item = 
             produced,
             flag: before + index,
             route,
+            turn: 0,
         }
     })
 }

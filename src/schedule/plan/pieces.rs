@@ -179,6 +179,7 @@ impl SumPlan<'_> {
             produced,
             flag,
             route: self.config.route,
+            turn: 0,
         }
     }
 

@@ -24,7 +24,9 @@ use crate::schedule::limits::require;
 use crate::schedule::plan::matrices::{A, PARTIALS};
 use crate::schedule::plan::partials::{Incoming, Partial, Piece};
 use crate::schedule::plan::tile_order;
-use crate::schedule::{Addend, Hosts, Layout, Move, OutputBlock, Schedule, Sum, Transfer};
+use crate::schedule::{
+    Addend, Hosts, Layout, MAX_FLAGS, Move, OutputBlock, Schedule, Sum, Transfer,
+};
 
 /// Gives each rank its rows of the sum. If all ranks get all rows, a gather has to follow.
 ///
@@ -175,6 +177,7 @@ impl<'a> SumsOverHosts<'a> {
         let region = |first: usize| self.planner.partial(first..first + rows.len());
         let own = self.planner.partials.own(*owner, rows.start);
         let slot = self.slot(from, to, *owner) + self.offset(piece);
+        let route = self.hosts.route(from, to, Route::Push);
         Transfer {
             from,
             to,
@@ -186,7 +189,11 @@ impl<'a> SumsOverHosts<'a> {
             after: 0..0,
             produced: Some(block),
             flag: incoming.flag(from, block),
-            route: self.hosts.route(from, to, Route::Push),
+            route,
+            turn: match route {
+                Route::Net => self.hosts.steps(from, to) * MAX_FLAGS + self.part(from, block),
+                _ => 0,
+            },
         }
     }
 
@@ -201,6 +208,15 @@ impl<'a> SumsOverHosts<'a> {
             self.hosts.beside(owner, from)
         };
         self.planner.partials.slot(sender, to)
+    }
+
+    /// The number of a piece among those that `from` makes for the same owner, which follow one another.
+    fn part(&self, from: usize, block: usize) -> usize {
+        let made = &self.made[from];
+        let before = made[..block].iter().rev();
+        before
+            .take_while(|piece| piece.owner == made[block].owner)
+            .count()
     }
 
     /// How many rows of the same owner stand before a piece.
