@@ -234,10 +234,10 @@ typedef struct GemmeshPeers {
     uint32_t *completed;              /* gets it when all that the kernel waits for has come; null if something else
                                        * writes it, or if nobody reads it */
     uint32_t task_count;
-    uint32_t copies; /* nonzero: the copy engine pushes, and waits for push_epoch->permit */
+    uint32_t copies; /* nonzero: the copy engine pushes or the network brings rows, and waits for push_epoch->permit */
     uint32_t rank;
     uint32_t world;
-    GemmeshMailbox *mailboxes[GEMMESH_MAX_WORLD]; /* by rank, as this GPU maps them */
+    GemmeshMailbox *mailboxes[GEMMESH_MAX_WORLD]; /* by rank, as this GPU maps them; null for ranks of other hosts */
     void *rows[GEMMESH_MAX_WORLD];                /* every rank's `a`, likewise */
     void *beside[GEMMESH_MAX_WORLD];              /* and its second matrix, if tasks push that */
 } GemmeshPeers;
@@ -374,8 +374,13 @@ typedef struct GemmeshStore {
 /* Rows of the product that go to the same places. Tiles are counted from the first row, and end with the last.
  *
  * The rows are stored as rounded partials, or as a sum. A sum adds rounded addends in the order of the ranks: peers'
- * partials, the product, and further peers' partials. Then bias, activation and residual follow. Sums of another type than
- * partials are not stored in these places but in outputs[0], and nobody waits for them. */
+ * partials, the product, and further peers' partials. It may be a partial of a further sum, which is stored like one.
+ * Otherwise bias, activation and residual follow. Then sums of another type than partials are not stored in these places
+ * but in outputs[0], and nobody waits for them. */
+/* GemmeshBlock.sum: the product alone is stored, or with addends, or as a sum that is finished. */
+#define GEMMESH_PARTIAL 0
+#define GEMMESH_ADDED 1
+#define GEMMESH_FINISHED 2
 typedef struct GemmeshBlock {
     uint32_t row;         /* the first: row of `a` */
     uint32_t rows;        /* how many */
@@ -385,7 +390,7 @@ typedef struct GemmeshBlock {
     uint16_t before;      /* and how many of them before the product */
     uint32_t store_begin; /* where they go: stores[store_begin..+stores), at most GEMMESH_MAX_TARGETS */
     uint16_t stores;
-    uint16_t sum;         /* nonzero: the sum is stored */
+    uint16_t sum;         /* GEMMESH_PARTIAL, GEMMESH_ADDED or GEMMESH_FINISHED */
     uint32_t reports;     /* if somebody waits for the block: one for each tile and each warp that stores its rows;
                            * otherwise 0 */
 } GemmeshBlock;

@@ -550,6 +550,17 @@ pub enum Error {
         function: String,
     },
 
+    /// NCCL, which carries rows to GPUs of other hosts, cannot be used.
+    #[error(
+        "rank {rank} has no network to the GPUs of other hosts: {reason}; install NCCL 2.18 or newer (libnccl.so.2)"
+    )]
+    NoNccl {
+        /// The rank.
+        rank: usize,
+        /// What is missing.
+        reason: String,
+    },
+
     /// The program was built without the GPU kernels.
     #[error(
         "rank {rank}: this program was built without GPU kernels, as GEMMESH_NO_KERNELS was set; build it with nvcc and without that variable"

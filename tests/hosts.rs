@@ -97,13 +97,7 @@ fn by_ends<'s>(
 /// Plays all ranks' transfers over the network turn by turn, as a library does that sends and receives at the same time.
 /// A rank's turn ends when all of it has been sent and received. Returns how many turns never end.
 fn stuck_turns(schedules: &[Schedule]) -> usize {
-    let turns = |schedule: &Schedule| {
-        let both = schedule.sent().chain(schedule.received());
-        let mut turns: Vec<usize> = both.map(|moved| moved.turn).collect();
-        turns.sort_unstable();
-        turns.dedup();
-        VecDeque::from(turns)
-    };
+    let turns = |schedule: &Schedule| schedule.turns().map(|turn| turn.number).collect();
     let mut left: Vec<VecDeque<usize>> = schedules.iter().map(turns).collect();
     loop {
         let now: Vec<Option<usize>> = left.iter().map(|turns| turns.front().copied()).collect();

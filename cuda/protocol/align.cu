@@ -10,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(GEMMESH_MAX_WORLD)
     gemmesh_align(const __grid_constant__ GemmeshAlignment alignment) {
     namespace ptx = gemmesh::ptx;
     const uint32_t peer = threadIdx.x;
-    if (peer >= alignment.world) return;
+    if (peer >= alignment.world || alignment.words[peer] == nullptr) return;
     ptx::st_release_sys(&alignment.words[peer][alignment.rank], alignment.count);
 
     const uint32_t* word = &alignment.words[alignment.rank][peer];

@@ -52,12 +52,13 @@ __device__ inline void leave_push(const GemmeshParams& params, uint32_t epoch) {
     if (peers.completed != nullptr) ptx::st_relaxed_sys(peers.completed, params.epoch);
 }
 
-// One warp: waits until every peer's kernel runs. Returns false if the wait has been given up.
+// One warp: waits until the kernel of every peer of this host runs. Returns false if the wait has been given up.
 __device__ inline bool await_peers(const GemmeshParams& params, uint32_t epoch, uint32_t lane) {
     const GemmeshPeers& peers = params.peers;
     const GemmeshMailbox* own = peers.mailboxes[peers.rank];
     bool ready = true;
     for (uint32_t peer = lane; peer < peers.world; peer += 32) {
+        if (peers.mailboxes[peer] == nullptr) continue;
         ready = ready && await(params, &own->ready[peer], epoch, GEMMESH_READY, peer);
     }
     const bool all_ready = __all_sync(~0u, ready);
@@ -81,6 +82,7 @@ __device__ inline void announce(const GemmeshParams& params, uint32_t epoch, uin
     // There is no release, because only kernels that have ended must come before this. Their reads are over, and what
     // they wrote here is in this GPU's memory.
     for (uint32_t peer = lane; peer < peers.world; peer += 32) {
+        if (peers.mailboxes[peer] == nullptr) continue;
         ptx::st_relaxed_sys(&peers.mailboxes[peer]->ready[peers.rank], epoch);
     }
     if (peers.copies == 0) return;

@@ -127,12 +127,13 @@ __device__ __forceinline__ void store_sums(Accumulators<C::kColumns>& accumulato
     const bool has_rows = has_all_of_k && row < block.rows;
     // report the tile before, unless multiply had steps enough to do so
     placed.report(lane);
-    const bool is_sum = block.sum != 0;
-    const bool is_other = is_sum && (is_f32<C>(params) || stored_type<C>(params) != GEMMESH_STORED_OUTPUT);
+    const bool is_sum = block.sum != GEMMESH_PARTIAL;
+    const bool is_finished = block.sum == GEMMESH_FINISHED;
+    const bool is_other = is_finished && (is_f32<C>(params) || stored_type<C>(params) != GEMMESH_STORED_OUTPUT);
     const GemmeshOutput& output = params.outputs[0];
     const WarpPlace place{block.row + row, left, 0, block.row + block.rows};
     if (is_sum) add<C>(accumulators, block, shared, at, has_rows, self.consumer, self.row(0), lane);
-    if (is_sum && has_rows) {
+    if (is_finished && has_rows) {
         bias.load(params, output, false, left, lane);
         finish<Output, false, C::kConsumerN>(accumulators.d, params, output, bias, boxes, place, lane);
     }

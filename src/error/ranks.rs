@@ -100,6 +100,7 @@ impl Error {
             | Error::NeedsProcesses { rank }
             | Error::NoGpu { rank, .. }
             | Error::DriverTooOld { rank, .. }
+            | Error::NoNccl { rank, .. }
             | Error::BuiltWithoutKernels { rank }
             | Error::UnsupportedGpu { rank, .. }
             | Error::NoKernel { rank, .. }

@@ -151,6 +151,7 @@ examples! {
     SharedGpu { ranks: [3, 5], visible: 8 }
     NoGpu { rank: 3, reason: "CUDA_VISIBLE_DEVICES is empty".into() }
     DriverTooOld { rank: 3, function: "cuStreamWriteValue32".into() }
+    NoNccl { rank: 3, reason: "libnccl.so.2 cannot be loaded".into() }
     BuiltWithoutKernels { rank: 3 }
     UnsupportedGpu { rank: 3, name: "NVIDIA A100".into(), capability: "8.0".into() }
     NoPeerAccess { rank: 3, peer: 5, reason: "peer access is not supported".into() }

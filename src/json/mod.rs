@@ -477,6 +477,10 @@ enum ErrorJson {
         rank: usize,
         function: String,
     },
+    NoNccl {
+        rank: usize,
+        reason: String,
+    },
     BuiltWithoutKernels {
         rank: usize,
     },

@@ -105,6 +105,7 @@ impl Error {
             Error::Timeout { .. } => ErrorKind::Timeout,
             Error::NoGpu { .. }
             | Error::DriverTooOld { .. }
+            | Error::NoNccl { .. }
             | Error::BuiltWithoutKernels { .. }
             | Error::UnsupportedGpu { .. }
             | Error::NoPeerAccess { .. }

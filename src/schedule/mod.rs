@@ -32,7 +32,7 @@ pub use product::{
 };
 pub use quantization::{OutputScales, Quantization};
 pub use scaling::{ScaleMatrix, Scaling};
-pub use transfer::{Extent, MatrixSpec, Move, Region, Request, Transfer};
+pub use transfer::{Extent, MatrixSpec, Move, Region, Request, Transfer, Turn};
 
 use std::ops::Range;
 
@@ -176,6 +176,20 @@ impl Schedule {
     pub fn received(&self) -> impl Iterator<Item = &Transfer> + Clone {
         let all = self.parts.arrivals.iter();
         all.filter(|transfer| transfer.route == Route::Net)
+    }
+
+    /// The transfers over a network, turn by turn: what this rank sends, and what it receives at the same time.
+    pub fn turns(&self) -> impl Iterator<Item = Turn<'_>> {
+        let (mut sent, mut received) = (self.sent().peekable(), self.received().peekable());
+        std::iter::from_fn(move || {
+            let both = [sent.peek(), received.peek()].into_iter().flatten();
+            let number = both.map(|transfer| transfer.turn).min()?;
+            Some(Turn {
+                number,
+                sent: sent.next_if(|transfer| transfer.turn == number),
+                received: received.next_if(|transfer| transfer.turn == number),
+            })
+        })
     }
 
     /// The bytes of a transfer.

@@ -5,6 +5,7 @@ use std::ops::Range;
 use smallvec::SmallVec;
 
 use crate::element::DType;
+use crate::profile::span::Work;
 use crate::route::Route;
 
 /// The type and extents of a matrix, which a call binds to memory.
@@ -149,6 +150,18 @@ impl Transfer {
         }
     }
 
+    /// What `rank`, which moves the regions or receives them, does.
+    pub(crate) fn work(&self, rank: usize) -> Work {
+        let rows = self.regions[0].to.rows.clone();
+        match self.to == rank {
+            true => Work::Pull {
+                source: self.source,
+                rows,
+            },
+            false => Work::Push { to: self.to, rows },
+        }
+    }
+
     /// The transfer's name for a profiler.
     pub(crate) fn name(&self) -> String {
         let rows = self
@@ -172,6 +185,17 @@ impl Transfer {
         let is_behind = |moved: &Move| moved.to.columns.start > 0;
         self.route != Route::Store && self.regions.iter().any(is_behind)
     }
+}
+
+/// What a rank does over a network at one turn: it sends, or receives, or both.
+#[derive(Clone, Copy, Debug)]
+pub struct Turn<'a> {
+    /// [`Transfer::turn`] of both.
+    pub number: usize,
+    /// What this rank sends.
+    pub sent: Option<&'a Transfer>,
+    /// What it receives.
+    pub received: Option<&'a Transfer>,
 }
 
 /// A block of rows that the caller makes.

@@ -1,55 +1,381 @@
-//! Gathers over several hosts: rows come over rails and are passed on. The hosts' ranks share memory, because there is no
-//! network yet.
+//! Groups over several hosts. The ranks of one machine play them, and NCCL carries rows from host to host over sockets.
 
-use gemmesh::schedule::{Hosts, Layout, Operation, Problem, plan};
-use gemmesh::testing::{delay_chunks, run_schedule};
-use gemmesh::{DType, Route, bf16};
+use std::time::Duration;
+
+use gemmesh::schedule::Hosts;
+use gemmesh::testing::{Variant, delay_chunks};
+use gemmesh::trace::{Lane, Work};
+use gemmesh::{
+    AllGatherAndConsume, AllGatherMatmul, Chunk, Cuda, Error, Group, MatmulAllReduce,
+    MatmulReduceScatter, Matrix, Route, all_gather, all_reduce, all_to_all, bf16, broadcast,
+    matmul, reduce_scatter,
+};
 
 use crate::support::gpu::*;
 use crate::support::numbers::{bits, nan, normal};
+use crate::support::processes::Rank;
+use crate::support::shared::failures;
+use crate::support::shared::hosts::{bytes, sum_of_hosts};
 use crate::test_name;
 
-/// Two chunks of the first shard cross the network. A rank has no rows.
-const ROWS: [usize; 4] = [1100, 300, 0, 517];
-const K: usize = 2048;
+/// Makes NCCL take this process's host for another than those of other names. It then uses sockets alone.
+fn play(host: char) {
+    let variables = [
+        ("NCCL_HOSTID", host.to_string()),
+        ("NCCL_SOCKET_IFNAME", "lo".into()),
+        ("NCCL_IB_DISABLE", "1".into()),
+    ];
+    for (name, value) in variables {
+        // SAFETY: no other thread of this process reads the environment yet.
+        unsafe { std::env::set_var(name, value) };
+    }
+}
 
-#[test]
-fn rows_come_over_rails_and_are_passed_on() {
+/// A group of all ranks, whose hosts `hosts` names letter by letter.
+fn connect_hosts(rank: &Rank, hosts: &str, timeout: Duration) -> Result<Group<Cuda>, Error> {
+    let names: Vec<char> = hosts.chars().collect();
+    play(names[rank.rank]);
+    std::mem::forget(Cuda::keep(rank));
+    let builder = Group::<Cuda>::builder()
+        .timeout(timeout)
+        .arrival_timeout(timeout)
+        .play_hosts(Hosts::of(&names).unwrap());
+    builder.connect(rank.rank, rank.world, &rank.address)
+}
+
+/// Calls `part` on each rank of hosts, on GPUs.
+fn over_hosts(
+    test: &str,
+    hosts: &str,
+    part: impl FnOnce(&Rank, &Group<Cuda>) -> Result<(), Error>,
+) {
     let Some(_leave) = gpu() else { return };
-    all_done(ranks(test_name!(), 4, |rank| {
-        let _context = Context::retain(rank.rank);
+    all_done(ranks(test, hosts.len(), |rank| {
+        let group = connect_hosts(rank, hosts, TIMEOUT)?;
         delay_chunks(Some(3));
-        let group = connect(rank, TIMEOUT)?;
-        let values: Vec<bf16> = normal(1, ROWS.iter().sum::<usize>() * K);
-        let mut a = group.sharded_rows::<bf16>(&ROWS, K)?;
-        let first = a.rows().start * K;
-        let own = &values[first..first + a.rows().len() * K];
-        a.shard_mut().copy_from_host(own)?;
-        for names in [
-            ["a", "a", "b", "b"],
-            ["a", "b", "b", "a"],
-            ["a", "b", "c", "d"],
-        ] {
-            let problem = Problem {
-                hosts: Hosts::of(&names).unwrap().sharing_memory(),
-                ..Problem::new(
-                    Operation::AllGather,
-                    DType::Bf16,
-                    Layout::new(&ROWS, K).unwrap(),
-                    0,
-                )
-            };
-            for chunks in [1, 2, 5] {
-                let config = config(0, 2, chunks).with_route(Route::Push);
-                a.poison(nan())?;
-                group.barrier()?;
-                let schedule = plan::plan(&problem, rank.rank, config).unwrap();
-                // SAFETY: a planner has made the schedules of all ranks.
-                unsafe { run_schedule(&group, schedule, &[&a], None)? };
-                assert!(bits(&a.to_vec()?) == bits(&values), "{names:?} {chunks}");
-                group.barrier()?;
-            }
-        }
+        part(rank, &group)?;
+        group.synchronize()?;
         Ok("right".into())
     }));
+}
+
+/// A test for each of these hosts.
+macro_rules! each_layout {
+    ($part:path: $($test:ident over $hosts:literal,)+) => {
+        $(
+            #[test]
+            fn $test() {
+                over_hosts(test_name!(), $hosts, |rank, group| $part(rank, group, $hosts));
+            }
+        )+
+    };
+}
+
+/// The rows of each rank, for as many ranks. Some have none, and some shards cross the network in several chunks.
+fn rows_of(world: usize) -> [Vec<usize>; 3] {
+    let rows = [[300, 300, 300, 300], [1300, 0, 517, 33], [0, 2100, 8, 1]];
+    rows.map(|rows| rows[..world].to_vec())
+}
+
+/// Wide enough for 1024 rows to cross the network in two chunks.
+const K: usize = 2048;
+
+fn products(rank: &Rank, group: &Group<Cuda>, _: &str) -> Result<(), Error> {
+    let one_host = another_group(rank, "one-host", TIMEOUT)?;
+    let configs = [None, Some(config(0, 2, 1)), Some(config(5, 2, 4))];
+    for (seed, rows) in rows_of(rank.world).into_iter().enumerate() {
+        for config in configs {
+            let case = Case {
+                rows: rows.clone(),
+                n: 264,
+                more: 8,
+                k: K,
+                bias: true,
+                config: config.map(|config| config.with_route(Route::Push)),
+                seed: seed as u64 + 1,
+                ..Case::default()
+            };
+            case.verify::<Cuda, bf16>(group).unwrap();
+            let (b, bias) = case.b::<bf16>(rank.rank);
+            let a = case.a::<bf16>();
+            let mut placed = Placed::new(group, &case, &a, &b, bias.as_deref())?;
+            for _ in 0..3 {
+                placed.poison()?;
+                placed
+                    .a
+                    .shard_mut()
+                    .copy_from_host(own_rows(&case, rank.rank, &a))?;
+                placed.fused(case.config)?;
+            }
+            let (gathered, out) = placed.read()?;
+            assert!(bits(&gathered) == bits(&a), "{rows:?} {config:?}");
+            // The same kernel makes the same bits of rows that came otherwise.
+            let Some(config) = case.config else { continue };
+            let mut near = Placed::new(&one_host, &case, &a, &b, bias.as_deref())?;
+            near.fused(Some(config.with_route(Route::Pull)))?;
+            assert!(bits(&near.read()?.1) == bits(&out), "{rows:?} {config:?}");
+        }
+    }
+    Ok(())
+}
+
+fn own_rows<'a>(case: &Case, rank: usize, a: &'a [bf16]) -> &'a [bf16] {
+    let first = case.rows[..rank].iter().sum::<usize>() * case.k;
+    &a[first..first + case.rows[rank] * case.k]
+}
+
+each_layout!(products:
+    products_over_two_hosts_are_right over "ab",
+    products_over_two_hosts_of_two_are_right over "aabb",
+    products_over_hosts_that_alternate_are_right over "abab",
+    products_over_three_hosts_are_right over "abc",
+);
+
+fn collectives(rank: &Rank, group: &Group<Cuda>, _: &str) -> Result<(), Error> {
+    for rows in rows_of(rank.world) {
+        gathers(rank, group, &rows)?;
+        blocks_and_a_root_s_rows(rank, group, &rows)?;
+    }
+    addends(rank, group)
+}
+
+fn gathers(rank: &Rank, group: &Group<Cuda>, rows: &[usize]) -> Result<(), Error> {
+    let all: Vec<bf16> = normal(7, rows.iter().sum::<usize>() * K);
+    let mut a = group.sharded_rows::<bf16>(rows, K)?;
+    let own = a.rows().start * K..a.rows().end * K;
+    for consumes in [false, true] {
+        a.poison(nan())?;
+        a.shard_mut().copy_from_host(&all[own.clone()])?;
+        group.barrier()?;
+        let mut come = 0;
+        if consumes {
+            let count = |chunk: Chunk<'_, Cuda, bf16>| {
+                come += chunk.rows().len();
+                Ok(())
+            };
+            AllGatherAndConsume::new().run(&a, count)?;
+            assert_eq!(come, rows.iter().sum::<usize>());
+        } else {
+            all_gather(&a)?;
+        }
+        assert!(
+            bits(&a.to_vec()?) == bits(&all),
+            "rank {}, {rows:?}",
+            rank.rank
+        );
+        group.barrier()?;
+    }
+    Ok(())
+}
+
+fn blocks_and_a_root_s_rows(rank: &Rank, group: &Group<Cuda>, rows: &[usize]) -> Result<(), Error> {
+    const N: usize = 8;
+    let (own, world) = (rank.rank, rank.world);
+    let value =
+        |from: usize, to: usize, row: usize| (from * 10_000 + to * 1000 + row % 1000) as u32;
+    let block =
+        |from: usize, to: usize| (0..rows[from]).flat_map(move |row| [value(from, to, row); N]);
+    let blocks: Vec<u32> = (0..world).flat_map(|to| block(own, to)).collect();
+    let come: Vec<u32> = (0..world).flat_map(|from| block(from, own)).collect();
+    let a = group.upload(&blocks, world * rows[own], N)?;
+    let mut out = group.sharded_rows::<u32>(rows, N)?;
+    out.poison(u32::MAX)?;
+    group.barrier()?;
+    all_to_all(&a, &mut out)?;
+    assert!(out.to_vec()? == come, "rank {own}, {rows:?}");
+    for root in 0..world {
+        out.poison(u32::MAX)?;
+        let all: Vec<u32> = (0..come.len()).map(|index| (index + root) as u32).collect();
+        if own == root {
+            out.write(0, &all)?;
+        }
+        group.barrier()?;
+        broadcast(&mut out, root)?;
+        assert!(out.to_vec()? == all, "rank {own}, {rows:?}, {root}");
+        group.barrier()?;
+    }
+    Ok(())
+}
+
+/// Without a product, each rank's addends go to the rank that adds them: the bits are those of one host.
+fn addends(rank: &Rank, group: &Group<Cuda>) -> Result<(), Error> {
+    let (own, world) = (rank.rank, rank.world);
+    for (rows, n) in [(40, 64), (700, 1024)] {
+        let count = rows * world * n;
+        let addend = |rank: usize| normal::<f32>(rank as u64 + 50, count);
+        let each: Vec<Vec<f32>> = (0..world).map(addend).collect();
+        let sums: Vec<f32> = (0..count)
+            .map(|index| each.iter().fold(0.0, |sum, addend| sum + addend[index]))
+            .collect();
+        let a = group.upload(&each[own], rows * world, n)?;
+        let mut out = group.zeros::<f32>(rows, n)?;
+        out.copy_from_host(&vec![f32::NAN; rows * n])?;
+        reduce_scatter(&a, &mut out)?;
+        let its = &sums[own * rows * n..(own + 1) * rows * n];
+        assert!(out.to_vec()? == its, "rank {own}, {rows} by {n}");
+        let mut all = group.sharded::<f32>(rows * world, n)?;
+        all.poison(f32::NAN)?;
+        group.barrier()?;
+        all_reduce(&a, &mut all)?;
+        assert!(all.to_vec()? == sums, "rank {own}, {rows} by {n}");
+    }
+    Ok(())
+}
+
+each_layout!(collectives:
+    collectives_over_two_hosts_are_right over "ab",
+    collectives_over_two_hosts_of_two_are_right over "aabb",
+    collectives_over_three_hosts_are_right over "abc",
+);
+
+/// Of its own host a rank adds each rank's partial, and of another host their sum, which is rounded.
+fn sums(rank: &Rank, group: &Group<Cuda>, hosts: &str) -> Result<(), Error> {
+    let own = rank.rank;
+    let (n, k) = (1032, 192);
+    let kernels = configs_of_sums(Variant::Sums, Route::Push, 1);
+    let configs = [None, Some(kernels[0]), kernels.last().copied()];
+    for rows in rows_of(rank.world) {
+        let m: usize = rows.iter().sum();
+        let a = group.upload(&normal::<bf16>(own as u64, m * k), m, k)?;
+        let b = group.upload(&normal::<bf16>(!own as u64, n * k), n, k)?;
+        for config in configs {
+            let mut out = group.zeros::<bf16>(rows[own], n)?;
+            out.copy_from_host(&vec![nan(); rows[own] * n])?;
+            for _ in 0..3 {
+                let sum = MatmulReduceScatter::new().rows(&rows);
+                match config {
+                    Some(config) => sum.config(config).run(&a, &b, &mut out)?,
+                    None => sum.run(&a, &b, &mut out)?,
+                }
+            }
+            let expected = expected_sums(group, hosts, &rows, [&a, &b])?;
+            let out = out.to_vec()?;
+            assert!(
+                bits(&out) == bits(&expected),
+                "rank {own}, {rows:?}, {config:?}"
+            );
+            let mut all = group.sharded_rows::<bf16>(&rows, n)?;
+            all.poison(nan())?;
+            group.barrier()?;
+            let sum = MatmulAllReduce::new();
+            match config {
+                Some(config) => sum.config(config).run(&a, &b, &mut all)?,
+                None => sum.run(&a, &b, &mut all)?,
+            }
+            let owned = group.all_gather_bytes(&bytes(&expected))?;
+            assert!(
+                bytes(&all.to_vec()?) == owned.concat(),
+                "rank {own}, {rows:?}, {config:?}"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// The sums of this rank's rows, made on the host of the partials of all ranks.
+fn expected_sums(
+    group: &Group<Cuda>,
+    hosts: &str,
+    rows: &[usize],
+    [a, b]: [&Matrix<Cuda, bf16>; 2],
+) -> Result<Vec<bf16>, Error> {
+    let (own, n) = (group.rank(), b.shape()[0]);
+    let mut partial = group.zeros::<bf16>(a.shape()[0], n)?;
+    // Every kernel adds up so short a K in the same order.
+    matmul(a, b, &mut partial)?;
+    let partials = group.all_gather_bytes(&bytes(&partial.to_vec()?))?;
+    let first = rows[..own].iter().sum::<usize>() * n;
+    let value = |rank: usize, index: usize| {
+        let bytes = [partials[rank][2 * index], partials[rank][2 * index + 1]];
+        bf16::from_bits(u16::from_le_bytes(bytes)).to_f32()
+    };
+    let indices = first..first + rows[own] * n;
+    Ok(indices
+        .map(|index| sum_of_hosts(hosts, own, |rank| value(rank, index)))
+        .collect())
+}
+
+each_layout!(sums:
+    sums_over_two_hosts_are_those_of_hosts over "ab",
+    sums_over_two_hosts_of_two_are_those_of_hosts over "aabb",
+    sums_over_hosts_that_alternate_are_those_of_hosts over "abba",
+    sums_over_three_hosts_are_those_of_hosts over "abc",
+);
+
+#[test]
+fn a_trace_shows_the_network() {
+    over_hosts(test_name!(), "ab", |rank, group| {
+        let [m, n] = [2048, 256];
+        let mut a = group.sharded::<bf16>(m, K)?;
+        let own = a.rows().len() * K;
+        a.shard_mut()
+            .copy_from_host(&normal(rank.rank as u64, own))?;
+        let b = group.upload(&normal::<bf16>(3, n * K), n, K)?;
+        let mut out = group.zeros::<bf16>(m, n)?;
+        let prepared = AllGatherMatmul::new().prepare(&a, n)?;
+        prepared.run(&a, &b, &mut out)?;
+        let trace = prepared.run_traced(&a, &b, &mut out)?;
+        let spans = trace.spans.iter();
+        let on_network: Vec<_> = spans.filter(|span| span.lane == Lane::Network).collect();
+        assert_eq!(on_network.len(), 2, "{on_network:?}");
+        let other = 1 - rank.rank;
+        let came = |work: &Work| matches!(work, Work::Pull { source, .. } if *source == other);
+        assert!(
+            on_network
+                .iter()
+                .all(|span| came(&span.work) && span.begin < span.end)
+        );
+        Ok(())
+    });
+}
+
+#[test]
+fn graphs_over_hosts_are_refused_and_the_group_goes_on() {
+    over_hosts(test_name!(), "ab", |_, group| {
+        let mut arguments = Arguments::small(group)?;
+        arguments.verify(group)?;
+        let mut refused = None;
+        captured(group, RELAXED, || refused = arguments.run().err());
+        let words = refused.unwrap().to_string();
+        assert!(
+            words.contains("graphs of operations over several hosts"),
+            "{words}"
+        );
+        arguments.verify(group)
+    });
+}
+
+#[test]
+fn a_rank_of_another_host_that_is_killed_amid_products_is_named() {
+    if let Some(_leave) = gpu() {
+        let connect = |rank: &Rank| connect_hosts(rank, "abc", TIMEOUT);
+        failures::kill_amid_operations_of(test_name!(), Route::Push, connect);
+    }
+}
+
+#[test]
+fn a_rank_of_another_host_that_is_stopped_amid_products_is_named_at_the_timeout() {
+    if let Some(_leave) = gpu() {
+        let connect = |rank: &Rank| connect_hosts(rank, "abc", SHORT);
+        failures::stop_amid_operations_of(test_name!(), Route::Push, connect);
+    }
+}
+
+#[test]
+fn a_rank_of_another_host_that_has_left_is_named() {
+    let Some(_leave) = gpu() else { return };
+    let ranks = ranks(test_name!(), 2, |rank| {
+        let group = connect_hosts(rank, "ab", TIMEOUT)?;
+        let mut arguments = Arguments::small(&group)?;
+        arguments.verify(&group)?;
+        if rank.rank == 1 {
+            return Ok("left".into());
+        }
+        let result = arguments.run().and_then(|()| group.synchronize());
+        poisoned(&group, result)
+    });
+    let outcomes = ranks.outcomes();
+    assert_eq!(outcomes[1].value(), "left");
+    let error = outcomes[0].error().cause();
+    assert!(matches!(error, Error::RankLeft { rank: 1, .. }), "{error}");
 }

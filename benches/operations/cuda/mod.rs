@@ -499,7 +499,10 @@ impl<T: Multiplied, O: OnGpus<T>> Timed<Cuda, T> for O {
             true => instruments.product(&peers.problem, Accumulation::Fast)?,
             false => None,
         };
-        let graph = captured(self, prepared, timer)?;
+        let graph = match args.hosts {
+            1 => captured(self, prepared, timer)?,
+            _ => None,
+        };
         let is_refused = |variant| match variant {
             Measured::Cublaslt | Measured::Peers | Measured::Ideal => product.is_none(),
             Measured::Fast => fast.is_none(),
@@ -508,6 +511,8 @@ impl<T: Multiplied, O: OnGpus<T>> Timed<Cuda, T> for O {
         let is_here = |variant| match variant {
             Measured::Nccl | Measured::Peers => nccl.is_some(),
             Measured::Graph => graph.is_some(),
+            // No copy engine reaches another host.
+            Measured::Ideal => args.hosts == 1,
             Measured::Fast => args.fast_accumulation,
             _ => true,
         };

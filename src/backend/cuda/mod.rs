@@ -38,8 +38,8 @@ use model::choices::Choices;
 use model::tuned;
 use program::operands::{Operand, Operands};
 use program::{Program, Selected};
-use shared::Shared;
 use shared::symmetric::{Peers, Symmetric};
+use shared::{Shared, network};
 
 use crate::backend::contract::sealed::{self, Bound, Run};
 use crate::backend::contract::{Backend, OpenOptions, Owner};
@@ -49,7 +49,6 @@ use crate::explanation::Prediction;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
 use crate::refusal::{self, Refusal};
-use crate::schedule::limits::require;
 use crate::schedule::{Config, Numerics, Problem, Schedule};
 
 /// NVIDIA GPUs of the Hopper generation (H100, H200). A rank is a process with one GPU; several ranks may share a GPU.
@@ -109,6 +108,14 @@ use crate::schedule::{Config, Numerics, Problem, Schedule};
 ///
 /// If a program breaks a rule, the operation ends at the deadline ([`Builder::timeout`](crate::Builder::timeout)) with
 /// [`Error::Timeout`], and a new group works.
+///
+/// # Several hosts
+///
+/// NCCL carries rows to GPUs of other hosts. A group that spans hosts loads it when it opens (libnccl.so.2, version 2.18
+/// or newer), and NCCL's own variables say which network it takes. NCCL's kernels need multiprocessors, so this library's
+/// kernels leave them four. Other kernels must leave them some too, as in rule 1: an operation waits for NCCL's kernels.
+/// Within a host rows are pushed. Operations cannot be captured into graphs, and rows that go to other hosts must have
+/// no gaps between them.
 #[derive(Debug)]
 pub struct Cuda {
     /// Dropped first, because its monitor's thread uses the GPU.
@@ -137,12 +144,10 @@ impl sealed::Implementation for Cuda {
         }
         // A failure before the ranks meet is reported to the other ranks when they meet.
         let load = || -> Result<(Gpu, Rates, tuned::Table)> {
-            require(
-                "ranks on GPUs must all run on one host",
-                members.hosts.count() == 1,
-            )
-            .map_err(Refusal::of(members.rank, "Group::from_communicator"))?;
-            let gpu = Gpu::open(members.rank, options, members.deadlines.call())?;
+            let mut gpu = Gpu::open(members.rank, options, members.deadlines.call())?;
+            if members.hosts.count() > 1 {
+                gpu.room = network::CTAS;
+            }
             let mut rates = Rates::load(members.rank, gpu.device.name())?;
             rates.multiprocessors = rates.multiprocessors.min(gpu.most_ctas(None));
             let tuned = tuned::Table::load(members.rank, gpu.device.name(), members.world)?;
@@ -207,7 +212,7 @@ impl sealed::Implementation for Cuda {
     fn is_better_stored(&self, bytes: usize) -> bool {
         // Measured on two H200s.
         const MOST: usize = 16 << 20;
-        self.shared.peers.can_push() && bytes <= MOST
+        self.shared.network.is_none() && self.shared.peers.can_push() && bytes <= MOST
     }
 
     fn predict(&self, problem: &Problem, config: &Config) -> Vec<Prediction> {
@@ -310,6 +315,7 @@ impl sealed::Implementation for Cuda {
             return Ok(());
         }
         if is_recorded {
+            self.refuse_recording(members, schedule)?;
             self.recorded.store(true, Ordering::Relaxed);
         }
         let run = |recorded: bool| {
@@ -378,6 +384,17 @@ fn operand<'a>(bound: &Bound<'a, Cuda>, shared: usize) -> Option<Operand<'a>> {
 
 /// What `Group<Cuda>` and the integrations use.
 impl Cuda {
+    /// Fails if an operation of a group of several hosts is being captured.
+    fn refuse_recording(&self, members: &Members, schedule: &Schedule) -> Result<()> {
+        let Some(agreed) = schedule.agreed().filter(|_| self.shared.network.is_some()) else {
+            return Ok(());
+        };
+        let what = "graphs of operations over several hosts";
+        Err(Refusal::of(members.rank, agreed.name())(
+            Refusal::Unsupported { what: what.into() },
+        ))
+    }
+
     /// The GPU, with its streams.
     pub(crate) fn gpu(&self) -> &Gpu {
         &self.gpu

@@ -6,7 +6,7 @@ use super::matrices::BoundMatrices;
 use super::recorder::Recorder;
 use crate::backend::delays::chunk_delay;
 use crate::profile::nvtx::range;
-use crate::profile::span::{Lane, Work};
+use crate::profile::span::Lane;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
 use crate::schedule::{Extent, Move, Transfer};
@@ -32,7 +32,7 @@ impl Copier<'_, '_> {
             let time = Duration::from_secs_f64(bytes as f64 / rate as f64);
             pace(self.members, begun, time);
         }
-        let work = || work_of(transfer, self.members.rank);
+        let work = || transfer.work(self.members.rank);
         self.recorder.end(begin, Lane::Copy, work);
     }
 
@@ -59,20 +59,6 @@ impl Copier<'_, '_> {
 }
 
 /// What `rank` does in a transfer, for a trace.
-pub fn work_of(transfer: &Transfer, rank: usize) -> Work {
-    let rows = transfer.regions[0].to.rows.clone();
-    match transfer.to == rank {
-        true => Work::Pull {
-            source: transfer.source,
-            rows,
-        },
-        false => Work::Push {
-            to: transfer.to,
-            rows,
-        },
-    }
-}
-
 /// Copies a part of a matrix to a part of the same size.
 ///
 /// # Safety

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::fmt::Debug;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::copies::{copy_part, delay, work_of};
+use super::copies::{copy_part, delay};
 use super::matrices::BoundMatrices;
 use super::recorder::Recorder;
 use crate::error::{Error, Result};
@@ -139,7 +139,7 @@ impl<'a> Carrier<'a, '_> {
         } = sending;
         let bytes = self.finish(message, Awaited::Taken { peer: transfer.to })?;
         self.spares.put(bytes);
-        let work = || work_of(transfer, self.members.rank);
+        let work = || transfer.work(self.members.rank);
         self.recorder.end(begin.max(free), Lane::Network, work);
         Ok(self.recorder.begin())
     }

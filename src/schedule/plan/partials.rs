@@ -127,7 +127,12 @@ impl Partials {
 
     /// The first row of the slot, in the memory of `to`, for the partials that `from` makes of the rows of `to`.
     pub(super) fn slot(&self, from: usize, to: usize) -> usize {
-        self.slots() + among_others(from, to) * self.slot
+        self.numbered_slot(among_others(from, to))
+    }
+
+    /// The first row of a slot by its number.
+    pub(super) fn numbered_slot(&self, number: usize) -> usize {
+        self.slots() + number * self.slot
     }
 
     /// The row, in a rank's own memory, of its partial of row `row`, which `owner` owns.

@@ -199,15 +199,45 @@ impl<'a> SumsOverHosts<'a> {
 
     /// The first row of the slot, in the memory of `to`, for what `from` sends of the rows of `owner`.
     ///
-    /// A gateway has a slot for each neighbour and owner: that of the rank on the owner's host beside the neighbour,
-    /// which sends nothing to the gateway itself.
+    /// The addends of a piece lie one slot apart, in the order in which they are added: first those of own rows, and then
+    /// as a gateway, owner by owner, those of the neighbours.
     fn slot(&self, from: usize, to: usize, owner: usize) -> usize {
-        let sender = if owner == to {
-            from
-        } else {
-            self.hosts.beside(owner, from)
+        let number = |added: &[usize], from: usize| {
+            let others = added.iter().filter(|&&other| other != to);
+            let before = others.take_while(|&&other| other != from);
+            before.count()
         };
-        self.planner.partials.slot(sender, to)
+        let of_own = self.added_by_owner(to);
+        let number = if owner == to {
+            number(&of_own, from)
+        } else {
+            let mut owners: Vec<usize> = self.hosts.rail(to).collect();
+            owners.sort_unstable();
+            let neighbours = self.ranks_of_host(self.hosts.host_of(to));
+            let before = number(&owners, owner) * (neighbours.len() - 1);
+            of_own.len() - 1 + before + number(&neighbours, from)
+        };
+        self.planner.partials.numbered_slot(number)
+    }
+
+    /// The ranks of a host, in their order.
+    fn ranks_of_host(&self, host: usize) -> Vec<usize> {
+        self.hosts.ranks_of(host, self.layout.world()).collect()
+    }
+
+    /// The ranks whose partials, or hosts' partials, a rank adds up for its own rows, in this order: host by host, of its
+    /// own host all, and of another host the gateway.
+    fn added_by_owner(&self, rank: usize) -> Vec<usize> {
+        let own = self.hosts.host_of(rank);
+        let gateway = |host: usize| {
+            let mut rail = self.hosts.rail(rank);
+            rail.find(|&peer| self.hosts.host_of(peer) == host)
+        };
+        let of_host = |host: usize| match host == own {
+            true => self.ranks_of_host(host),
+            false => gateway(host).into_iter().collect(),
+        };
+        (0..self.hosts.count()).flat_map(of_host).collect()
     }
 
     /// The number of a piece among those that `from` makes for the same owner, which follow one another.
@@ -234,34 +264,22 @@ impl<'a> SumsOverHosts<'a> {
             None => self.own_sum(piece),
             Some(to) if self.hosts.share(rank, to) => partial,
             Some(_) => Sum {
-                addends: self.of_host(self.hosts.host_of(rank), piece).collect(),
+                addends: self.addends(&self.ranks_of_host(self.hosts.host_of(rank)), piece),
                 ..partial
             },
         }
     }
 
-    /// The partials of a piece that this rank's host makes.
-    fn of_host(&self, host: usize, piece: &Piece) -> impl Iterator<Item = Addend> {
-        let ranks = self.hosts.ranks_of(host, self.layout.world());
-        ranks.map(move |from| self.addend(from, piece))
+    /// What these ranks add to a piece that this rank adds up.
+    fn addends(&self, ranks: &[usize], piece: &Piece) -> Vec<Addend> {
+        ranks.iter().map(|&from| self.addend(from, piece)).collect()
     }
 
     /// The sum of all partials of this rank's own rows.
     fn own_sum(&self, piece: &Piece) -> Sum {
-        let rank = self.planner.rank;
-        let own = self.hosts.host_of(rank);
-        let of_other = |host: usize| {
-            let mut rail = self.hosts.rail(rank);
-            let gateway = rail.find(|&peer| self.hosts.host_of(peer) == host);
-            gateway.map(|gateway| self.addend(gateway, piece))
-        };
-        let addends = (0..self.hosts.count()).flat_map(|host| {
-            let near = (host == own).then(|| self.of_host(host, piece));
-            near.into_iter().flatten().chain(of_other(host))
-        });
         let first = self.planner.place() + self.offset(piece);
         Sum {
-            addends: addends.collect(),
+            addends: self.addends(&self.added_by_owner(self.planner.rank), piece),
             ..self.planner.finished(first)
         }
     }

@@ -88,8 +88,18 @@ pub fn kill_while_the_others_wait<B: Tested>(test: &str, victim: usize, call: Ma
 /// Rank 1 is killed while all do one operation after the other.
 #[track_caller]
 pub fn kill_amid_operations<B: Tested>(test: &str, route: Route) {
+    kill_amid_operations_of(test, route, |rank| connect::<B>(rank, B::TIMEOUT));
+}
+
+/// The same in the group that `connect` returns.
+#[track_caller]
+pub fn kill_amid_operations_of<B: Tested>(
+    test: &str,
+    route: Route,
+    connect: fn(&Rank) -> Result<Group<B>, Error>,
+) {
     let ranks = ranks::<B>(test, 3, |rank| {
-        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let group = connect(rank)?;
         let mut arguments = Arguments::larger(&group)?;
         arguments.verify_by(&group, route)?;
         rank.say("here");
@@ -176,8 +186,22 @@ pub fn stop_between_operations<B: Tested>(test: &str, victim: usize, call: MakeC
 /// Rank 1 is stopped while all do one operation after the other.
 #[track_caller]
 pub fn stop_amid_operations<B: Tested>(test: &str, route: Route) {
+    stop_amid_operations_of(test, route, |rank| {
+        let (kept, group) = connect_short::<B>(rank)?;
+        std::mem::forget(kept);
+        Ok(group)
+    });
+}
+
+/// The same in the group that `connect` returns.
+#[track_caller]
+pub fn stop_amid_operations_of<B: Tested>(
+    test: &str,
+    route: Route,
+    connect: fn(&Rank) -> Result<Group<B>, Error>,
+) {
     let ranks = ranks::<B>(test, 3, |rank| {
-        let (_kept, group) = connect_short::<B>(rank)?;
+        let group = connect(rank)?;
         let mut arguments = Arguments::larger(&group)?;
         arguments.verify_by(&group, route)?;
         rank.say("here");

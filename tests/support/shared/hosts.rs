@@ -92,13 +92,13 @@ pub fn gathers_bring_all_rows(group: &Group<Host>, hosts: &str, rows: &[usize]) 
     }
 }
 
-fn bytes(values: &[bf16]) -> Vec<u8> {
+pub fn bytes(values: &[bf16]) -> Vec<u8> {
     let values = bits(values).iter();
     values.flat_map(|value| value.to_le_bytes()).collect()
 }
 
 /// The sum that `rank` makes of all ranks' values.
-fn sum_of_hosts(hosts: &str, rank: usize, value: impl Fn(usize) -> f32) -> bf16 {
+pub fn sum_of_hosts(hosts: &str, rank: usize, value: impl Fn(usize) -> f32) -> bf16 {
     let own = hosts.as_bytes()[rank] as char;
     let mut sum = 0.0;
     for host in ('a'..='z').filter(|host| hosts.contains(*host)) {

@@ -8,12 +8,13 @@ use crate::backend::cuda::shared::Shared;
 use crate::error::Result;
 use crate::ranks::members::Members;
 
-/// Makes later work on `stream` begin at the same time on all ranks. Collective.
+/// Makes later work on `stream` begin at the same time on all ranks of this host. Collective.
 pub fn align(gpu: &Gpu, shared: &Shared, members: &Members, stream: &Stream) -> Result<()> {
     let control = &shared.control;
     let mut words = [std::ptr::null_mut(); GEMMESH_MAX_WORLD as usize];
-    for (rank, words) in words.iter_mut().enumerate().take(members.world) {
-        *words = control.aligned(rank) as *mut u32;
+    let near = |rank: &usize| members.hosts.share(*rank, members.rank);
+    for rank in (0..members.world).filter(near) {
+        words[rank] = control.aligned(rank) as *mut u32;
     }
     let mut alignment = GemmeshAlignment {
         words,

@@ -5,6 +5,7 @@ use smallvec::SmallVec;
 use super::collective::reduce;
 use super::context::{EnqueueContext, ProgramCall};
 use super::copies::{self, Enqueued};
+use super::network::{self, Flags};
 use super::stamps::Stamps;
 use crate::backend::contract::sealed::{Consumer, Producer};
 use crate::backend::cuda::driver::{Stream, StreamMemOp};
@@ -128,11 +129,13 @@ pub(super) fn produce(
     signals: &Signals,
     producer: &mut Producer,
     callers: &mut Callers,
-) -> Result<Enqueued> {
+) -> Result<(Enqueued, Stamps)> {
     let (rank, schedule, streams) = (at.members.rank, &program.schedule, at.gpu.streams());
     let requests = schedule.requests();
     let mut up_to = |block: usize| make(at, requests, producer, callers, block);
     let copies = copies::enqueue(at, &streams.copies, schedule, call, Some(&mut up_to))?;
+    let flags = Flags::Streams(*signals);
+    let carried = network::enqueue(at, schedule, call, flags, Some(&mut up_to))?;
     let own = |request: &&Request| request.owner == rank;
     let first = requests.iter().find(own).map_or(0, |own| own.rows.start);
     if at.recorded {
@@ -162,7 +165,7 @@ pub(super) fn produce(
             callers.put(block, work, add)?;
         }
     }
-    Ok(copies)
+    Ok((copies, carried))
 }
 
 /// Has the producer make all blocks up to `block`, each once. Returns the stream of `block`.

@@ -10,7 +10,7 @@ use crate::backend::delays::scatter;
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 
-/// Writes a pattern to every peer's memory, reads one from it, and verifies both. Collective.
+/// Writes a pattern to the memory of every peer of this host, reads one from it, and verifies both. Collective.
 ///
 /// # Errors
 /// [`Error::PeerMemory`] names a pair that fails. Otherwise the group's failure.
@@ -27,7 +27,8 @@ pub fn check_peers(gpu: &Gpu, shared: &Shared, members: &Members) -> Result<()> 
     if main.is_capturing()? {
         return Err(Error::Capturing { rank });
     }
-    let peers = || (0..world).filter(move |&peer| peer != rank);
+    let hosts = &members.hosts;
+    let peers = || (0..world).filter(|&peer| peer != rank && hosts.share(peer, rank));
     let inbox = |of: usize, by: usize| shared.control.inbox(of, by);
     // Box p of rank r belongs to this pair. First r writes it and p reads it ...
     for peer in peers() {

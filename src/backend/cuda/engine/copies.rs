@@ -7,7 +7,7 @@ use crate::backend::cuda::driver::{Event, Stream, StreamMemOp};
 use crate::backend::cuda::program::operands::Operands;
 use crate::backend::cuda::shared::words::{Signals, close};
 use crate::error::{Error, Result};
-use crate::profile::span::{Lane, Work};
+use crate::profile::span::Lane;
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::Awaited;
 use crate::schedule::drive::{self, CopyEngine, GraphCopyEngine};
@@ -153,16 +153,8 @@ impl CopyEngine for Copies<'_, '_, '_> {
         unsafe {
             copy_regions(self.stream, self.schedule, self.operands, moved)?;
         }
-        self.stamps.add(Lane::Copy, before, self.stream, || {
-            let rows = moved.regions[0].to.rows.clone();
-            match moved.to == self.at.members.rank {
-                true => Work::Pull {
-                    source: moved.source,
-                    rows,
-                },
-                false => Work::Push { to: moved.to, rows },
-            }
-        })
+        let work = || moved.work(self.at.members.rank);
+        self.stamps.add(Lane::Copy, before, self.stream, work)
     }
 
     fn signal_chunk(&mut self, moved: &Transfer, _: Epoch) -> Result<()> {

@@ -10,6 +10,7 @@ mod collective;
 pub mod context;
 mod copies;
 pub mod copy_rows;
+mod network;
 mod product;
 mod push;
 mod pushed;
@@ -51,11 +52,17 @@ pub fn run(
         copies,
         deferred_copies,
         joined,
+        lanes,
+        carried,
         ..
     } = gpu.streams();
     let rejoined = match &begun {
         Ok(()) => Ok(()),
-        Err(_) => copies.wait_for(deferred_copies, joined),
+        Err(_) => {
+            let mut lanes = lanes.iter();
+            let lanes = lanes.try_for_each(|lane| copies.wait_for(lane, carried));
+            copies.wait_for(deferred_copies, joined).and(lanes)
+        }
     };
     let marked = gpu.reclaimer.mark();
     begun.and(rejoined).and(marked)

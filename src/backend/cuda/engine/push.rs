@@ -11,7 +11,7 @@ use crate::backend::cuda::abi::GemmeshPushEpoch;
 use crate::backend::cuda::driver::{DevicePtr, Stream, StreamMemOp};
 use crate::backend::cuda::program::Program;
 use crate::error::Result;
-use crate::schedule::{Schedule, Transfer};
+use crate::schedule::{Route, Schedule, Transfer};
 
 /// Enqueues all of this rank's pushes on the copy stream, behind the main stream's work.
 ///
@@ -29,16 +29,21 @@ pub fn enqueue(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Re
     let words = [begins, StreamMemOp::Wait(permit, 1)];
     // SAFETY: control blocks are unmapped when the streams have passed.
     unsafe { copies.words(&words[usize::from(recorded)..])? };
+    if schedule.uses(Route::Net) {
+        streams.permitted.record(copies)?;
+    }
     // Two concurrent flows are slower than one after the other, except a small second one, which fills the gaps between
     // the first one's copies. In a graph, the second branch may begin at any time, which is slower.
     let is_deferred = |push: &Transfer| push.is_deferred() && !recorded;
-    let forks = schedule.moves().any(is_deferred);
+    // What is passed on waits for its arrival (`network`).
+    let pushes = || schedule.moves().filter(|push| push.after.is_empty());
+    let forks = pushes().any(is_deferred);
     if forks {
         streams.deferred_copies.wait_for(copies, &streams.forked)?;
     }
     // The words that were waited for. Their values are the same at each replay of a graph, so they must be reset.
     let mut stored: Vec<DevicePtr> = Vec::new();
-    for push in schedule.moves() {
+    for push in pushes() {
         let word = push.produced.map(|block| control.stored(block));
         if let Some(word) = word.filter(|word| stored.last() != Some(word)) {
             // SAFETY: as above.
@@ -63,7 +68,7 @@ pub fn enqueue(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Re
 }
 
 /// Enqueues one push, and its flag behind it.
-fn copy(
+pub fn copy(
     at: &EnqueueContext,
     stream: &Stream,
     schedule: &Schedule,

@@ -2,6 +2,8 @@
 
 use super::announce::{announce, pause};
 use super::context::{EnqueueContext, ProgramCall};
+use super::network::{self, Flags};
+use super::stamps::stamp;
 use super::{ENQUEUED, align, collective, product, push, wait};
 use crate::backend::cuda::driver::StreamMemOp;
 use crate::backend::cuda::program::Program;
@@ -25,7 +27,7 @@ fn begin(at: &EnqueueContext, program: &Program, epoch: Epoch) -> Result<()> {
     if at.recorded {
         return Ok(());
     }
-    at.shared.monitor.begin(epoch, &program.waits);
+    at.shared.begin(epoch, &program.waits, &program.turns);
     if epoch.refreshes() {
         // Refreshes the flags that only pulls write. Their old values too must never compare as future epochs.
         announce(at, epoch, None)?;
@@ -55,18 +57,27 @@ pub fn enqueue_product(
         pause(main, ENQUEUED)?;
         align::align(gpu, shared, members, main)?;
     }
-    let by_copies = program.schedule.uses(Route::Push);
+    let schedule = &program.schedule;
+    // The copy stream has the kernel's permit, for which the network waits too.
+    let by_copies = schedule.uses(Route::Push) || schedule.uses(Route::Net);
+    network::fork(at, schedule)?;
     if by_copies {
         push::enqueue(at, program, call)?;
     }
+    let begun = match call.trace.is_some() && schedule.uses(Route::Net) {
+        true => Some(stamp(&gpu.device, main)?),
+        false => None,
+    };
     product::launch(main, &launch)?;
+    let carried = network::enqueue(at, schedule, call, Flags::Mailbox, None)?;
     // The kernel has waited for the flags that no tile awaits, and copies only read the addends.
     collective::reduce(main, program, None, &call.operands)?;
     if by_copies {
         let streams = gpu.streams();
         main.wait_for(&streams.copies, &streams.gathered)?;
     }
-    if program.reduction().is_some() && !recorded {
+    network::join(at, schedule)?;
+    if !program.ends_with_kernel() && !recorded {
         let completed = StreamMemOp::Write(shared.monitor.completed(), call.epoch.raw());
         // SAFETY: the word lives as long as the backend.
         unsafe { main.words(&[completed])? };
@@ -74,6 +85,9 @@ pub fn enqueue_product(
     if let Some(spans) = call.trace.as_deref_mut() {
         wait::until_idle(shared, members, main)?;
         launch.spans(spans)?;
+        if let Some(begun) = begun {
+            carried.spans(&begun, spans)?;
+        }
     }
     Ok(())
 }

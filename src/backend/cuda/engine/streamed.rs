@@ -6,7 +6,8 @@ use super::announce::{announce, announce_in_graph, pause};
 use super::callbacks::{Callers, consume, produce};
 use super::context::{EnqueueContext, ProgramCall};
 use super::copies::{self, Enqueued};
-use super::stamps::stamp;
+use super::network::{self, Flags};
+use super::stamps::{Stamps, stamp};
 use super::{ENQUEUED, align, collective, product, wait};
 use crate::backend::contract::sealed::{Callback, Consumer};
 use crate::backend::cuda::driver::{DevicePtr, StreamMemOp};
@@ -33,6 +34,7 @@ pub fn enqueue(
         signals: at.signals(call.epoch),
     };
     work.announce(call.epoch, traced)?;
+    network::fork(at, &program.schedule)?;
     let beside = work.fork(callback.is_some(), launch.is_some())?;
     // Without a kernel, the trace begins here.
     let mut begun = None;
@@ -40,7 +42,7 @@ pub fn enqueue(
         begun = Some(stamp(&gpu.device, main)?);
     }
     let mut callers = Callers::new(gpu, traced);
-    let (copies, consumer) = work.copy(call, callback, beside, &mut callers)?;
+    let (copies, carried, consumer) = work.copy(call, callback, beside, &mut callers)?;
     if let Some(launch) = &launch {
         if traced {
             begun = Some(stamp(&gpu.device, main)?);
@@ -48,6 +50,7 @@ pub fn enqueue(
         product::launch(main, launch)?;
     }
     work.join(beside, launch.is_some())?;
+    network::join(at, &program.schedule)?;
     work.complete(call)?;
     if let Some(consumer) = consumer {
         let schedule = &program.schedule;
@@ -64,6 +67,7 @@ pub fn enqueue(
         launch.spans(spans)?;
     }
     copies.stamps.spans(&begun, spans)?;
+    carried.spans(&begun, spans)?;
     callers.stamps.spans(&begun, spans)
 }
 
@@ -101,7 +105,7 @@ impl<'a> Streamed<'a> {
         if !self.program.schedule.handshake() {
             return Ok(());
         }
-        shared.monitor.begin(epoch, &self.program.waits);
+        shared.begin(epoch, &self.program.waits, &self.program.turns);
         if traced {
             // The trace must show the device, not the host, so everything is enqueued before any rank begins.
             pause(main, ENQUEUED)?;
@@ -131,7 +135,7 @@ impl<'a> Streamed<'a> {
         Ok(beside)
     }
 
-    /// Enqueues the copies, and lets a producer make their rows on the callers' streams. Returns the consumer, if there
+    /// Enqueues the transfers, and lets a producer make their rows on the callers' streams. Returns the consumer, if there
     /// is one.
     fn copy<'c>(
         &self,
@@ -139,18 +143,18 @@ impl<'a> Streamed<'a> {
         callback: Option<Callback<'c>>,
         beside: bool,
         callers: &mut Callers<'a>,
-    ) -> Result<(Enqueued, Option<&'c mut Consumer<'c>>)> {
+    ) -> Result<(Enqueued, Stamps, Option<&'c mut Consumer<'c>>)> {
         let at = self.at;
         let consumer = match callback {
             Some(Callback::Producer(producer)) => {
                 let produced = produce(at, self.program, call, &self.signals, producer, callers);
                 let joined = callers.join(at.main);
-                let produced = produced.and_then(|copies| joined.map(|()| copies));
+                let produced = produced.and_then(|enqueued| joined.map(|()| enqueued));
                 if produced.is_err() {
                     // This also joins work that was enqueued before the failure.
                     self.join(beside, false)?;
                 }
-                return produced.map(|copies| (copies, None));
+                return produced.map(|(copies, carried)| (copies, carried, None));
             }
             Some(Callback::Consumer(function)) => Some(function),
             None => None,
@@ -159,8 +163,11 @@ impl<'a> Streamed<'a> {
             true => &at.gpu.streams().copies,
             false => at.main,
         };
-        let copies = copies::enqueue(at, stream, &self.program.schedule, call, None)?;
-        Ok((copies, consumer))
+        let schedule = &self.program.schedule;
+        let copies = copies::enqueue(at, stream, schedule, call, None)?;
+        let flags = Flags::Streams(self.signals);
+        let carried = network::enqueue(at, schedule, call, flags, None)?;
+        Ok((copies, carried, consumer))
     }
 
     /// Makes the main stream wait for the copies.

@@ -69,7 +69,9 @@ pub fn poll(shared: &Shared, members: &Members, is_done: impl Fn() -> Result<boo
 /// now on a rank that has not come is waited for no longer than a rank that has, so that dropping a group always ends.
 pub fn for_the_end(gpu: &Gpu, shared: &mut Shared, members: &Members, has_graphs: bool) {
     shared.monitor.hurry();
-    let longest = members.deadlines.call() + Duration::from_secs(2);
+    /// How much longer than the deadline the operations may last, and how long the network may take to close.
+    const GRACE: Duration = Duration::from_secs(2);
+    let longest = members.deadlines.call() + GRACE;
     if has_graphs && !gpu.main().is_capturing().unwrap_or(true) {
         // No mark follows replays yet. If marking fails, the device has failed.
         let _ = gpu.reclaimer.mark();
@@ -84,6 +86,10 @@ pub fn for_the_end(gpu: &Gpu, shared: &mut Shared, members: &Members, has_graphs
         shared.monitor.release();
     }
     let (arrived, reports) = shared.monitor.stop();
+    if let Some(network) = &shared.network {
+        let has_failed = members.fault().is_some();
+        network.close(if has_failed { Duration::ZERO } else { GRACE });
+    }
     if arrived {
         gpu.reclaimer.retire(reports);
     } else {

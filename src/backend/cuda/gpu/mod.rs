@@ -45,6 +45,8 @@ pub struct Gpu {
     pub workspace: Workspace,
     /// The most CTAs of a kernel, if the caller sets a limit.
     pub max_ctas: Option<usize>,
+    /// Multiprocessors that kernels leave free for those of the network, whatever the caller says.
+    pub room: usize,
 }
 
 impl Gpu {
@@ -70,14 +72,17 @@ impl Gpu {
             reclaimer,
             device,
             max_ctas: options.max_ctas,
+            room: 0,
         })
     }
 
     /// The most CTAs of a kernel of a program with this product, or without one.
     pub fn most_ctas(&self, product: Option<&Product>) -> usize {
         let of_product = product.and_then(|product| product.config.max_ctas);
+        let left = self.device.multiprocessors().saturating_sub(self.room);
+        let beside_network = (self.room > 0).then(|| left.max(1));
         let limits = self.max_ctas.into_iter().chain(of_product);
-        limits.min().unwrap_or(usize::MAX)
+        limits.chain(beside_network).min().unwrap_or(usize::MAX)
     }
 
     /// Its streams.

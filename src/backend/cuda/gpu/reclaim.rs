@@ -171,10 +171,12 @@ impl Reclaimer {
         let Streams {
             copies,
             deferred_copies,
-            callers: [first, second],
+            lanes,
+            callers,
             ..
         } = &self.streams;
-        let streams = [&main, copies, deferred_copies, first, second];
+        let mut streams = vec![&*main, copies, deferred_copies];
+        streams.extend(lanes.iter().chain(callers));
         let mark = Mark::new(&self.device, streams.len())?;
         mark.record(&streams)?;
         Ok(Some(Arc::new(mark)))

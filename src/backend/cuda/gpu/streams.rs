@@ -5,6 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::backend::cuda::driver::{Device, Event, Priority, Stream};
 use crate::error::Result;
 
+/// Messages over the network that are under way at once. While one begins or ends, the other keeps the network busy.
+pub const LANES: usize = 2;
+
 /// The streams of a group's operations.
 #[derive(Debug)]
 pub struct Streams {
@@ -13,6 +16,8 @@ pub struct Streams {
     pub copies: Stream,
     /// For rows that tiles need late. They may arrive beside the rows that tiles need first.
     pub deferred_copies: Stream,
+    /// For what goes over the network, a stream for each lane.
+    pub lanes: [Stream; LANES],
     /// For the work of callbacks. They alternate, so that one kernel's end overlaps the next one's beginning.
     pub callers: [Stream; 2],
     /// The main stream has reached an operation's copies.
@@ -25,6 +30,12 @@ pub struct Streams {
     pub gathered: Event,
     /// A producer's stream has made a block.
     pub produced: Event,
+    /// A kernel runs, and has given the copy stream its permit.
+    pub permitted: Event,
+    /// A lane has received a chunk that is passed on.
+    pub received: Event,
+    /// A lane has done its part of an operation.
+    pub carried: Event,
     /// Stream 0 has reached the first callback's work.
     pub turn: Event,
     /// A stream has done all of the callbacks' work.
@@ -43,12 +54,16 @@ impl Streams {
             main: Mutex::new(Arc::new(stream(Priority::Kernels)?)),
             copies: stream(Priority::Copies)?,
             deferred_copies: stream(Priority::Copies)?,
+            lanes: [stream(Priority::Copies)?, stream(Priority::Copies)?],
             callers: [stream(Priority::Kernels)?, stream(Priority::Kernels)?],
             begun: event()?,
             forked: event()?,
             joined: event()?,
             gathered: event()?,
             produced: event()?,
+            permitted: event()?,
+            received: event()?,
+            carried: event()?,
             turn: event()?,
             called: event()?,
             handed_over: event()?,

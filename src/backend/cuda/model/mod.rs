@@ -39,6 +39,9 @@ pub fn choose(
     pushes: bool,
     measured: Option<Measured>,
 ) -> Config {
+    if problem.hosts.count() > 1 {
+        return over_hosts(rates, problem, numerics);
+    }
     let measured = measured.filter(|m| pushes || m.alike.route == Route::Pull);
     let exact = measured.and_then(|measured| measured.exact);
     let is_plain = !problem.form.gated
@@ -57,6 +60,15 @@ pub fn choose(
     }
     let base = near.unwrap_or(Config::new(WIDEST, Chunking::new(1), Route::Pull));
     tiled(rates, problem, numerics, base).0
+}
+
+/// Chooses the tiles of an operation over several hosts. Within a host its rows are pushed.
+fn over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
+    let base = Config::new(WIDEST, Chunking::new(1), Route::Push);
+    match problem.operation.is_sum() {
+        true => tiled(rates, problem, numerics, base).0,
+        false => gather::choose(rates, problem, numerics, true, Some(base)),
+    }
 }
 
 /// Predicts the times of an operation's parts, and last of the whole. Empty if they are not known.

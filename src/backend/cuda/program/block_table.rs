@@ -3,13 +3,14 @@
 use std::ops::Range;
 
 use crate::backend::cuda::abi::{
-    GEMMESH_COPIED, GEMMESH_MAX_TARGETS, GEMMESH_STORE_ROWS, GEMMESH_UNTOLD, GemmeshBlock,
-    GemmeshStore,
+    GEMMESH_ADDED, GEMMESH_COPIED, GEMMESH_FINISHED, GEMMESH_MAX_TARGETS, GEMMESH_PARTIAL,
+    GEMMESH_STORE_ROWS, GEMMESH_UNTOLD, GemmeshBlock, GemmeshStore,
 };
 use crate::backend::cuda::gpu::kernels::storing_warps;
 use crate::error::Error;
 use crate::refusal::Result;
 use crate::schedule::limits::{limit, require};
+use crate::schedule::plan::matrices::PARTIALS;
 use crate::schedule::plan::partials::STORED_ROWS;
 use crate::schedule::{Addend, Agreed, OutputBlock, Product, Route, Schedule, Sum, Transfer};
 
@@ -30,7 +31,8 @@ impl Places {
     pub fn of(schedule: &Schedule) -> Option<Places> {
         let product = schedule.product()?;
         let adds = |block: &OutputBlock| !block.sum.addends.is_empty();
-        let is_sent = schedule.moves().any(|moved| moved.produced.is_some());
+        let mut sent = schedule.moves().chain(schedule.sent());
+        let is_sent = sent.any(|moved| moved.produced.is_some());
         if !is_sent && !product.blocks.iter().any(adds) {
             return None;
         }
@@ -39,13 +41,13 @@ impl Places {
             partials: None,
         };
         for OutputBlock { rows, sum, .. } in &product.blocks {
-            if sum.addends.is_empty() {
+            if is_finished(sum) {
+                let end = sum.first + rows.len();
+                let (_, written) = places.out.get_or_insert((sum.out, sum.first..end));
+                *written = written.start.min(sum.first)..written.end.max(end);
+            } else {
                 places.partials = Some(sum.out);
-                continue;
             }
-            let end = sum.first + rows.len();
-            let (_, written) = places.out.get_or_insert((sum.out, sum.first..end));
-            *written = written.start.min(sum.first)..written.end.max(end);
             for addend in &sum.addends {
                 if let Addend::Rows { matrix, .. } = *addend {
                     places.partials = Some(matrix);
@@ -70,20 +72,18 @@ impl Places {
             }
             .into());
         }
-        let adds = |block: &&OutputBlock| !block.sum.addends.is_empty();
-        let first = product.blocks.iter().find(adds);
+        let first = product.blocks.iter().find(|block| is_finished(&block.sum));
         for block in &product.blocks {
             limit("rows of a block on GPUs", block.rows.len(), 1, product.m)?;
             let what = "the weight of a block of partials on GPUs";
             limit(what, block.weight, 0, 0)?;
             self.check_sum(block, first.unwrap_or(block))?;
         }
-        schedule
-            .moves()
-            .try_for_each(|moved| check_sent(moved, product))
+        let mut sent = schedule.moves().chain(schedule.sent());
+        sent.try_for_each(|moved| check_sent(moved, product))
     }
 
-    /// `first`: the first block whose sum adds something.
+    /// `first`: the first block whose sum is finished.
     fn check_sum(&self, block: &OutputBlock, first: &OutputBlock) -> Result<()> {
         let sum = &block.sum;
         let is_sum = !sum.addends.is_empty();
@@ -94,9 +94,9 @@ impl Places {
             let residual = sum.residual.map(|r| (r.matrix, behind(r.first)));
             (sum.bias, sum.activation, residual, behind(sum.first))
         };
-        let alike = !is_sum || finished(first) == finished(block);
+        let alike = !is_finished(sum) || finished(first) == finished(block);
         require("sums on GPUs must all be finished in the same way", alike)?;
-        let matrix = match is_sum {
+        let matrix = match is_finished(sum) {
             true => self.out.as_ref().map(|(number, _)| *number),
             false => self.partials,
         };
@@ -118,6 +118,11 @@ impl Places {
         let even = steps.clone().zip(steps.skip(1)).all(|(x, y)| x == y);
         require("addends must lie at equal distances on GPUs", even)
     }
+}
+
+/// True if a sum is the last of its rows. A rank may also send what it has added up to another that adds it to more.
+pub fn is_finished(sum: &Sum) -> bool {
+    !sum.addends.is_empty() && sum.out != PARTIALS
 }
 
 /// Checks that the kernel can send a transfer's block.
@@ -161,7 +166,7 @@ impl BlockTables {
             tiles[tile.block as usize] += 1;
         }
         let mut sent: Vec<Vec<&Transfer>> = vec![Vec::new(); product.blocks.len()];
-        for moved in schedule.moves() {
+        for moved in schedule.moves().chain(schedule.sent()) {
             if let Some(block) = moved.produced {
                 sent[block].push(moved);
             }
@@ -184,13 +189,15 @@ impl BlockTables {
     ) {
         let is_sum = !sum.addends.is_empty();
         // The number of this rank's tensor map, and the matrix's row at which the maps begin.
-        let (own_map, origin) = match (&places.out, is_sum) {
+        let (own_map, origin) = match (&places.out, is_finished(sum)) {
             (Some((_, rows)), true) => (TARGETS, rows.start),
             _ => (0, 0),
         };
         let (rank, world) = (schedule.rank(), schedule.world());
         let store_begin = self.stores.len();
-        let is_copied = sent.iter().any(|moved| moved.route == Route::Push);
+        let is_copied = sent
+            .iter()
+            .any(|moved| matches!(moved.route, Route::Push | Route::Net));
         // Partials that are stored to a peer directly need no place in this rank's memory, unless somebody reads them
         // here.
         if is_sum || is_copied || sent.is_empty() || schedule.reduction().is_some() {
@@ -223,7 +230,11 @@ impl BlockTables {
             before: before as u16,
             store_begin: store_begin as u32,
             stores: (self.stores.len() - store_begin) as u16,
-            sum: is_sum.into(),
+            sum: match (is_sum, is_finished(sum)) {
+                (false, _) => GEMMESH_PARTIAL,
+                (true, false) => GEMMESH_ADDED,
+                (true, true) => GEMMESH_FINISHED,
+            } as u16,
             reports: match sent.is_empty() {
                 true => 0,
                 false => tiles * storing_warps(&product.config),

@@ -16,11 +16,13 @@ pub mod support;
 mod tables;
 pub mod waits;
 
+use std::sync::Arc;
+
 use crate::backend::cuda::driver::DevicePtr;
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::gpu::tables::HeldTables;
 use crate::backend::cuda::shared::Shared;
-use crate::backend::cuda::shared::words::Waits;
+use crate::backend::cuda::shared::words::{NetworkTurns, Waits};
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 use crate::refusal;
@@ -41,6 +43,8 @@ pub struct Program {
     pub schedule: Schedule,
     /// Which ranks its operations wait for.
     pub waits: Waits,
+    /// What its operations do over the network.
+    pub turns: Arc<NetworkTurns>,
     kernel: ProgramKernel,
     /// The kernel that adds rows behind copies or behind a product's kernel.
     reduction: Option<ReductionKernel>,
@@ -113,11 +117,14 @@ impl Program {
         let (held, tables) = ProgramTables::hold(gpu, &schedule, &destination, entries)?;
         let is_collective = is_collective(&schedule);
         let has_low_latency = matches!(destination, Destination::LowLatency(_));
+        let near = (0..members.world).filter(|&peer| members.hosts.share(peer, members.rank));
         let waits = Waits::of(
             &schedule,
             !has_low_latency && !sends::is_low_latency(&schedule),
+            near.fold(0, |all, peer| all | 1 << peer),
         );
-        let fixed = params::fixed(shared, members, &schedule, &tables, reduction.is_none());
+        let completes = ends_with_kernel(&schedule, reduction.as_ref());
+        let fixed = params::fixed(shared, members, &schedule, &tables, completes);
         let kernel = match chosen {
             Some(chosen) => ProgramKernel::Product(Box::new(ProductKernel::new(
                 gpu,
@@ -138,6 +145,7 @@ impl Program {
         };
         Ok(Program {
             waits,
+            turns: Arc::new(NetworkTurns::of(&schedule)),
             kernel,
             reduction,
             _held: held,
@@ -148,6 +156,11 @@ impl Program {
     /// The reduction behind copies or behind the main kernel, and its kernel. None if the main kernel adds.
     pub fn reduction(&self) -> Option<(&Reduction, &ReductionKernel)> {
         self.schedule.reduction().zip(self.reduction.as_ref())
+    }
+
+    /// True if an operation whose kernel waits for peers is complete when the kernel has ended.
+    pub fn ends_with_kernel(&self) -> bool {
+        ends_with_kernel(&self.schedule, self.reduction.as_ref())
     }
 
     /// The launch that a call of a product needs; none if nothing is multiplied. `run` gives the call its numbers.
@@ -184,9 +197,15 @@ impl Program {
     }
 }
 
+/// As [`Program::ends_with_kernel`]. A reduction is behind the kernel, and what goes over the network may last longer.
+fn ends_with_kernel(schedule: &Schedule, reduction: Option<&ReductionKernel>) -> bool {
+    reduction.is_none() && !schedule.uses(Route::Net)
+}
+
 /// Checks that pushes can run beside the kernel that waits for them. Without a product, no kernel waits.
 fn check_pushes(gpu: &Gpu, schedule: &Schedule) -> refusal::Result<()> {
-    if !(schedule.is_pushed() && schedule.uses(Route::Push)) {
+    let is_beside = schedule.uses(Route::Push) || schedule.uses(Route::Net);
+    if !(schedule.is_pushed() && is_beside) {
         return Ok(());
     }
     if let Some(cause) = &gpu.queues.together {

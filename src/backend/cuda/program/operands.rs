@@ -48,9 +48,10 @@ impl<'a> Operands<'a> {
         })
     }
 
-    /// The address of a matrix in the memory of `rank`, if it is symmetric.
+    /// The address of a matrix in the memory of `rank`, if it is symmetric and the rank is on this host.
     pub fn of_rank(&self, number: usize, rank: usize) -> Option<DevicePtr> {
-        Some(self.get(number)?.symmetric?.of(rank))
+        let place = self.get(number)?.symmetric?.of(rank);
+        (place != 0).then_some(place)
     }
 
     /// `rows` rows from `first` on, of `columns` columns.

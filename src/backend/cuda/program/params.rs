@@ -98,9 +98,12 @@ fn peers(
     completes: bool,
 ) -> GemmeshPeers {
     let (control, monitor) = (&shared.control, &shared.monitor);
-    let copies = schedule.uses(Route::Push);
+    // The copy stream also has the permit for which the network waits.
+    let copies = schedule.uses(Route::Push) || schedule.uses(Route::Net);
     let mut mailboxes = [std::ptr::null_mut(); MAX_WORLD];
-    for (peer, mailbox) in mailboxes.iter_mut().enumerate().take(members.world) {
+    let near = |peer: &usize| members.hosts.share(*peer, members.rank);
+    for peer in (0..members.world).filter(near) {
+        let mailbox = &mut mailboxes[peer];
         *mailbox = control.mailbox(peer) as *mut GemmeshMailbox;
     }
     let push_epoch = match schedule.is_pushed() {

@@ -2,7 +2,7 @@
 
 use smallvec::SmallVec;
 
-use super::block_table::Places;
+use super::block_table::{Places, is_finished};
 use super::k_slices::{self, SliceEntry};
 use super::low_latency::LowLatencyRows;
 use super::operands::Finished;
@@ -116,7 +116,10 @@ fn clusters(instance: &Instance, shared: &Shared, most: usize) -> usize {
 /// It gains by that only if it can read its weights meanwhile. Nor does it if its copies are put on streams.
 fn begins_early(gpu: &Gpu, shared: &Shared, schedule: &Schedule, product: &Product) -> bool {
     let follows_kernels = match schedule.handshake() {
-        true => schedule.is_pushed() && !schedule.uses(Route::Push),
+        true => {
+            let has_copies = schedule.uses(Route::Push) || schedule.uses(Route::Net);
+            schedule.is_pushed() && !has_copies
+        }
         false => true,
     };
     product.constant_weights && may_begin_early(gpu, shared, product) && follows_kernels
@@ -223,8 +226,8 @@ impl ProductKernel {
                 schedule.reduction().map(of_reduction).into_iter().collect()
             }
             (None, Some(_)) => {
-                let adds = |block: &&OutputBlock| !block.sum.addends.is_empty();
-                let first = product.blocks.iter().find(adds);
+                let mut finished = product.blocks.iter();
+                let first = finished.find(|block| is_finished(&block.sum));
                 first.map(of_block).into_iter().collect()
             }
             (None, None) => product.blocks.iter().map(of_block).collect(),

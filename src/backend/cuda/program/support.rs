@@ -28,9 +28,7 @@ pub fn check(schedule: &Schedule) -> Result<Destination> {
     if is_quantised {
         check_quantised(schedule)?;
     }
-    // A kernel waits either for flags of pulls or for flags of pushes.
-    let routes = schedule.routes();
-    limit("routes of an operation on GPUs", routes.len(), 0, 1)?;
+    check_routes(schedule)?;
     if !is_quantised {
         check_sums(schedule)?;
     }
@@ -60,13 +58,31 @@ pub fn check(schedule: &Schedule) -> Result<Destination> {
         limit("the weight of a block on GPUs", *weight, number, number)?;
     }
     for moved in schedule.moves() {
-        let waits_for_none = moved.after.is_empty();
-        require("transfers must wait for no flags on GPUs", waits_for_none)?;
+        check_after(schedule, moved)?;
         if moved.route == Route::Store {
             check_stored(schedule, product, moved)?;
         }
     }
     Ok(Destination::One)
+}
+
+/// A kernel waits either for flags of pulls or for flags of pushes. Those of what comes over the network are with the
+/// latter.
+fn check_routes(schedule: &Schedule) -> Result<()> {
+    let routes = schedule.routes().iter();
+    let within = routes.filter(|&&route| route != Route::Net);
+    limit("routes of an operation on GPUs", within.count(), 0, 1)?;
+    let what = "Config::route of a product over several hosts on GPUs must be Route::Push";
+    let is_pushed = schedule.product().is_none() || !schedule.uses(Route::Store);
+    require(what, is_pushed || !schedule.uses(Route::Net))
+}
+
+/// Checks that a transfer waits for no flag, apart from rows that it passes on from another host.
+pub(super) fn check_after(schedule: &Schedule, moved: &Transfer) -> Result<()> {
+    let mut received = schedule.received();
+    let is_passed_on = received.any(|come| moved.after == (come.flag..come.flag + 1));
+    let what = "transfers must wait for no flags on GPUs";
+    require(what, moved.after.is_empty() || is_passed_on)
 }
 
 /// Checks rows that a product's kernel stores: those of the matrix that it multiplies, and of a second one beside it.
@@ -126,7 +142,9 @@ pub fn commands(schedule: &Schedule) -> usize {
         moved.produced.is_some() && std::mem::replace(&mut last, moved.produced) != moved.produced
     };
     let blocks = copied().filter(is_next).count();
-    copies + copied().count() + 2 * blocks + 3 * schedule.world() + 4
+    // A turn: a wait for its block, NCCL's kernel, its count, the flag, and the word's reset.
+    let turns = schedule.turns().count();
+    copies + copied().count() + 2 * blocks + 5 * turns + 3 * schedule.world() + 4
 }
 
 #[cfg(test)]
@@ -138,7 +156,7 @@ mod tests {
         self, AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, MultiplyPartials,
     };
     use crate::schedule::plan::plan;
-    use crate::schedule::{Chunking, Config, DTypes, Layout, Problem, TileShape};
+    use crate::schedule::{Chunking, Config, DTypes, Hosts, Layout, Problem, TileShape};
 
     fn problem(operation: Operation, rows: &[usize]) -> Problem {
         let layout = Layout::new(rows, 8).unwrap();
@@ -160,6 +178,45 @@ mod tests {
                     for route in [Route::Push, Route::Store] {
                         assert!(matches!(check(&plan(route)), Ok(Destination::Places(_))));
                     }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn all_schedules_over_hosts_run_on_gpus() {
+        const OPERATIONS: [Operation; 8] = [
+            AllGatherMatmul,
+            MatmulReduceScatter,
+            MatmulAllReduce,
+            Operation::AllGather,
+            Operation::ReduceScatter,
+            Operation::AllReduce,
+            Operation::Broadcast,
+            Operation::AllToAll,
+        ];
+        for (hosts, rows) in [
+            ("ab", &[5, 3][..]),
+            ("ab", &[0, 8]),
+            ("aabb", &[300, 0, 1, 40]),
+            ("abba", &[4; 4]),
+            ("abcabc", &[4; 6]),
+            ("aaabbbccc", &[64; 9]),
+        ] {
+            let names: Vec<char> = hosts.chars().collect();
+            for operation in OPERATIONS {
+                let problem = Problem {
+                    hosts: Hosts::of(&names).unwrap(),
+                    ..problem(operation, rows)
+                };
+                let config = CONFIG.with_route(Route::Push);
+                for rank in 0..rows.len() {
+                    let schedule = plan(&problem, rank, config).unwrap();
+                    let checked = check(&schedule);
+                    assert!(checked.is_ok(), "{hosts} {operation} {rank}: {checked:?}");
+                    let is_sum = [MatmulReduceScatter, MatmulAllReduce].contains(&operation);
+                    let has_places = matches!(checked, Ok(Destination::Places(_)));
+                    assert_eq!(has_places, is_sum, "{hosts} {operation} {rank}");
                 }
             }
         }

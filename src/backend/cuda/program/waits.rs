@@ -4,11 +4,13 @@ use crate::backend::cuda::shared::words::Waits;
 use crate::schedule::{Schedule, Transfer};
 
 impl Waits {
-    /// The waits of an operation that is not captured. `has_flags`: false if rows come through low-latency areas.
-    pub fn of(schedule: &Schedule, has_flags: bool) -> Waits {
+    /// The waits of an operation that is not captured. `has_flags`: false if rows come through low-latency areas. `near`:
+    /// the ranks of this rank's host, bit r for rank r.
+    pub fn of(schedule: &Schedule, has_flags: bool, near: u64) -> Waits {
         if schedule.is_pushed() {
             let sources = if has_flags { schedule.sources() } else { &[] };
             return Waits::Kernel {
+                ready: near,
                 sources: sources.into(),
             };
         }
@@ -76,7 +78,7 @@ mod tests {
         let layout = Layout::new(&[512, 0, 0], 16).unwrap();
         let problem = Problem::new(Operation::Broadcast, DType::U8, layout, 16);
         let schedule = |rank| plan(&problem, rank, chunked(2)).unwrap();
-        let waits = |rank| Waits::of(&schedule(rank), true);
+        let waits = |rank| Waits::of(&schedule(rank), true, u64::MAX);
         let streams = |ready, done| Waits::Streams { ready, done };
         assert_eq!(waits(0), streams(0b110, 0));
         assert_eq!(waits(1), streams(0b101, 0b101));

@@ -16,9 +16,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use self::release::Satisfying;
-use super::words::{OwnWords, Snapshot, Waits};
+use super::network::Network;
+use super::words::{NetworkTurns, OwnWords, Snapshot, Waits};
 use crate::backend::cuda::abi::GemmeshFault;
 use crate::backend::cuda::driver::{Device, DevicePtr, Pinned, Priority, Stream};
+use crate::backend::cuda::gpu::streams::LANES;
 use crate::error::{Error, Result};
 use crate::protocol::epoch::Epoch;
 use crate::ranks::failure_reporter::FailureReporter;
@@ -66,10 +68,12 @@ struct Watch {
     hurried: AtomicBool,
     /// Whether a callback is running that is to enqueue a part of the latest operation.
     calling: AtomicBool,
-    /// By epoch, modulo the array's length: which ranks the operation waits for.
-    waits: Mutex<[Waits; OUTSTANDING]>,
+    /// By epoch, modulo the array's length.
+    waits: Mutex<[OperationWaits; OUTSTANDING]>,
     /// When it was last noted which rank an operation waits for.
     noted: Mutex<Instant>,
+    /// The network to other hosts, which is aborted once the group has failed.
+    network: Option<Arc<Network>>,
     /// Held while `satisfying` is written.
     releases: Mutex<()>,
     /// For the words that release the device. Nothing else stands in front of them.
@@ -109,6 +113,7 @@ impl Monitor {
         members: &Members,
         own: OwnWords,
         first: Epoch,
+        network: Option<Arc<Network>>,
     ) -> Result<Monitor> {
         let before = first.previous().raw();
         let watch = Arc::new(Watch {
@@ -126,7 +131,8 @@ impl Monitor {
             begun: AtomicU32::new(before),
             hurried: AtomicBool::new(false),
             calling: AtomicBool::new(false),
-            waits: Mutex::new(std::array::from_fn(|_| no_flags())),
+            network,
+            waits: Mutex::new(std::array::from_fn(|_| OperationWaits::of(no_flags()))),
             noted: Mutex::new(Instant::now()),
             releases: Mutex::new(()),
             rescue: Stream::new(device, Priority::Rescue)?,
@@ -149,8 +155,8 @@ impl Monitor {
     }
 
     /// Notes that an operation is about to be enqueued.
-    pub fn begin(&self, epoch: Epoch, waits: &Waits) {
-        lock(&self.watch.waits)[epoch.raw() as usize % OUTSTANDING] = waits.clone();
+    pub fn begin(&self, epoch: Epoch, waits: OperationWaits) {
+        lock(&self.watch.waits)[epoch.raw() as usize % OUTSTANDING] = waits;
         self.watch.begun.store(epoch.raw(), Ordering::Release);
     }
 
@@ -265,9 +271,30 @@ impl Drop for Monitor {
     }
 }
 
+/// What an operation waits for.
+#[derive(Clone, Debug)]
+pub struct OperationWaits {
+    pub words: Waits,
+    pub turns: Arc<NetworkTurns>,
+    /// By lane of the network: its turns before the operation.
+    pub before: [u32; LANES],
+}
+
+impl OperationWaits {
+    /// Those of an operation that uses no network.
+    fn of(words: Waits) -> OperationWaits {
+        OperationWaits {
+            words,
+            turns: Arc::default(),
+            before: [0; LANES],
+        }
+    }
+}
+
 /// The waits of a kernel of which only `ready` of its peers is known.
 fn no_flags() -> Waits {
     Waits::Kernel {
+        ready: u64::MAX,
         sources: Arc::default(),
     }
 }

@@ -17,13 +17,21 @@ use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::gpu::reclaim::Deferred;
 use crate::error::{Error, MadeCall, Result};
 use crate::ranks::members::{Members, opening};
+use crate::schedule::Hosts;
 
 /// The same number of bytes on every rank's device.
 #[derive(Debug)]
 pub struct Symmetric {
     rank: usize,
-    /// Every rank's memory as this rank has mapped it, by rank.
-    maps: Deferred<Vec<DeviceMapping>>,
+    maps: Deferred<Maps>,
+}
+
+/// Every rank's memory as this rank has mapped it.
+#[derive(Debug)]
+struct Maps {
+    own: DeviceMapping,
+    /// By rank. None for this rank, and for ranks of other hosts.
+    peers: Vec<Option<DeviceMapping>>,
 }
 
 impl Symmetric {
@@ -40,7 +48,7 @@ impl Symmetric {
         initialise: impl Fn(&mut DeviceRegion) -> Result<()>,
     ) -> Result<Symmetric> {
         let (device, reclaimer) = (&gpu.device, &gpu.reclaimer);
-        let attempt = || -> Result<Vec<DeviceMapping>> {
+        let attempt = || -> Result<Maps> {
             reclaimer.settle();
             let mut own = None;
             let mut offer = || -> Result<OwnedFd> {
@@ -50,13 +58,20 @@ impl Symmetric {
                 Ok(fd)
             };
             let offered = offer();
-            members.share(call, offered, |fds| {
+            let (rank, hosts) = (members.rank, &members.hosts);
+            let peers = members.share(call, offered, |fds| {
                 let maps = fds.iter().enumerate().map(|(peer, fd)| {
-                    let own = own.take_if(|_| peer == members.rank);
-                    own.map_or_else(|| peers.import(device, members, peer, fd, bytes), Ok)
+                    let is_near = peer != rank && hosts.share(peer, rank);
+                    let import = || peers.import(device, members, peer, fd, bytes);
+                    is_near.then(import).transpose()
                 });
                 maps.collect()
-            })
+            })?;
+            let own = own.ok_or_else(|| Error::Internal {
+                rank,
+                what: "its own memory is missing".into(),
+            })?;
+            Ok(Maps { own, peers })
         };
         let maps = match attempt() {
             // Every rank gets this error.
@@ -81,23 +96,25 @@ impl Symmetric {
 
     /// This rank's memory.
     pub fn own(&self) -> DevicePtr {
-        self.of(self.rank)
+        self.maps.own.ptr()
     }
 
     /// This rank's memory, for copies to and from the host.
     pub fn own_region(&self) -> &DeviceRegion {
-        self.maps[self.rank].region()
+        self.maps.own.region()
     }
 
     /// As [`Symmetric::own_region`].
     pub fn own_region_mut(&mut self) -> &mut DeviceRegion {
-        let rank = self.rank;
-        self.maps[rank].region_mut()
+        self.maps.own.region_mut()
     }
 
-    /// The memory of `rank`, as this rank has mapped it.
+    /// The memory of `rank`, as this rank has mapped it. 0 if the rank is on another host.
     pub fn of(&self, rank: usize) -> DevicePtr {
-        self.maps[rank].ptr()
+        match rank == self.rank {
+            true => self.own(),
+            false => self.maps.peers[rank].as_ref().map_or(0, DeviceMapping::ptr),
+        }
     }
 }
 
@@ -180,7 +197,7 @@ impl Peers {
         });
         let ranks = introductions.collect::<Result<Vec<_>>>();
         ranks
-            .and_then(|ranks| check(&ranks).map(|()| ranks))
+            .and_then(|ranks| check(&ranks, &members.hosts).map(|()| ranks))
             .map(|ranks| Peers {
                 distinct: ranks
                     .iter()
@@ -223,10 +240,12 @@ impl Peers {
 }
 
 /// Refuses two ranks of one process, and two ranks that share a GPU by accident although there is one for each rank.
-fn check(ranks: &[Introduction]) -> Result<()> {
+/// (Processes of different hosts may have the same numbers.)
+fn check(ranks: &[Introduction], hosts: &Hosts) -> Result<()> {
     let visible: HashSet<&Uuid> = ranks.iter().flat_map(|rank| &rank.visible).collect();
     for (later, rank) in ranks.iter().enumerate() {
-        for (earlier, other) in ranks[..later].iter().enumerate() {
+        let near = ranks[..later].iter().enumerate();
+        for (earlier, other) in near.filter(|&(earlier, _)| hosts.share(earlier, later)) {
             if (rank.pid, &rank.namespace) == (other.pid, &other.namespace) {
                 return Err(Error::NeedsProcesses { rank: later });
             }
@@ -261,10 +280,16 @@ mod tests {
     #[test]
     fn two_ranks_of_one_process_are_told_so() {
         let ranks = [rank(1, 1, &[1, 2], false), rank(1, 2, &[1, 2], false)];
-        assert_eq!(check(&ranks), Err(Error::NeedsProcesses { rank: 1 }));
+        assert_eq!(
+            check(&ranks, &Hosts::default()),
+            Err(Error::NeedsProcesses { rank: 1 })
+        );
         let mut elsewhere = ranks;
         elsewhere[1].namespace = "pid:[2]".into();
-        assert_eq!(check(&elsewhere), Ok(()));
+        assert_eq!(check(&elsewhere, &Hosts::default()), Ok(()));
+        let hosts = Hosts::of(&["a", "b"]).unwrap();
+        elsewhere[1].namespace = "pid:[1]".into();
+        assert_eq!(check(&elsewhere, &hosts), Ok(()));
     }
 
     #[test]
@@ -275,11 +300,11 @@ mod tests {
             ranks: [0, 1],
             visible: 2,
         };
-        assert_eq!(check(&crossed), Err(shared));
+        assert_eq!(check(&crossed, &Hosts::default()), Err(shared));
         let chosen = [rank(1, 1, &[1, 2], true), rank(2, 1, &[2, 1], false)];
-        assert_eq!(check(&chosen), Ok(()));
+        assert_eq!(check(&chosen, &Hosts::default()), Ok(()));
         let scarce = [rank(1, 1, &[1], false), rank(2, 1, &[1], false)];
-        assert_eq!(check(&scarce), Ok(()));
+        assert_eq!(check(&scarce, &Hosts::default()), Ok(()));
     }
 
     #[test]
@@ -301,7 +326,7 @@ pub mod fuzzing {
     pub fn parse(data: &[u8]) {
         let ranks = data.split(|&byte| byte == b'\n');
         let ranks: Vec<_> = ranks.flat_map(Introduction::parse).collect();
-        let _ = check(&ranks);
+        let _ = check(&ranks, &Hosts::default());
     }
 
     /// Introductions as ranks make them.

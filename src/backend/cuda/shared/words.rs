@@ -10,11 +10,12 @@ use crate::backend::cuda::abi::{
 };
 use crate::backend::cuda::driver::{DevicePtr, DeviceRegion, StreamMemOp};
 use crate::backend::cuda::gpu::Gpu;
+use crate::backend::cuda::gpu::streams::LANES;
 use crate::error::Result;
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::Awaited;
 use crate::ranks::members::{Members, opening};
-use crate::schedule::{MAX_BLOCKS, MAX_FLAGS, layout::MAX_WORLD};
+use crate::schedule::{MAX_BLOCKS, MAX_FLAGS, Schedule, layout::MAX_WORLD};
 
 /// Every rank's flags, and this rank's words for its kernels.
 #[derive(Debug)]
@@ -24,7 +25,7 @@ pub struct Control {
 
 /// Offsets in a rank's control block, in words.
 mod word {
-    use super::{GemmeshMailbox, GemmeshPushEpoch, MAX_BLOCKS, MAX_FLAGS, MAX_WORLD};
+    use super::{GemmeshMailbox, GemmeshPushEpoch, LANES, MAX_BLOCKS, MAX_FLAGS, MAX_WORLD};
     pub const READY: usize = 0;
     pub const DONE: usize = READY + MAX_WORLD;
     pub const CHUNK: usize = DONE + MAX_WORLD;
@@ -44,7 +45,9 @@ mod word {
     pub const MOVED: usize = GRAPH + FLAGS;
     /// How many captured operations have begun.
     pub const REPLAYS: usize = MOVED + 1;
-    pub const END: usize = REPLAYS + 1;
+    /// By lane of the network: how many turns it has had since the group was opened.
+    pub const TURNS: usize = REPLAYS + 1;
+    pub const END: usize = TURNS + LANES;
 }
 
 /// The second MiB of the control block is for [`Group::check_peers`](crate::Group::check_peers): a box for each rank.
@@ -118,12 +121,17 @@ impl Control {
         Control::at(self.memory.own(), word::REPLAYS)
     }
 
+    /// Where a lane of the network counts its turns.
+    pub fn turns(&self, lane: usize) -> DevicePtr {
+        Control::at(self.memory.own(), word::TURNS + lane)
+    }
+
     /// The word that makes this rank's kernels stop waiting.
     pub fn abort(&self) -> DevicePtr {
         Control::at(self.memory.own(), word::ABORT)
     }
 
-    /// The mailbox of `rank`.
+    /// The mailbox of `rank`, which shares this rank's host.
     pub fn mailbox(&self, rank: usize) -> DevicePtr {
         Control::at(self.memory.of(rank), word::MAILBOX)
     }
@@ -162,6 +170,7 @@ impl Control {
             mailbox: Control::at(self.memory.own(), word::MAILBOX),
             push_epoch: self.push_epoch(),
             stored: self.stored(0),
+            turns: self.turns(0),
         }
     }
 
@@ -243,6 +252,8 @@ pub struct OwnWords {
     pub push_epoch: DevicePtr,
     /// The first `stored` word. There is one for each block of a product.
     pub stored: DevicePtr,
+    /// The turns of the network's first lane. Those of the others follow.
+    pub turns: DevicePtr,
 }
 
 /// Addresses of what this rank's streams wait for.
@@ -274,6 +285,8 @@ pub struct Snapshot {
     /// Whether the captured operation that runs has made all transfers.
     pub moved: u32,
     pub reserved: u32,
+    /// By lane of the network: its turns.
+    pub turns: [u32; LANES],
 }
 
 // SAFETY: plain words, for which zero is valid.
@@ -282,9 +295,9 @@ unsafe impl bytemuck::Zeroable for Snapshot {}
 /// Which ranks' words an operation waits for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Waits {
-    /// Its kernel waits for `ready` of every peer, in the mailbox, and then for chunk flags there. `sources`: by flag,
-    /// the rank whose rows it guards. Empty if rows come through low-latency areas.
-    Kernel { sources: Arc<[usize]> },
+    /// Its kernel waits for `ready` of the peers, in the mailbox, and then for chunk flags there. Bit r of `ready` stands
+    /// for rank r. `sources`: by flag, the rank whose rows it guards. Empty if rows come through low-latency areas.
+    Kernel { ready: u64, sources: Arc<[usize]> },
     /// Its streams wait. Bit r stands for rank r. `ready`: the peers from or to whose memory this rank moves something.
     /// `done`: the peers that move something from or to this rank's memory.
     Streams { ready: u64, done: u64 },
@@ -292,6 +305,55 @@ pub enum Waits {
     /// `ready` and `done`: as for [`Waits::Streams`]. `sources`: ranks whose rows this rank passes on and which say
     /// `done` here too. They are to blame before other ranks that wait for them as well.
     Graph { ready: u64, sources: u64, done: u64 },
+}
+
+/// What an operation does over the network, lane by lane and turn by turn.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NetworkTurns([Vec<NetworkTurn>; LANES]);
+
+/// What a rank waits for at one turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct NetworkTurn {
+    /// The rank that sends, and the flag of its chunk.
+    from: Option<(usize, usize)>,
+    /// The rank that receives.
+    to: Option<usize>,
+}
+
+impl NetworkTurns {
+    pub fn of(schedule: &Schedule) -> NetworkTurns {
+        let mut lanes: [Vec<NetworkTurn>; LANES] = Default::default();
+        for turn in schedule.turns() {
+            lanes[turn.number % LANES].push(NetworkTurn {
+                from: turn.received.map(|moved| (moved.from, moved.flag)),
+                to: turn.sent.map(|moved| moved.to),
+            });
+        }
+        NetworkTurns(lanes)
+    }
+
+    /// How many turns a lane has.
+    pub fn count(&self, lane: usize) -> usize {
+        self.0[lane].len()
+    }
+
+    /// What the first turn that has not ended waits for, and its lane's count. `before`: the lanes' counts before the
+    /// operation. `now`: their counts at this moment.
+    pub fn missing(&self, before: [u32; LANES], now: [u32; LANES]) -> Option<(Awaited, u32)> {
+        let mut lanes = self.0.iter().zip(before).zip(now);
+        lanes.find_map(|((turns, before), now)| {
+            // A lane that is still in an earlier operation has a lower count.
+            let had = (now.wrapping_sub(before) as i32).max(0);
+            let &NetworkTurn { from, to } = turns.get(had as usize)?;
+            let received = from.map(|(source, flag)| Awaited::Chunk {
+                source,
+                flag,
+                pulled: true,
+            });
+            let awaited = received.or(to.map(|peer| Awaited::Taken { peer }));
+            awaited.map(|awaited| (awaited, now))
+        })
+    }
 }
 
 impl Snapshot {
@@ -311,9 +373,9 @@ impl Snapshot {
     ) -> Option<(Awaited, u32)> {
         let mut guards: &[usize] = &[];
         let (words, ready, done_words, sources, done) = match waits {
-            Waits::Kernel { sources } => {
+            Waits::Kernel { ready, sources } => {
                 guards = sources;
-                (&self.mailbox.ready, u64::MAX, &self.done, 0, 0)
+                (&self.mailbox.ready, *ready, &self.done, 0, 0)
             }
             &Waits::Streams { ready, done } => (&self.ready, ready, &self.done, 0, done),
             &Waits::Graph {
@@ -365,6 +427,7 @@ mod tests {
         let all = &streams(0b1111, 0b1111);
         assert_eq!(words.missing(1, 4, epoch, all), None);
         let kernel = |sources: &[usize]| Waits::Kernel {
+            ready: u64::MAX,
             sources: sources.into(),
         };
         let pushed = words.missing(1, 4, epoch, &kernel(&[2, 3, 0]));
@@ -388,6 +451,30 @@ mod tests {
         assert_eq!(words.missing(1, 4, epoch, &streams(0b101, 0b1100)), None);
         let pulled = words.missing(1, 4, epoch, &streams(0b1000, 0));
         assert_eq!(pulled, Some((Awaited::Ready { source: 3 }, 4)));
+    }
+
+    #[test]
+    fn a_turn_that_has_not_ended_is_found() {
+        let turn = |from: Option<usize>, to| NetworkTurn {
+            from: from.map(|rank| (rank, 7)),
+            to,
+        };
+        let turns = NetworkTurns([
+            vec![turn(Some(2), Some(3)), turn(None, Some(1))],
+            Vec::new(),
+        ]);
+        let missing = |had: u32| turns.missing([u32::MAX, 4], [u32::MAX.wrapping_add(had), 4]);
+        let received = Awaited::Chunk {
+            source: 2,
+            flag: 7,
+            pulled: true,
+        };
+        assert_eq!(missing(0), Some((received, u32::MAX)));
+        assert_eq!(missing(1), Some((Awaited::Taken { peer: 1 }, 0)));
+        assert_eq!(missing(2), None);
+        // An earlier operation has not ended.
+        let earlier = turns.missing([9, 4], [8, 4]);
+        assert_eq!(earlier, Some((received, 8)));
     }
 
     #[test]

@@ -4,10 +4,11 @@ use std::mem::offset_of;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
-use super::{GRACE, OUTSTANDING, Running, Watch, lock, no_flags};
+use super::{GRACE, OUTSTANDING, OperationWaits, Running, Watch, lock, no_flags};
 use crate::backend::cuda::abi::{
     GEMMESH_FAULT_RECORDED, GEMMESH_LOW_LATENCY, GEMMESH_READY, GemmeshMailbox, GemmeshPushEpoch,
 };
+use crate::backend::cuda::gpu::streams::LANES;
 use crate::backend::cuda::shared::words::{FlagLine, Snapshot, Waits};
 use crate::error::{Deadline, Error, Result};
 use crate::protocol::epoch::Epoch;
@@ -39,7 +40,7 @@ impl Watch {
         // to blame.
         let (rank, world) = (self.failures.rank, self.world);
         let waits = match fault.pushed {
-            0 => self.waits_of(epoch),
+            0 => self.waits_of(epoch).words,
             _ => no_flags(),
         };
         let missing = self.read_words().ok();
@@ -77,7 +78,7 @@ impl Watch {
         if self.waits_for_its_caller(running) {
             return unknown("its caller's function has not returned".into());
         }
-        let by_kernel = |epoch| matches!(self.waits_of(epoch), Waits::Kernel { .. });
+        let by_kernel = |epoch| matches!(self.waits_of(epoch).words, Waits::Kernel { .. });
         match self.missing(running) {
             Ok(Some((awaited, ..))) => self.late(running, passed, awaited, waited),
             Ok(None) if matches!(running, Running::Live(epoch) if by_kernel(epoch)) => {
@@ -144,7 +145,7 @@ impl Watch {
         lock(&self.recordings).get(index).cloned()
     }
 
-    fn waits_of(&self, epoch: Epoch) -> Waits {
+    fn waits_of(&self, epoch: Epoch) -> OperationWaits {
         lock(&self.waits)[epoch.raw() as usize % OUTSTANDING].clone()
     }
 
@@ -154,11 +155,10 @@ impl Watch {
         let (waits, expected, has_ended) = match running {
             Running::Live(epoch) => {
                 let waits = self.waits_of(epoch);
-                let expected = match (&waits, words.pushed_epoch()) {
-                    (Waits::Kernel { .. }, Some(expected)) => expected,
-                    // No kernel waits.
-                    (Waits::Kernel { .. }, None) => return Ok(None),
-                    _ => epoch,
+                let expected = match waits.words {
+                    // None if no kernel waits.
+                    Waits::Kernel { .. } => words.pushed_epoch(),
+                    _ => Some(epoch),
                 };
                 let has_ended = epoch.reached_by(self.completed.read());
                 (waits, expected, has_ended)
@@ -168,14 +168,21 @@ impl Watch {
                     return Ok(None);
                 };
                 let has_ended = self.replayed.read().running != number;
-                (waits, Epoch::OPEN, has_ended)
+                (OperationWaits::of(waits), Some(Epoch::OPEN), has_ended)
             }
         };
         if has_ended {
             return Ok(None);
         }
-        let missing = words.missing(self.failures.rank, self.world, expected, &waits);
-        Ok(missing.map(|(awaited, seen)| (awaited, expected, seen)))
+        let missing = expected.and_then(|epoch| {
+            let missing = words.missing(self.failures.rank, self.world, epoch, &waits.words);
+            missing.map(|(awaited, seen)| (awaited, epoch, seen))
+        });
+        Ok(missing.or_else(|| {
+            let OperationWaits { turns, before, .. } = &waits;
+            let (awaited, count) = turns.missing(*before, words.turns)?;
+            Some((awaited, Epoch::from_raw(count).next(), count))
+        }))
     }
 
     fn read_words(&self) -> Result<Snapshot> {
@@ -197,6 +204,8 @@ impl Watch {
             let push_epoch = at(offset_of!(Snapshot, push_epoch));
             let length = size_of::<GemmeshPushEpoch>();
             self.rescue.copy(push_epoch, self.own.push_epoch, length)?;
+            let turns = at(offset_of!(Snapshot, turns));
+            self.rescue.copy(turns, self.own.turns, 4 * LANES)?;
         }
         let deadline = Instant::now() + GRACE;
         while !self.rescue.is_idle()? {

@@ -23,6 +23,7 @@ impl Watch {
         let mut clocks = (Clock::start(), Clock::start());
         let mut hurried = false;
         let mut released = false;
+        let mut network_failed = None;
         let mut closing = lock(&self.closing);
         while !*closing {
             closing = self
@@ -60,12 +61,29 @@ impl Watch {
             // Release once, and again while work is on the device, because replays close graph words behind themselves.
             // (Not more often, because each release takes a turn of the GPU from other processes.)
             let is_busy = self.outstanding() > 0 || self.replayed.read().running > 0;
+            self.watch_network(&mut network_failed);
             if self.failures.fault().is_some() && (is_busy || !released) {
                 // If the words can't be written, the device has failed, and nothing helps.
                 released = self.release().is_ok();
+                if let Some(network) = &self.network {
+                    network.abort();
+                }
             }
         }
         self.device.note_awaited_rank(false);
+    }
+
+    /// Fails the group if the network has failed under an operation. The monitor waits a while, because a rank that has
+    /// died or left is named by whoever sees that. `since`: when the failure was seen.
+    fn watch_network(&self, since: &mut Option<Instant>) {
+        let failure = self.network.as_ref().and_then(|network| network.failure());
+        let Some(failure) = failure.filter(|_| self.outstanding() > 0) else {
+            *since = None;
+            return;
+        };
+        if since.get_or_insert_with(Instant::now).elapsed() > GRACE {
+            self.failures.fail(failure);
+        }
     }
 
     fn deadlines(&self) -> Deadlines {

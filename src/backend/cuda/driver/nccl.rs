@@ -1,0 +1,367 @@
+//! NCCL, as far as this library calls it: communicators, and messages between two ranks of one.
+//!
+//! A communicator does not block. A call may be in progress when it returns; [`Communicator::is_settled`] says when it
+//! has ended. So the caller's waits have deadlines.
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::mem::offset_of;
+use std::sync::Arc;
+
+use cudarc::nccl::sys;
+use libloading::Library;
+
+use super::{Device, DevicePtr, Stream, is_fork};
+use crate::error::{Error, Result};
+
+/// The library's file.
+const LIBRARY: &str = "libnccl.so.2";
+/// The oldest version that can be used: 2.18.
+const OLDEST: c_int = 21_800;
+/// Bytes of a communicator's id.
+pub const ID_BYTES: usize = 128;
+/// A communicator's id, by which its ranks find one another.
+pub type CommunicatorId = [u8; ID_BYTES];
+
+/// NCCL's results are numbers here, because a newer library may know more of them than the bindings.
+type Status = c_int;
+const SUCCESS: Status = sys::ncclResult_t::ncclSuccess as Status;
+const IN_PROGRESS: Status = sys::ncclResult_t::ncclInProgress as Status;
+
+/// Declares NCCL's functions, and loads them by their names.
+macro_rules! functions {
+    ($($field:ident = $name:literal: fn($($argument:ty),*) -> $result:ty;)*) => {
+        /// The functions that this file calls. nccl.h declares them with these types since 2.18.
+        struct Functions {
+            $($field: unsafe extern "C" fn($($argument),*) -> $result,)*
+        }
+
+        impl Functions {
+            /// Returns the name of a function that the library lacks instead.
+            fn find(library: &Library) -> std::result::Result<Functions, &'static str> {
+                Ok(Functions {
+                    // SAFETY: nccl.h declares it with this type.
+                    $($field: *unsafe { library.get($name) }.map_err(|_| $name)?,)*
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    get_unique_id = "ncclGetUniqueId": fn(*mut sys::ncclUniqueId) -> Status;
+    init = "ncclCommInitRankConfig":
+        fn(*mut sys::ncclComm_t, c_int, sys::ncclUniqueId, c_int, *mut sys::ncclConfig_t) -> Status;
+    async_error = "ncclCommGetAsyncError": fn(sys::ncclComm_t, *mut Status) -> Status;
+    finalize = "ncclCommFinalize": fn(sys::ncclComm_t) -> Status;
+    destroy = "ncclCommDestroy": fn(sys::ncclComm_t) -> Status;
+    abort = "ncclCommAbort": fn(sys::ncclComm_t) -> Status;
+    error_string = "ncclGetErrorString": fn(Status) -> *const c_char;
+    last_error = "ncclGetLastError": fn(sys::ncclComm_t) -> *const c_char;
+    group_start = "ncclGroupStart": fn() -> Status;
+    group_end = "ncclGroupEnd": fn() -> Status;
+    send = "ncclSend":
+        fn(*const c_void, usize, c_int, c_int, sys::ncclComm_t, *mut c_void) -> Status;
+    receive = "ncclRecv":
+        fn(*mut c_void, usize, c_int, c_int, sys::ncclComm_t, *mut c_void) -> Status;
+}
+
+/// The library, loaded.
+pub struct Nccl {
+    functions: Functions,
+    version: c_int,
+    /// Keeps the functions loaded.
+    _library: Library,
+}
+
+impl std::fmt::Debug for Nccl {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        write!(f, "NCCL {}", in_words(self.version))
+    }
+}
+
+/// As NVIDIA writes a version.
+fn in_words(version: c_int) -> String {
+    let (major, minor, patch) = (version / 10_000, version / 100 % 100, version % 100);
+    format!("{major}.{minor}.{patch}")
+}
+
+impl Nccl {
+    /// # Errors
+    /// [`Error::NoNccl`] if it is not installed, or is too old.
+    pub fn load(rank: usize) -> Result<Arc<Nccl>> {
+        let none = |reason: String| Error::NoNccl { rank, reason };
+        // SAFETY: loading NCCL runs its initialisers, which any program that uses it does.
+        let library = unsafe { Library::new(LIBRARY) };
+        let library = library.map_err(|e| none(format!("{LIBRARY} cannot be loaded ({e})")))?;
+        let version = version(&library).map_err(none)?;
+        let lacks = |name: &str| {
+            none(format!(
+                "{LIBRARY} is {} and has no {name}",
+                in_words(version)
+            ))
+        };
+        if version < OLDEST {
+            return Err(none(format!("{LIBRARY} is {}", in_words(version))));
+        }
+        Ok(Arc::new(Nccl {
+            functions: Functions::find(&library).map_err(lacks)?,
+            version,
+            _library: library,
+        }))
+    }
+
+    /// A new communicator's id. This process serves the ranks that ask for it.
+    pub fn new_id(&self, rank: usize) -> Result<CommunicatorId> {
+        let mut id = sys::ncclUniqueId {
+            internal: [0; ID_BYTES],
+        };
+        // SAFETY: writes the local.
+        let status = unsafe { (self.functions.get_unique_id)(&mut id) };
+        self.check(rank, "find an address for NCCL", None, status)?;
+        Ok(id.internal.map(|byte| byte as u8))
+    }
+
+    /// Makes an error of a status.
+    fn check(
+        &self,
+        rank: usize,
+        action: &str,
+        communicator: Option<sys::ncclComm_t>,
+        status: Status,
+    ) -> Result<()> {
+        if status == SUCCESS || status == IN_PROGRESS {
+            return Ok(());
+        }
+        let words = |words: *const c_char| match words.is_null() {
+            true => String::new(),
+            // SAFETY: NCCL's words end with a zero, and live as long as it is loaded or until the next error.
+            false => unsafe { CStr::from_ptr(words) }
+                .to_string_lossy()
+                .trim()
+                .into(),
+        };
+        // SAFETY: plain calls; the communicator lives.
+        let (kind, last) = unsafe {
+            let kind = words((self.functions.error_string)(status));
+            let last = communicator.map(|of| words((self.functions.last_error)(of)));
+            (kind, last.filter(|last| !last.is_empty()))
+        };
+        Err(Error::System {
+            rank: Some(rank),
+            action: action.into(),
+            reason: last.map_or_else(|| kind.clone(), |last| format!("{kind}: {last}")),
+        })
+    }
+}
+
+/// The library's version, as nccl.h counts it.
+fn version(library: &Library) -> std::result::Result<c_int, String> {
+    const NAME: &str = "ncclGetVersion";
+    type GetVersion = unsafe extern "C" fn(*mut c_int) -> Status;
+    // SAFETY: nccl.h declares it with this type, in all versions.
+    let get = unsafe { library.get::<GetVersion>(NAME) };
+    let get = get.map_err(|_| format!("{LIBRARY} has no {NAME}"))?;
+    let mut version = 0;
+    // SAFETY: writes the local.
+    match unsafe { get(&mut version) } {
+        SUCCESS => Ok(version),
+        status => Err(format!("{LIBRARY} does not tell its version ({status})")),
+    }
+}
+
+/// Bytes of this rank's memory that go to `peer`, or come from it.
+#[derive(Clone, Copy, Debug)]
+pub struct NcclMessage {
+    pub peer: usize,
+    pub place: DevicePtr,
+    pub bytes: usize,
+}
+
+/// A rank's end of a communicator. It must be aborted or destroyed; otherwise it lives as long as the process.
+#[derive(Debug)]
+pub struct Communicator {
+    nccl: Arc<Nccl>,
+    device: Arc<Device>,
+    communicator: sys::ncclComm_t,
+}
+
+// SAFETY: a communicator may be used by any thread, one at a time.
+unsafe impl Send for Communicator {}
+
+impl Communicator {
+    /// Begins to make this rank's end. Collective. `most_ctas`: of each of its kernels.
+    pub fn begin(
+        nccl: &Arc<Nccl>,
+        device: &Arc<Device>,
+        id: &CommunicatorId,
+        (rank, world): (usize, usize),
+        most_ctas: usize,
+    ) -> Result<Communicator> {
+        let _bound = device.bind()?;
+        let mut config = config(most_ctas);
+        let id = sys::ncclUniqueId {
+            internal: id.map(|byte| byte as c_char),
+        };
+        let mut communicator = std::ptr::null_mut();
+        // SAFETY: writes the local; the configuration is read as far as it says that it reaches.
+        let status = unsafe {
+            let init = nccl.functions.init;
+            init(
+                &mut communicator,
+                world as c_int,
+                id,
+                rank as c_int,
+                (&raw mut config).cast(),
+            )
+        };
+        nccl.check(rank, "open a communicator of NCCL", None, status)?;
+        Ok(Communicator {
+            nccl: nccl.clone(),
+            device: device.clone(),
+            communicator,
+        })
+    }
+
+    fn check(&self, action: &str, status: Status) -> Result<()> {
+        let rank = self.device.rank;
+        self.nccl
+            .check(rank, action, Some(self.communicator), status)
+    }
+
+    /// True if no call is in progress.
+    ///
+    /// # Errors
+    /// What NCCL says has failed since the communicator was opened.
+    pub fn is_settled(&self) -> Result<bool> {
+        let mut state = SUCCESS;
+        // SAFETY: writes the local; the communicator lives.
+        let status = unsafe { (self.nccl.functions.async_error)(self.communicator, &mut state) };
+        self.check("ask NCCL how it is", status)?;
+        self.check("send and receive by NCCL", state)?;
+        Ok(state != IN_PROGRESS)
+    }
+
+    /// Puts messages on the stream. They are sent and received at the same time. The call may be in progress when this
+    /// returns, and then nothing may be put on the stream.
+    ///
+    /// # Safety
+    /// As [`Stream::copy`] for each message, until the stream has passed.
+    pub unsafe fn exchange(
+        &self,
+        stream: &Stream,
+        sent: &[NcclMessage],
+        received: &[NcclMessage],
+    ) -> Result<()> {
+        const BYTES: c_int = sys::ncclDataType_t::ncclUint8 as c_int;
+        let action = "send and receive by NCCL";
+        let functions = &self.nccl.functions;
+        let (communicator, stream) = (self.communicator, stream.raw());
+        let _bound = self.device.bind()?;
+        // SAFETY: as this function's; the communicator and the stream live.
+        unsafe {
+            self.check(action, (functions.group_start)())?;
+            let mut begun = SUCCESS;
+            let mut note = |status: Status| {
+                if ![SUCCESS, IN_PROGRESS].contains(&status) {
+                    begun = status;
+                }
+            };
+            for &NcclMessage { peer, place, bytes } in sent {
+                let peer = peer as c_int;
+                let from = place as *const c_void;
+                note((functions.send)(
+                    from,
+                    bytes,
+                    BYTES,
+                    peer,
+                    communicator,
+                    stream,
+                ));
+            }
+            for &NcclMessage { peer, place, bytes } in received {
+                let peer = peer as c_int;
+                let to = place as *mut c_void;
+                note((functions.receive)(
+                    to,
+                    bytes,
+                    BYTES,
+                    peer,
+                    communicator,
+                    stream,
+                ));
+            }
+            // Every group that was begun is ended.
+            let ended = (functions.group_end)();
+            self.check(action, begun)?;
+            self.check(action, ended)
+        }
+    }
+
+    /// Begins to send what NCCL still holds. [`Communicator::is_settled`] says when it has gone.
+    pub fn finalize(&self) -> Result<()> {
+        let _bound = self.device.bind()?;
+        // SAFETY: the communicator lives.
+        let status = unsafe { (self.nccl.functions.finalize)(self.communicator) };
+        self.check("close a communicator of NCCL", status)
+    }
+
+    /// Frees it after [`Communicator::finalize`] has ended.
+    pub fn destroy(self) {
+        self.end(self.nccl.functions.destroy);
+    }
+
+    /// Ends its kernels and frees it, whatever they wait for.
+    pub fn abort(self) {
+        self.end(self.nccl.functions.abort);
+    }
+
+    fn end(&self, by: unsafe extern "C" fn(sys::ncclComm_t) -> Status) {
+        // A fork has none of NCCL's threads.
+        if is_fork() {
+            return;
+        }
+        if let Ok(_bound) = self.device.bind() {
+            // SAFETY: it lives, and is not used after this. If the call fails, nothing is left to do.
+            let _ = unsafe { by(self.communicator) };
+        }
+    }
+}
+
+/// The configuration of a communicator that does not block.
+///
+/// It is as long as NCCL 2.18 knows it. Newer versions take the defaults for what they have beyond.
+fn config(most_ctas: usize) -> sys::ncclConfig_t {
+    const MAGIC: c_uint = 0xcafe_beef;
+    const UNDEFINED: c_int = c_int::MIN;
+    // SAFETY: plain numbers and pointers, for which zero is valid.
+    let mut config: sys::ncclConfig_t = unsafe { std::mem::zeroed() };
+    config.size = offset_of!(sys::ncclConfig_t, trafficClass);
+    config.magic = MAGIC;
+    config.version = OLDEST as c_uint;
+    config.blocking = 0;
+    config.cgaClusterSize = UNDEFINED;
+    config.minCTAs = 1;
+    config.maxCTAs = most_ctas as c_int;
+    config.splitShare = UNDEFINED;
+    config
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_written_as_nvidia_writes_them() {
+        assert_eq!(in_words(22_809), "2.28.9");
+        assert_eq!(in_words(OLDEST), "2.18.0");
+    }
+
+    #[test]
+    fn a_library_without_nccl_is_told_from_an_old_one() {
+        // SAFETY: every program has loaded it.
+        let libc = unsafe { Library::new("libc.so.6") }.unwrap();
+        let told = version(&libc).unwrap_err();
+        assert!(told.contains("ncclGetVersion"), "{told}");
+        assert_eq!(Functions::find(&libc).err(), Some("ncclGetUniqueId"));
+    }
+}

@@ -1,0 +1,235 @@
+//! Transfers over the network: a stream for each lane sends and receives, turn by turn.
+
+use std::mem::offset_of;
+
+use smallvec::SmallVec;
+
+use super::announce::delay;
+use super::context::{EnqueueContext, ProgramCall};
+use super::copies::Make;
+use super::push;
+use super::stamps::Stamps;
+use crate::backend::cuda::abi::GemmeshPushEpoch;
+use crate::backend::cuda::driver::{DevicePtr, NcclMessage, Stream, StreamMemOp};
+use crate::backend::cuda::gpu::streams::LANES;
+use crate::backend::cuda::program::operands::Operand;
+use crate::backend::cuda::shared::network::Network;
+use crate::backend::cuda::shared::words::Signals;
+use crate::error::{Error, Result};
+use crate::profile::span::Lane;
+use crate::refusal::Refusal;
+use crate::schedule::{Agreed, Move, Region, Schedule, Transfer, Turn};
+
+/// Whose flags say that chunks have come.
+#[derive(Clone, Copy)]
+pub enum Flags<'a> {
+    /// Those of streams.
+    Streams(Signals<'a>),
+    /// Those in the mailbox, for which a kernel waits. The kernel counts the epochs itself.
+    Mailbox,
+}
+
+/// Makes the lanes wait for what is on the main stream now.
+pub fn fork(at: &EnqueueContext, schedule: &Schedule) -> Result<()> {
+    if schedule.turns().next().is_none() {
+        return Ok(());
+    }
+    let streams = at.gpu.streams();
+    streams.begun.record(at.main)?;
+    let mut lanes = streams.lanes.iter();
+    lanes.try_for_each(|lane| lane.wait_until(&streams.begun))
+}
+
+/// Makes the main stream wait for the lanes.
+pub fn join(at: &EnqueueContext, schedule: &Schedule) -> Result<()> {
+    if schedule.turns().next().is_none() {
+        return Ok(());
+    }
+    let streams = at.gpu.streams();
+    let mut lanes = streams.lanes.iter();
+    lanes.try_for_each(|lane| at.main.wait_for(lane, &streams.carried))
+}
+
+/// Puts all of this rank's transfers over the network on the lanes, and behind a chunk's arrival its flag. If a kernel
+/// waits for the flags, chunks are passed on from here, by the copy stream.
+///
+/// The kernel may run already. It leaves NCCL's kernels multiprocessors.
+pub fn enqueue<'a, 'm>(
+    at: &'a EnqueueContext<'a>,
+    schedule: &'a Schedule,
+    call: &'a ProgramCall<'_>,
+    flags: Flags<'a>,
+    make: Option<&'a mut Make<'m>>,
+) -> Result<Stamps> {
+    let mut carrier = Carrier {
+        at,
+        schedule,
+        call,
+        flags,
+        make,
+        stamps: Stamps::new(&at.gpu.device, call.trace.is_some()),
+        stored: Default::default(),
+        is_permitted: [false; LANES],
+    };
+    if let Some(network) = &at.shared.network {
+        for turn in schedule.turns() {
+            carrier.turn(network, &turn)?;
+        }
+        carrier.reset_blocks()?;
+    }
+    Ok(carrier.stamps)
+}
+
+/// The transfers of a call that go over the network.
+struct Carrier<'a, 'm, 'c> {
+    at: &'a EnqueueContext<'a>,
+    schedule: &'a Schedule,
+    call: &'a ProgramCall<'c>,
+    flags: Flags<'a>,
+    /// Makes the rows, if a producer does.
+    make: Option<&'a mut Make<'m>>,
+    stamps: Stamps,
+    /// By lane: the words of the kernel's blocks that it has waited for. Each must be reset.
+    stored: [Vec<DevicePtr>; LANES],
+    /// By lane: whether it waits for the kernel's permit.
+    is_permitted: [bool; LANES],
+}
+
+impl Carrier<'_, '_, '_> {
+    fn lane(&self, lane: usize) -> &Stream {
+        &self.at.gpu.streams().lanes[lane]
+    }
+
+    fn turn(&mut self, network: &Network, turn: &Turn) -> Result<()> {
+        let (at, lane) = (self.at, turn.number % LANES);
+        let stream = &at.gpu.streams().lanes[lane];
+        if let Some(sent) = turn.sent {
+            self.await_block(lane, sent)?;
+            delay(stream, sent.to, sent.flag, self.call.epoch)?;
+        }
+        let sent = self.messages(turn.sent)?;
+        let received = self.messages(turn.received)?;
+        let before = self.stamps.now(stream)?;
+        // SAFETY: this rank's memory holds the regions. What is sent is final: the lane has waited for the main stream,
+        // and for its block if that is made during the operation. What is received is read after its flag alone, and
+        // the kernels of earlier operations are in front of the lane. The memory lives until the streams have passed.
+        unsafe { network.exchange(at.members, lane, stream, &sent, &received)? };
+        if let Some(moved) = turn.received.or(turn.sent) {
+            let work = || moved.work(at.members.rank);
+            self.stamps.add(Lane::Network, before, stream, work)?;
+        }
+        self.count(network, lane, turn.received)?;
+        match (turn.received, self.flags) {
+            (Some(received), Flags::Mailbox) => self.signal_kernel(lane, received),
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes a lane wait until the block of a transfer is made, if it has one.
+    fn await_block(&mut self, lane: usize, sent: &Transfer) -> Result<()> {
+        let Some(block) = sent.produced else {
+            return Ok(());
+        };
+        if let Some(make) = &mut self.make {
+            let made = make(block)?;
+            let streams = self.at.gpu.streams();
+            return streams.lanes[lane].wait_for(made, &streams.produced);
+        }
+        let word = self.at.shared.control.stored(block);
+        self.stored[lane].push(word);
+        // SAFETY: control blocks are unmapped when the streams have passed.
+        unsafe { self.lane(lane).words(&[StreamMemOp::Wait(word, 1)]) }
+    }
+
+    /// This rank's side of a transfer.
+    fn messages(&self, moved: Option<&Transfer>) -> Result<SmallVec<[NcclMessage; 2]>> {
+        let rank = self.at.members.rank;
+        let Some(moved) = moved else {
+            return Ok(SmallVec::new());
+        };
+        let (peer, is_sent) = match moved.from == rank {
+            true => (moved.to, true),
+            false => (moved.from, false),
+        };
+        let regions = moved.regions.iter();
+        let own = regions.map(|Move { from, to }| if is_sent { from } else { to });
+        let message = |region: &Region| {
+            let Operand { ptr, pitch, .. } = self.call.operands.require(region.matrix)?;
+            let extent = self.schedule.matrices()[region.matrix].extent_of(region, pitch);
+            let bytes = extent
+                .contiguous()
+                .ok_or_else(|| self.not_contiguous(pitch))?;
+            Ok(NcclMessage {
+                peer,
+                place: ptr + extent.offset as u64,
+                bytes,
+            })
+        };
+        own.map(message).collect()
+    }
+
+    fn not_contiguous(&self, pitch: usize) -> Error {
+        let name = self.schedule.agreed().map_or("", Agreed::name);
+        let what = format!(
+            "rows with gaps (they begin {pitch} bytes apart) that go to other hosts: copy them to a matrix without gaps"
+        );
+        Refusal::of(self.at.members.rank, name)(Refusal::Unsupported { what })
+    }
+
+    /// Counts a turn that has ended. Writes the flag of what has come, if streams wait for it.
+    fn count(&self, network: &Network, lane: usize, received: Option<&Transfer>) -> Result<()> {
+        let control = &self.at.shared.control;
+        let count = StreamMemOp::Write(control.turns(lane), network.count_turn(lane));
+        let mut words: SmallVec<[StreamMemOp; 2]> = SmallVec::from_slice(&[count]);
+        if let (Some(received), Flags::Streams(signals)) = (received, self.flags) {
+            let flag = signals.chunk(self.at.members.rank, received.flag);
+            words.push(signals.signal(flag));
+        }
+        // SAFETY: control blocks are unmapped when the streams have passed.
+        unsafe { self.lane(lane).words(&words) }
+    }
+
+    /// Tells the kernel that a chunk has come, and passes the chunk on to this rank's neighbours.
+    fn signal_kernel(&mut self, lane: usize, received: &Transfer) -> Result<()> {
+        let EnqueueContext {
+            gpu,
+            shared,
+            members,
+            ..
+        } = *self.at;
+        let streams = gpu.streams();
+        let stream = &streams.lanes[lane];
+        // The kernel has written its epoch when it gives the permit.
+        if !std::mem::replace(&mut self.is_permitted[lane], true) {
+            stream.wait_until(&streams.permitted)?;
+        }
+        let control = &shared.control;
+        let epoch = control.push_epoch() + offset_of!(GemmeshPushEpoch, current) as u64;
+        let flag = control.pushed(members.rank, received.flag);
+        // SAFETY: both words are in this rank's control block, which is unmapped when the streams have passed. The flag is
+        // written after the rows, because NCCL's kernel stands in front of this copy.
+        unsafe { stream.copy(flag, epoch, size_of::<u32>())? };
+        let is_next = |moved: &&Transfer| moved.after.contains(&received.flag);
+        let mut onward = self.schedule.moves().filter(is_next).peekable();
+        if onward.peek().is_some() {
+            streams.copies.wait_for(stream, &streams.received)?;
+        }
+        onward.try_for_each(|moved| {
+            push::copy(self.at, &streams.copies, self.schedule, self.call, moved)
+        })
+    }
+
+    /// Resets the words of blocks, because their values are the same in each operation. Nobody waits for this, and the
+    /// next kernel that sets the words waits for the lanes.
+    fn reset_blocks(&self) -> Result<()> {
+        for (lane, words) in self.stored.iter().enumerate() {
+            let resets: Vec<_> = words
+                .iter()
+                .map(|&word| StreamMemOp::Write(word, 0))
+                .collect();
+            // SAFETY: control blocks are unmapped when the streams have passed.
+            unsafe { self.lane(lane).words(&resets)? };
+        }
+        Ok(())
+    }
+}
