@@ -513,6 +513,10 @@ impl<T: Multiplied, O: OnGpus<T>> Timed<Cuda, T> for O {
             Measured::Graph => graph.is_some(),
             // No copy engine reaches another host.
             Measured::Ideal => args.hosts == 1,
+            // Over hosts a sum of products has no parts.
+            Measured::Matmul | Measured::Collective | Measured::Sequential => {
+                args.hosts == 1 || matches!(peers.communication.collective, Collective::Gather)
+            }
             Measured::Fast => args.fast_accumulation,
             _ => true,
         };

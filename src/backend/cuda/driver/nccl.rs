@@ -1,7 +1,8 @@
 //! NCCL, as far as this library calls it: communicators, and messages between two ranks of one.
 //!
-//! A communicator does not block. A call may be in progress when it returns; [`Communicator::is_settled`] says when it
-//! has ended. So the caller's waits have deadlines.
+//! Opening and closing a communicator, and the first message between two ranks, wait for other ranks. Further messages
+//! are only put on a stream. (A communicator that does not block starts a thread for each of them, which takes 100 µs and
+//! not 14.)
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::offset_of;
@@ -25,7 +26,6 @@ pub type CommunicatorId = [u8; ID_BYTES];
 /// NCCL's results are numbers here, because a newer library may know more of them than the bindings.
 type Status = c_int;
 const SUCCESS: Status = sys::ncclResult_t::ncclSuccess as Status;
-const IN_PROGRESS: Status = sys::ncclResult_t::ncclInProgress as Status;
 
 /// Declares NCCL's functions, and loads them by their names.
 macro_rules! functions {
@@ -52,7 +52,6 @@ functions! {
     init = "ncclCommInitRankConfig":
         fn(*mut sys::ncclComm_t, c_int, sys::ncclUniqueId, c_int, *mut sys::ncclConfig_t) -> Status;
     async_error = "ncclCommGetAsyncError": fn(sys::ncclComm_t, *mut Status) -> Status;
-    finalize = "ncclCommFinalize": fn(sys::ncclComm_t) -> Status;
     destroy = "ncclCommDestroy": fn(sys::ncclComm_t) -> Status;
     abort = "ncclCommAbort": fn(sys::ncclComm_t) -> Status;
     error_string = "ncclGetErrorString": fn(Status) -> *const c_char;
@@ -129,7 +128,7 @@ impl Nccl {
         communicator: Option<sys::ncclComm_t>,
         status: Status,
     ) -> Result<()> {
-        if status == SUCCESS || status == IN_PROGRESS {
+        if status == SUCCESS {
             return Ok(());
         }
         let words = |words: *const c_char| match words.is_null() {
@@ -189,8 +188,8 @@ pub struct Communicator {
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// Begins to make this rank's end. Collective. `most_ctas`: of each of its kernels.
-    pub fn begin(
+    /// Opens this rank's end. Waits for all ranks. `most_ctas`: of each of its kernels.
+    pub fn open(
         nccl: &Arc<Nccl>,
         device: &Arc<Device>,
         id: &CommunicatorId,
@@ -202,19 +201,12 @@ impl Communicator {
         let id = sys::ncclUniqueId {
             internal: id.map(|byte| byte as c_char),
         };
+        let (rank, world) = (rank as c_int, world as c_int);
         let mut communicator = std::ptr::null_mut();
+        let init = nccl.functions.init;
         // SAFETY: writes the local; the configuration is read as far as it says that it reaches.
-        let status = unsafe {
-            let init = nccl.functions.init;
-            init(
-                &mut communicator,
-                world as c_int,
-                id,
-                rank as c_int,
-                (&raw mut config).cast(),
-            )
-        };
-        nccl.check(rank, "open a communicator of NCCL", None, status)?;
+        let status = unsafe { init(&mut communicator, world, id, rank, &mut config) };
+        nccl.check(device.rank, "open a communicator of NCCL", None, status)?;
         Ok(Communicator {
             nccl: nccl.clone(),
             device: device.clone(),
@@ -222,30 +214,27 @@ impl Communicator {
         })
     }
 
-    fn check(&self, action: &str, status: Status) -> Result<()> {
+    fn check(&self, status: Status) -> Result<()> {
+        const ACTION: &str = "send and receive by NCCL";
         let rank = self.device.rank;
         self.nccl
-            .check(rank, action, Some(self.communicator), status)
+            .check(rank, ACTION, Some(self.communicator), status)
     }
 
-    /// True if no call is in progress.
-    ///
     /// # Errors
     /// What NCCL says has failed since the communicator was opened.
-    pub fn is_settled(&self) -> Result<bool> {
+    pub fn require_alive(&self) -> Result<()> {
         let mut state = SUCCESS;
         // SAFETY: writes the local; the communicator lives.
         let status = unsafe { (self.nccl.functions.async_error)(self.communicator, &mut state) };
-        self.check("ask NCCL how it is", status)?;
-        self.check("send and receive by NCCL", state)?;
-        Ok(state != IN_PROGRESS)
+        self.check(status)?;
+        self.check(state)
     }
 
-    /// Puts messages on the stream. They are sent and received at the same time. The call may be in progress when this
-    /// returns, and then nothing may be put on the stream.
+    /// Puts messages on the stream. They are sent and received at the same time.
     ///
     /// # Safety
-    /// As [`Stream::copy`] for each message, until the stream has passed.
+    /// As [`Stream::copy`] for each message.
     pub unsafe fn exchange(
         &self,
         stream: &Stream,
@@ -253,64 +242,35 @@ impl Communicator {
         received: &[NcclMessage],
     ) -> Result<()> {
         const BYTES: c_int = sys::ncclDataType_t::ncclUint8 as c_int;
-        let action = "send and receive by NCCL";
         let functions = &self.nccl.functions;
         let (communicator, stream) = (self.communicator, stream.raw());
         let _bound = self.device.bind()?;
         // SAFETY: as this function's; the communicator and the stream live.
         unsafe {
-            self.check(action, (functions.group_start)())?;
-            let mut begun = SUCCESS;
-            let mut note = |status: Status| {
-                if ![SUCCESS, IN_PROGRESS].contains(&status) {
-                    begun = status;
-                }
-            };
-            for &NcclMessage { peer, place, bytes } in sent {
-                let peer = peer as c_int;
-                let from = place as *const c_void;
-                note((functions.send)(
-                    from,
-                    bytes,
-                    BYTES,
-                    peer,
-                    communicator,
-                    stream,
-                ));
-            }
-            for &NcclMessage { peer, place, bytes } in received {
-                let peer = peer as c_int;
-                let to = place as *mut c_void;
-                note((functions.receive)(
-                    to,
-                    bytes,
-                    BYTES,
-                    peer,
-                    communicator,
-                    stream,
-                ));
-            }
-            // Every group that was begun is ended.
+            self.check((functions.group_start)())?;
+            let sent = sent.iter().map(|message| {
+                let from = message.place as *const c_void;
+                let (bytes, peer) = (message.bytes, message.peer as c_int);
+                (functions.send)(from, bytes, BYTES, peer, communicator, stream)
+            });
+            let received = received.iter().map(|message| {
+                let to = message.place as *mut c_void;
+                let (bytes, peer) = (message.bytes, message.peer as c_int);
+                (functions.receive)(to, bytes, BYTES, peer, communicator, stream)
+            });
+            let begun = sent.chain(received).find(|&status| status != SUCCESS);
+            // A group that was begun is ended.
             let ended = (functions.group_end)();
-            self.check(action, begun)?;
-            self.check(action, ended)
+            self.check(begun.unwrap_or(ended))
         }
     }
 
-    /// Begins to send what NCCL still holds. [`Communicator::is_settled`] says when it has gone.
-    pub fn finalize(&self) -> Result<()> {
-        let _bound = self.device.bind()?;
-        // SAFETY: the communicator lives.
-        let status = unsafe { (self.nccl.functions.finalize)(self.communicator) };
-        self.check("close a communicator of NCCL", status)
-    }
-
-    /// Frees it after [`Communicator::finalize`] has ended.
+    /// Frees it when what was sent has gone.
     pub fn destroy(self) {
         self.end(self.nccl.functions.destroy);
     }
 
-    /// Ends its kernels and frees it, whatever they wait for.
+    /// Ends its kernels and frees it, whatever they wait for. Takes half a second.
     pub fn abort(self) {
         self.end(self.nccl.functions.abort);
     }
@@ -327,7 +287,7 @@ impl Communicator {
     }
 }
 
-/// The configuration of a communicator that does not block.
+/// The configuration of a communicator.
 ///
 /// It is as long as NCCL 2.18 knows it. Newer versions take the defaults for what they have beyond.
 fn config(most_ctas: usize) -> sys::ncclConfig_t {
@@ -338,7 +298,7 @@ fn config(most_ctas: usize) -> sys::ncclConfig_t {
     config.size = offset_of!(sys::ncclConfig_t, trafficClass);
     config.magic = MAGIC;
     config.version = OLDEST as c_uint;
-    config.blocking = 0;
+    config.blocking = 1;
     config.cgaClusterSize = UNDEFINED;
     config.minCTAs = 1;
     config.maxCTAs = most_ctas as c_int;

@@ -87,8 +87,10 @@ pub fn for_the_end(gpu: &Gpu, shared: &mut Shared, members: &Members, has_graphs
     }
     let (arrived, reports) = shared.monitor.stop();
     if let Some(network) = &shared.network {
-        let has_failed = members.fault().is_some();
-        network.close(if has_failed { Duration::ZERO } else { GRACE });
+        match members.fault() {
+            Some(_) => network.abort(),
+            None => network.close(members.rank, GRACE),
+        }
     }
     if arrived {
         gpu.reclaimer.retire(reports);

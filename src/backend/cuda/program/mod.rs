@@ -218,7 +218,12 @@ fn check_pushes(gpu: &Gpu, schedule: &Schedule) -> refusal::Result<()> {
     }
     // All commands of a push are on its stream before the kernel that permits it is launched.
     let what = "commands of a pushed product, two a chunk";
-    limit(what, support::commands(schedule), 1, support::COMMANDS)
+    limit(
+        what,
+        support::commands_before(schedule),
+        1,
+        support::COMMANDS,
+    )
 }
 
 /// A kernel takes addresses as pointers.

@@ -134,7 +134,17 @@ pub const COMMANDS: usize = 1024;
 
 /// The most commands that an operation puts on one stream. Stores by kernels need none.
 pub fn commands(schedule: &Schedule) -> usize {
-    let copied = || schedule.moves().filter(|moved| moved.route != Route::Store);
+    let passed_on = schedule.moves().filter(|moved| !moved.after.is_empty());
+    // A turn: a wait for its block, NCCL's kernel, its count, the flag, and the word's reset.
+    commands_before(schedule) + 3 * passed_on.count() + 5 * schedule.turns().count()
+}
+
+/// Those that stand in front of its kernel. What waits for the network follows.
+pub fn commands_before(schedule: &Schedule) -> usize {
+    let copied = || {
+        let moves = schedule.moves().filter(|moved| moved.after.is_empty());
+        moves.filter(|moved| moved.route != Route::Store)
+    };
     let copies: usize = copied().map(|moved| moved.regions.len()).sum();
     // The stream waits for a block's word when it comes to the block, and resets the word.
     let mut last = None;
@@ -142,9 +152,7 @@ pub fn commands(schedule: &Schedule) -> usize {
         moved.produced.is_some() && std::mem::replace(&mut last, moved.produced) != moved.produced
     };
     let blocks = copied().filter(is_next).count();
-    // A turn: a wait for its block, NCCL's kernel, its count, the flag, and the word's reset.
-    let turns = schedule.turns().count();
-    copies + copied().count() + 2 * blocks + 5 * turns + 3 * schedule.world() + 4
+    copies + copied().count() + 2 * blocks + 3 * schedule.world() + 4
 }
 
 #[cfg(test)]

@@ -39,7 +39,7 @@ impl Shared {
         let control = Control::open(gpu, members, &peers, first)?;
         let own = control.own(members.rank);
         let spans_hosts = members.hosts.count() > 1;
-        let open = || Network::open(gpu, members, &control).map(Arc::new);
+        let open = || Network::open(gpu, members).map(Arc::new);
         let network = spans_hosts.then(open).transpose()?;
         Ok(Shared {
             // After the monitor's start, nothing fails without closing the group, and closing waits for the monitor's

@@ -5,21 +5,23 @@
 //! one communicator are moved one after the other. So there are two communicators, the **lanes**, which have every
 //! second turn ([`Transfer::turn`](crate::schedule::Transfer::turn)).
 //!
-//! The communicators do not block, so each wait has the group's deadline. If the group has failed, the monitor aborts
-//! them.
+//! What waits for other ranks, opening and closing, is done by a thread, so that the caller's wait has a deadline. If the
+//! group has failed, the monitor aborts the communicators.
 
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::words::Control;
 use crate::backend::cuda::driver::{
-    Communicator, CommunicatorId, ID_BYTES, Nccl, NcclMessage, Stream,
+    Communicator, CommunicatorId, Device, DeviceMemory, ID_BYTES, Nccl, NcclMessage, Stream,
 };
 use crate::backend::cuda::gpu::Gpu;
+use crate::backend::cuda::gpu::reclaim::{Deferred, Reclaimer};
 use crate::backend::cuda::gpu::streams::LANES;
 use crate::error::{Error, Result};
 use crate::ranks::members::{Members, opening};
+use crate::schedule::Hosts;
 
 /// The most CTAs of NCCL's kernel of one turn.
 const LANE_CTAS: usize = 2;
@@ -43,56 +45,29 @@ struct Lane(Mutex<Option<Communicator>>);
 
 impl Network {
     /// Opens the communicators, and connects this rank with all ranks of other hosts, because the first message between
-    /// two ranks takes long. Collective.
+    /// two ranks waits for the other. Collective.
     ///
     /// # Errors
     /// [`Error::NoNccl`] of the first rank that has no NCCL; what NCCL says; the group's failure.
-    pub fn open(gpu: &Gpu, members: &Members, control: &Control) -> Result<Network> {
+    pub fn open(gpu: &Gpu, members: &Members) -> Result<Network> {
         let nccl = Nccl::load(members.rank);
         let ids = agree(members, &nccl)?;
-        let nccl = nccl?;
-        let ends = (members.rank, members.world);
-        let begin = |id| Communicator::begin(&nccl, &gpu.device, id, ends, LANE_CTAS);
-        let lanes = ids.iter().map(|id| begin(id).map(Lane::new));
-        let network = Network {
-            lanes: lanes.collect::<Result<_>>()?,
+        let opening = Opening {
+            nccl: nccl?,
+            device: gpu.device.clone(),
+            reclaimer: gpu.reclaimer.clone(),
+            scratch: gpu.scratch(Opening::BYTES * (members.world + 1))?,
+            ends: (members.rank, members.world),
+            hosts: members.hosts.clone(),
+        };
+        let opened = begin(members.rank, move || opening.open(&ids))?;
+        Ok(Network {
+            lanes: wait_for(members, &opened)?,
             turns: Default::default(),
-        };
-        for lane in &network.lanes {
-            lane.settle(members)?;
-        }
-        for (lane, stream) in gpu.streams().lanes.iter().enumerate() {
-            network.connect(members, control, lane, stream)?;
-        }
-        Ok(network)
+        })
     }
 
-    /// Sends a few bytes to all ranks of other hosts, and receives theirs.
-    fn connect(
-        &self,
-        members: &Members,
-        control: &Control,
-        lane: usize,
-        stream: &Stream,
-    ) -> Result<()> {
-        const BYTES: usize = 64;
-        let (rank, hosts) = (members.rank, &members.hosts);
-        let others = (0..members.world).filter(|&peer| !hosts.share(rank, peer));
-        let message = |peer: usize, by: usize| NcclMessage {
-            peer,
-            place: control.inbox(rank, by),
-            bytes: BYTES,
-        };
-        let sent: Vec<_> = others.clone().map(|peer| message(peer, rank)).collect();
-        let received: Vec<_> = others.map(|peer| message(peer, peer)).collect();
-        // SAFETY: boxes of this rank's control block, which is unmapped when the streams have passed. No rank uses them
-        // before all have met again.
-        unsafe { self.exchange(members, lane, stream, &sent, &received)? };
-        await_with_deadline(members, || stream.is_idle())
-    }
-
-    /// Puts messages on a lane's stream. They are sent and received at the same time. Returns when more can be put on
-    /// the stream.
+    /// Puts messages on a lane's stream. They are sent and received at the same time.
     ///
     /// # Errors
     /// What NCCL says; the group's failure.
@@ -107,12 +82,11 @@ impl Network {
         sent: &[NcclMessage],
         received: &[NcclMessage],
     ) -> Result<()> {
-        let lane = &self.lanes[lane];
         // SAFETY: as this function's.
-        let begun =
-            lane.with(|communicator| unsafe { communicator.exchange(stream, sent, received) });
-        begun.unwrap_or_else(|| Err(aborted(members)))?;
-        lane.settle(members)
+        let exchange = |lane: &Communicator| unsafe { lane.exchange(stream, sent, received) };
+        self.lanes[lane]
+            .with(exchange)
+            .unwrap_or_else(|| Err(aborted(members)))
     }
 
     /// By lane: the turns of all operations that were enqueued.
@@ -128,7 +102,7 @@ impl Network {
     /// What NCCL says has failed, if anything has.
     pub fn failure(&self) -> Option<Error> {
         let asked = self.lanes.iter();
-        let asked = asked.filter_map(|lane| lane.with(Communicator::is_settled));
+        let asked = asked.filter_map(|lane| lane.with(Communicator::require_alive));
         asked.filter_map(Result::err).next()
     }
 
@@ -141,24 +115,105 @@ impl Network {
         });
     }
 
-    /// Closes the communicators once what they have sent has gone, or aborts them after `longest`. No message is under
-    /// way on this rank's streams.
-    pub fn close(&self, longest: Duration) {
-        let begin = Instant::now();
-        for lane in &self.lanes {
-            let mut has_gone = lane.with(Communicator::finalize).is_some_and(|r| r.is_ok());
-            while has_gone {
-                match lane.with(Communicator::is_settled) {
-                    Some(Ok(true)) => break,
-                    Some(Ok(false)) if begin.elapsed() < longest => std::thread::yield_now(),
-                    _ => has_gone = false,
-                }
-            }
-            if let Some(communicator) = lane.take().filter(|_| has_gone) {
-                communicator.destroy();
-            }
+    /// Closes the communicators when what they have sent has gone. Waits for that no longer than `longest`. No message is
+    /// under way on this rank's streams.
+    pub fn close(&self, rank: usize, longest: Duration) {
+        let lanes: Vec<Communicator> = self.lanes.iter().filter_map(Lane::take).collect();
+        let close = move || lanes.into_iter().for_each(Communicator::destroy);
+        // If there is no thread, the communicators live as long as the process.
+        if let Ok(closed) = begin(rank, close) {
+            let _ = closed.recv_timeout(longest);
         }
-        self.abort();
+    }
+}
+
+/// What opens the lanes.
+struct Opening {
+    nccl: Arc<Nccl>,
+    device: Arc<Device>,
+    /// Has the lanes' streams.
+    reclaimer: Arc<Reclaimer>,
+    /// Room for a message to all other ranks, and for one from each.
+    scratch: Deferred<DeviceMemory>,
+    /// This rank and the number of ranks.
+    ends: (usize, usize),
+    hosts: Hosts,
+}
+
+impl Opening {
+    /// Bytes of a message.
+    const BYTES: usize = 64;
+
+    /// Waits for the other ranks.
+    fn open(&self, ids: &[CommunicatorId]) -> Result<Vec<Lane>> {
+        let open = |id| {
+            let communicator =
+                Communicator::open(&self.nccl, &self.device, id, self.ends, LANE_CTAS);
+            communicator.map(Lane::new)
+        };
+        let lanes = ids.iter().map(open).collect::<Result<Vec<_>>>()?;
+        for (lane, stream) in lanes.iter().zip(&self.reclaimer.streams.lanes) {
+            lane.with(|communicator| self.connect(communicator, stream))
+                .transpose()?;
+        }
+        Ok(lanes)
+    }
+
+    /// Sends a few bytes to all ranks of other hosts, and receives theirs.
+    fn connect(&self, communicator: &Communicator, stream: &Stream) -> Result<()> {
+        let (rank, world) = self.ends;
+        let others = (0..world).filter(|&peer| !self.hosts.share(rank, peer));
+        let message = |peer: usize, place: usize| NcclMessage {
+            peer,
+            place: self.scratch.ptr() + (place * Self::BYTES) as u64,
+            bytes: Self::BYTES,
+        };
+        let sent: Vec<_> = others.clone().map(|peer| message(peer, world)).collect();
+        let received: Vec<_> = others.map(|peer| message(peer, peer)).collect();
+        // SAFETY: the scratch has room for a message of each rank and one more, and lives until the stream has passed.
+        unsafe { communicator.exchange(stream, &sent, &received)? };
+        while !stream.is_idle()? {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        Ok(())
+    }
+}
+
+/// Runs `work`, which may wait for other ranks, on a thread. The thread ends when it is done.
+fn begin<T: Send + 'static>(
+    rank: usize,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<Receiver<T>> {
+    let (tell, told) = channel();
+    let thread = std::thread::Builder::new().name(format!("gemmesh-nccl-{rank}"));
+    let spawned = thread.spawn(move || {
+        // Nobody listens any more if the wait was given up.
+        let _ = tell.send(work());
+    });
+    spawned.map_err(Error::not_started(rank, "a thread"))?;
+    Ok(told)
+}
+
+/// Waits for the lanes.
+fn wait_for(members: &Members, opened: &Receiver<Result<Vec<Lane>>>) -> Result<Vec<Lane>> {
+    const PERIOD: Duration = Duration::from_millis(5);
+    let begin = Instant::now();
+    // Connecting many ranks may take longer than a call.
+    let deadline = members.deadlines.call().max(LONG);
+    let failed = |reason: String| Error::System {
+        rank: Some(members.rank),
+        action: "reach the ranks of other hosts by NCCL".into(),
+        reason,
+    };
+    loop {
+        match opened.recv_timeout(PERIOD) {
+            Ok(lanes) => return lanes,
+            Err(RecvTimeoutError::Disconnected) => return Err(failed("its thread ended".into())),
+            Err(RecvTimeoutError::Timeout) => members.fault().map_or(Ok(()), Err)?,
+        }
+        if begin.elapsed() > deadline {
+            return Err(failed(format!("it takes longer than {deadline:?}")));
+        }
     }
 }
 
@@ -189,31 +244,6 @@ fn aborted(members: &Members) -> Error {
     })
 }
 
-/// Polls until `is_done`.
-fn await_with_deadline(members: &Members, is_done: impl Fn() -> Result<bool>) -> Result<()> {
-    const SPINS: usize = 1000;
-    let begin = Instant::now();
-    // Connecting many ranks may take longer than a call.
-    let deadline = members.deadlines.call().max(LONG);
-    let mut turns = 0;
-    while !is_done()? {
-        members.fault().map_or(Ok(()), Err)?;
-        if begin.elapsed() > deadline {
-            return Err(Error::System {
-                rank: Some(members.rank),
-                action: "reach the ranks of other hosts by NCCL".into(),
-                reason: format!("it takes longer than {deadline:?}"),
-            });
-        }
-        turns += 1;
-        match turns < SPINS {
-            true => std::hint::spin_loop(),
-            false => std::thread::sleep(Duration::from_micros(50)),
-        }
-    }
-    Ok(())
-}
-
 impl Lane {
     fn new(communicator: Communicator) -> Lane {
         Lane(Mutex::new(Some(communicator)))
@@ -231,14 +261,6 @@ impl Lane {
 
     fn take(&self) -> Option<Communicator> {
         self.lock().take()
-    }
-
-    /// Waits until no call is in progress.
-    fn settle(&self, members: &Members) -> Result<()> {
-        await_with_deadline(members, || {
-            let settled = self.with(Communicator::is_settled);
-            settled.unwrap_or_else(|| Err(aborted(members)))
-        })
     }
 }
 

@@ -17,6 +17,7 @@ use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::gpu::reclaim::Deferred;
 use crate::error::{Error, MadeCall, Result};
 use crate::ranks::members::{Members, opening};
+use crate::refusal::Refusal;
 use crate::schedule::Hosts;
 
 /// The same number of bytes on every rank's device.
@@ -249,6 +250,15 @@ fn check(ranks: &[Introduction], hosts: &Hosts) -> Result<()> {
             if (rank.pid, &rank.namespace) == (other.pid, &other.namespace) {
                 return Err(Error::NeedsProcesses { rank: later });
             }
+            // NCCL refuses it.
+            if rank.uuid == other.uuid && hosts.count() > 1 {
+                let what = format!(
+                    "ranks {earlier} and {later} of one host on one GPU in a group of several hosts"
+                );
+                return Err(Refusal::of(later, &opening().name)(Refusal::Unsupported {
+                    what,
+                }));
+            }
             let by_accident = rank.uuid == other.uuid && !rank.chosen && !other.chosen;
             if by_accident && visible.len() >= ranks.len() {
                 return Err(Error::SharedGpu {
@@ -290,6 +300,19 @@ mod tests {
         let hosts = Hosts::of(&["a", "b"]).unwrap();
         elsewhere[1].namespace = "pid:[1]".into();
         assert_eq!(check(&elsewhere, &hosts), Ok(()));
+        let [first, second] = elsewhere;
+        let beside = [
+            first,
+            rank(2, 1, &[1, 2], true),
+            second,
+            rank(4, 2, &[1, 2], true),
+        ];
+        let hosts = Hosts::of(&["a", "a", "b", "b"]).unwrap();
+        let error = check(&beside, &hosts).unwrap_err().to_string();
+        assert!(
+            error.contains("ranks 0 and 1 of one host on one GPU"),
+            "{error}"
+        );
     }
 
     #[test]
