@@ -1,14 +1,15 @@
-//! Predicts products of gathered rows on H200s of several hosts: how much of the network is hidden, beside NCCL's gather
-//! and the product one after the other. It needs no GPU.
+//! Predicts products over H200s of several hosts: how much of the network is hidden, beside NCCL's collective and the
+//! product one after the other. It needs no GPU.
 //!
 //! ```sh
 //! export GEMMESH_NO_KERNELS=1    # nothing has to compile kernels
 //! cargo run --release --features cuda --example simulate -- --model 70b --hosts 2 --network 400
 //! ```
 //!
-//! The library plans the schedules of all ranks, and its model of the GPU plays them through. On one host it is right
-//! within 8 % for the models' prefills (docs/hosts.md). What it says of several hosts was not measured.
+//! The library plans the schedules of all ranks, and its model of the GPU plays them through. docs/hosts.md says how far it
+//! is right on one host. What it says of several hosts was not measured.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -16,11 +17,15 @@ use clap::{Parser, ValueEnum, value_parser};
 use comfy_table::Table;
 use comfy_table::presets::ASCII_MARKDOWN;
 use gemmesh::Result;
-use gemmesh::simulation::{Played, SimulatedNetwork, play_all_gather_matmul};
+use gemmesh::schedule::Operation;
+use gemmesh::simulation::{Played, SimulatedNetwork, play_operation};
 
 #[derive(Parser)]
 struct Args {
-    /// The model: a column-parallel layer of its MLP.
+    /// The operation. A gather and its product are a column-parallel layer of the MLP, a sum a row-parallel one.
+    #[arg(long, value_enum, default_value_t = Call::AllGatherMatmul)]
+    operation: Call,
+    /// The model, of whose MLP the layer is.
     #[arg(long, value_enum, default_value_t = Model::B70)]
     model: Model,
     /// The number of hosts.
@@ -39,9 +44,16 @@ struct Args {
     #[arg(long = "rows", num_args = 1.., default_values_t = [2048, 8192, 32768],
         value_parser = value_parser!(u32).range(1..=1 << 20))]
     rows: Vec<u32>,
-    /// Draws the last of these products.
+    /// Draws the last of these products, as far as the first host goes.
     #[arg(long)]
     svg: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Call {
+    AllGatherMatmul,
+    MatmulReduceScatter,
+    MatmulAllReduce,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -65,6 +77,26 @@ impl Model {
     }
 }
 
+impl Call {
+    fn operation(self) -> Operation {
+        match self {
+            Call::AllGatherMatmul => Operation::AllGatherMatmul,
+            Call::MatmulReduceScatter => Operation::MatmulReduceScatter,
+            Call::MatmulAllReduce => Operation::MatmulAllReduce,
+        }
+    }
+
+    /// M, N and K of the layer of one rank, if so many share it.
+    fn shape(self, model: Model, m: usize, world: usize) -> [usize; 3] {
+        let [hidden, input] = model.features();
+        let share = hidden.div_ceil(world.max(1));
+        match self {
+            Call::AllGatherMatmul => [m, share, input],
+            Call::MatmulReduceScatter | Call::MatmulAllReduce => [m, input, share],
+        }
+    }
+}
+
 fn above_zero(text: &str) -> std::result::Result<f64, String> {
     match text.parse() {
         Ok(number) if number > 0.0 && number < f64::INFINITY => Ok(number),
@@ -83,76 +115,189 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
-    let network = SimulatedNetwork {
-        bytes: args.network / 8.0 * 1e3,
-        latency: args.latency,
-    };
+    let Args {
+        operation,
+        hosts,
+        gpus,
+        network,
+        ..
+    } = *args;
     let mut table = Table::new();
     table.load_style(ASCII_MARKDOWN).set_header([
         "M×N×K of a rank",
         "product",
-        "NCCL's gather",
+        "NCCL's ring",
+        "NCCL's tree",
         "one after the other",
         "fused",
         "exposed",
         "on one host, fused",
     ]);
     let mut last = None;
-    for m in args.rows.iter().map(|&rows| rows as usize) {
-        let (_, on_one) = played(args, m, 1, &network)?;
-        let ([m, n, k], played) = played(args, m, args.hosts, &network)?;
-        let name = format!("{m}×{n}×{k}");
-        let gather = nccl_gather((m * k * 2) as f64, [args.hosts, args.gpus], &network);
-        let times = [
-            played.alone,
-            gather,
-            gather + played.alone,
-            played.micros,
-            played.micros - played.alone,
-            on_one.micros,
-        ];
-        let times = times.map(|micros| format!("{micros:.0}"));
-        table.add_row([name.clone()].into_iter().chain(times));
-        last = Some((name, played));
+    for &m in &args.rows {
+        let row = Row::of(args, m as usize)?;
+        table.add_row(row.cells());
+        last = Some(row);
     }
+    let name = operation.operation().name();
     println!(
-        "{} hosts of {} H200s, {} Gb/s a GPU, in microseconds. Several hosts were not measured.\n{table}",
-        args.hosts, args.gpus, args.network
+        "{name}, {hosts} hosts of {gpus} H200s, {network} Gb/s a GPU, in microseconds. Several hosts were not measured.\n{table}"
     );
     match (&args.svg, last) {
-        (Some(path), Some((title, played))) => played.timeline.write_svg(path, &title),
+        (Some(path), Some(row)) => {
+            let mut timeline = row.played.timeline;
+            timeline.traces.truncate(gpus);
+            timeline.write_svg(path, &format!("{name} {}", row.shape))
+        }
         _ => Ok(()),
     }
 }
 
-/// M, N and K of a layer that so many hosts share, and its time.
-fn played(
-    args: &Args,
-    m: usize,
-    hosts: usize,
-    network: &SimulatedNetwork,
-) -> Result<([usize; 3], Played)> {
-    let [hidden, k] = args.model.features();
-    let world = hosts.saturating_mul(args.gpus).max(1);
-    let shape = [m, hidden.div_ceil(world), k];
-    let played = play_all_gather_matmul(shape, [hosts, args.gpus], network)?;
-    Ok((shape, played))
+/// A layer in so many rows: its times on all hosts and on one.
+struct Row {
+    shape: Shape,
+    played: Played,
+    on_one: f64,
+    ring: f64,
+    tree: Option<f64>,
 }
 
-/// NCCL's gather of so many bytes in all, by rings, in microseconds: the latencies of its tuning.cc (the simple
-/// protocol), and the slower of a host's cards and its NVLink. It has no tree for gathers.
-fn nccl_gather(bytes: f64, [hosts, gpus]: [usize; 2], network: &SimulatedNetwork) -> f64 {
-    /// What a gather takes, a step between GPUs of a host, and a step between hosts.
-    const LATENCIES: [f64; 3] = [8.4, 3.4, 14.0];
-    /// Bytes of NVLink in a microsecond: about what NCCL's large gathers on four H200s reach.
-    const NVLINK: f64 = 290e3;
-    let (world, between) = (hosts * gpus, hosts - 1);
-    let within = world - 1 - between;
-    let [once, near, far] = LATENCIES;
-    let latency = once + near * within as f64 + far * between as f64;
-    let link = match between {
-        0 => NVLINK,
-        _ => NVLINK.min(gpus as f64 * network.bytes),
-    };
-    latency + bytes * (world - 1) as f64 / world as f64 / link
+struct Shape([usize; 3]);
+
+impl fmt::Display for Shape {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let [m, n, k] = self.0;
+        write!(f, "{m}×{n}×{k}")
+    }
+}
+
+impl Row {
+    fn of(args: &Args, m: usize) -> Result<Row> {
+        let network = SimulatedNetwork {
+            bytes: args.network / 8.0 * 1e3,
+            latency: args.latency,
+        };
+        let Args {
+            operation,
+            hosts,
+            gpus,
+            ..
+        } = *args;
+        let played = |hosts: usize| {
+            let shape = operation.shape(args.model, m, hosts.saturating_mul(gpus));
+            let played = play_operation(operation.operation(), shape, [hosts, gpus], &network);
+            Ok((Shape(shape), played?))
+        };
+        let (_, on_one) = played(1)?;
+        let (shape, played) = played(hosts)?;
+        let [_, input] = args.model.features();
+        let nccl = Nccl {
+            bytes: (m * input * 2) as f64,
+            hosts,
+            gpus,
+            network,
+        };
+        Ok(Row {
+            shape,
+            on_one: on_one.micros,
+            played,
+            ring: match operation {
+                Call::MatmulAllReduce => nccl.ring_all_reduce(),
+                _ => nccl.ring(),
+            },
+            tree: matches!(operation, Call::MatmulAllReduce).then(|| nccl.tree_all_reduce()),
+        })
+    }
+
+    fn cells(&self) -> Vec<String> {
+        let Played { micros, alone, .. } = self.played;
+        let nccl = self.tree.map_or(self.ring, |tree| tree.min(self.ring));
+        let times = [
+            Some(alone),
+            Some(self.ring),
+            self.tree,
+            Some(nccl + alone),
+            Some(micros),
+            Some(micros - alone),
+            Some(self.on_one),
+        ];
+        let words = |time: Option<f64>| time.map_or("-".into(), |micros| format!("{micros:.0}"));
+        let times = times.into_iter().map(words);
+        std::iter::once(self.shape.to_string())
+            .chain(times)
+            .collect()
+    }
+}
+
+/// A collective of NCCL, by the formulas and the latencies of its src/graph/tuning.cc (2.29, the simple protocol), in
+/// microseconds. It has no tree for gathers and reduce-scatters.
+struct Nccl {
+    /// Bytes of the whole matrix.
+    bytes: f64,
+    hosts: usize,
+    gpus: usize,
+    network: SimulatedNetwork,
+}
+
+impl Nccl {
+    /// What a collective takes at least.
+    const BASE: f64 = 8.4;
+    /// A step between hosts.
+    const FAR: f64 = 14.0;
+
+    /// A gather, or a reduce-scatter.
+    fn ring(&self) -> f64 {
+        Self::BASE + self.once_around()
+    }
+
+    /// Both. Over several hosts its latency counts 1.4 times.
+    fn ring_all_reduce(&self) -> f64 {
+        let latency = Self::BASE + 2.0 * self.latency_around();
+        let plateau = if self.hosts > 1 { 1.4 } else { 1.0 };
+        plateau * latency + 2.0 * (self.once_around() - self.latency_around())
+    }
+
+    fn tree_all_reduce(&self) -> f64 {
+        /// A step between GPUs of a host.
+        const NEAR: f64 = 4.0;
+        /// The part of the links' rate that trees reach.
+        const REACHED: f64 = 0.92;
+        let up = (self.gpus - 1) as f64 * NEAR + f64::from(self.hosts.ilog2()) * Self::FAR;
+        let reached = REACHED * tree_correction(self.bytes) * self.link();
+        Self::BASE + 2.0 * up + 2.0 * self.bytes / reached
+    }
+
+    fn once_around(&self) -> f64 {
+        let world = (self.hosts * self.gpus) as f64;
+        self.latency_around() + self.bytes * (world - 1.0) / world / self.link()
+    }
+
+    fn latency_around(&self) -> f64 {
+        /// A step between GPUs of a host.
+        const NEAR: f64 = 3.4;
+        let between = self.hosts - 1;
+        let within = self.hosts * self.gpus - 1 - between;
+        NEAR * within as f64 + Self::FAR * between as f64
+    }
+
+    /// Bytes that go around in a microsecond: the slower of a host's cards and its NVLink.
+    fn link(&self) -> f64 {
+        /// About what NCCL's large gathers on four H200s reach.
+        const NVLINK: f64 = 290e3;
+        match self.hosts {
+            1 => NVLINK,
+            _ => NVLINK.min(self.gpus as f64 * self.network.bytes),
+        }
+    }
+}
+
+/// The part of their rate that trees reach with so many bytes: tuning.cc's treeCorrectionFactor, by powers of two from 64
+/// on.
+fn tree_correction(bytes: f64) -> f64 {
+    const FACTORS: [f64; 24] = [
+        0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8,
+        0.7, 0.7, 0.8, 0.9, 0.9, 0.9,
+    ];
+    let index = (bytes / 64.0).max(1.0).log2() as usize;
+    FACTORS.get(index).copied().unwrap_or(1.0)
 }

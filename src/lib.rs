@@ -187,7 +187,7 @@ pub mod testing {
 #[doc(hidden)]
 pub mod simulation {
     //! Operations that are played through without a GPU. Unstable: it is for `examples/simulate.rs`.
-    pub use crate::backend::{Played, SimulatedNetwork, play_all_gather_matmul};
+    pub use crate::backend::{Played, SimulatedNetwork, play_operation};
 }
 
 #[cfg(fuzzing)]

@@ -16,7 +16,7 @@ mod shared;
 pub use gpu::kernels::Variant;
 #[doc(hidden)]
 pub use model::calibrate::Sample;
-pub use model::player::{Played, SimulatedNetwork, play_all_gather_matmul};
+pub use model::player::{Played, SimulatedNetwork, play_operation};
 #[doc(hidden)]
 pub use model::tuned::Winner;
 #[cfg(fuzzing)]

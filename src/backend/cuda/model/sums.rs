@@ -21,7 +21,7 @@ use crate::schedule::plan::partials::{LOW_ROWS, Piece, is_one_shot};
 use crate::schedule::{Chunking, Config, DTypes, Form, Numerics, Operation, Problem, Route};
 
 /// Microseconds, and bytes per microsecond. Measured on two H200s; benches/NOTES.md has the traces.
-mod rate {
+pub mod rate {
     /// What adding to a tile takes.
     pub const ADD: f64 = 1.2;
     /// From the end of a block's last tile until an idle copy engine moves its first byte.

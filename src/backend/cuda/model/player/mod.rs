@@ -1,0 +1,290 @@
+//! Plays the schedules of all ranks through, on several hosts too: who moves what when, and when each tile is made.
+//!
+//! A rank has a copy engine, a network card if there are several hosts, and slots for tiles. Each takes its work in the
+//! order of the schedule, and begins it when what it waits for is there. Nothing else limits a link, so hosts' switches
+//! are taken to be as fast as their cards. The library's model chooses configurations, and [`rates`] says by which rates
+//! they are played.
+
+#[cfg(test)]
+mod accuracy;
+mod ranks;
+mod rates;
+#[cfg(test)]
+mod tests;
+
+use ranks::Machine;
+use rates::{COPIED_ALONE, COPIED_SUMS, TIMED, sustained};
+
+use super::tiles::Tiles;
+use super::{choose, configs_with_room, sums};
+use crate::backend::cuda::gpu::kernels::{Variant, WIDEST};
+use crate::backend::cuda::gpu::rates::H200;
+use crate::backend::cuda::program::block_table::TARGETS;
+use crate::element::DType;
+use crate::profile::span::{Lane, Span, Work};
+use crate::refusal::{Refusal, Result};
+use crate::schedule::limits::require;
+use crate::schedule::plan::{over_hosts, plan};
+use crate::schedule::{
+    Chunking, Config, Hosts, Layout, Numerics, Operation, Problem, Route, Schedule,
+};
+use crate::trace::{Timeline, Trace};
+
+/// What a rank's network card does.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SimulatedNetwork {
+    /// Bytes in a microsecond, one way.
+    pub bytes: f64,
+    /// Microseconds from the last byte of a chunk until its flag is there.
+    pub latency: f64,
+}
+
+/// An operation that has been played. Times are in microseconds.
+#[derive(Debug)]
+pub struct Played {
+    /// Until it is complete on all ranks.
+    pub micros: f64,
+    /// The product alone, with all rows there and no sums over ranks.
+    pub alone: f64,
+    /// What each rank did.
+    pub timeline: Timeline,
+}
+
+/// Plays an operation of bf16 on H200s, so many hosts of so many GPUs: `all_gather_matmul`, `matmul_reduce_scatter` or
+/// `matmul_all_reduce`. M counts the rows of all ranks, and N and K are those of one rank.
+///
+/// # Errors
+/// [`Error::Limit`](crate::Error::Limit) if an extent or the number of ranks is out of range, or if a rank would have
+/// more transfers than flags; [`Error::Unsupported`](crate::Error::Unsupported) for another operation.
+#[track_caller]
+pub fn play_operation(
+    operation: Operation,
+    [m, n, k]: [usize; 3],
+    [hosts, places]: [usize; 2],
+    network: &SimulatedNetwork,
+) -> crate::error::Result<Played> {
+    let played = problem_of(operation, [m, n, k], [hosts, places])
+        .and_then(|problem| play_fastest(&problem, network));
+    played.map_err(Refusal::of(None, "play_operation"))
+}
+
+fn problem_of(
+    operation: Operation,
+    [m, n, k]: [usize; 3],
+    [hosts, places]: [usize; 2],
+) -> Result<Problem> {
+    let what =
+        "a simulation must be of all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce";
+    let can = operation == Operation::AllGatherMatmul || operation.is_sum();
+    require(what, can)?;
+    let world = hosts.saturating_mul(places);
+    let layout = Layout::balanced(m, k, world)?;
+    let names: Vec<usize> = (0..world).map(|rank| rank / places).collect();
+    Ok(Problem {
+        hosts: Hosts::of(&names)?,
+        ..Problem::new(operation, DType::Bf16, layout, n)
+    })
+}
+
+/// Plays a problem with each candidate that the planner takes, and returns the fastest.
+fn play_fastest(problem: &Problem, network: &SimulatedNetwork) -> Result<Played> {
+    let all = candidates(problem)?.into_iter();
+    let played = all.map(|config| play_configured(problem, config, network));
+    let fastest = played.reduce(|one, other| match (&one, &other) {
+        (Ok(first), Ok(second)) if second.micros < first.micros => other,
+        (Err(_), Ok(_)) => other,
+        _ => one,
+    });
+    let what = "a simulation must have a kernel for its product";
+    fastest.unwrap_or_else(|| Err(Refusal::Unsupported { what: what.into() }))
+}
+
+/// The configurations that may be the fastest. On one host it is the library's choice.
+///
+/// That choice knows links within a host only. Over several hosts the tiles that suit the product alone may be better,
+/// and sums are cut in several ways.
+fn candidates(problem: &Problem) -> Result<Vec<Config>> {
+    let (world, hosts) = (problem.layout.world(), problem.hosts.count());
+    if problem.operation.is_sum() && (hosts > 1 || world > TARGETS) {
+        return Ok(of_sums(problem));
+    }
+    let chosen = choose(&H200, problem, Numerics::Fast, true, None);
+    let (_, of_alone) = alone(problem)?;
+    let other = (hosts > 1).then_some(of_alone.with_route(chosen.route));
+    Ok([chosen].into_iter().chain(other).collect())
+}
+
+/// The tiles that make the blocks of all owners the fastest, with few and with more chunks.
+fn of_sums(problem: &Problem) -> Vec<Config> {
+    let world = problem.layout.world();
+    let base = Config::new(WIDEST, Chunking::new(1), Route::Push);
+    let time = |config: &Config| {
+        let tiles = Tiles::of(&H200, problem, config);
+        let share = problem.layout.m().div_ceil(world);
+        let entries = world * share.div_ceil(tiles.rows) * tiles.columns;
+        entries.div_ceil(tiles.slots) as f64 * tiles.wave(tiles.slots.min(entries))
+    };
+    let kernels = configs_with_room(&H200, base, Variant::Sums, &problem.dtypes, &problem.form);
+    let fastest = kernels.min_by(|one, other| time(one).total_cmp(&time(other)));
+    let cut = |config: Config| {
+        [1, 2, 4].map(|count| Config {
+            chunking: Chunking::new(count),
+            ..config
+        })
+    };
+    fastest.into_iter().flat_map(cut).collect()
+}
+
+/// The product of one rank, with all rows there: its time, and the library's choice for it.
+fn alone(problem: &Problem) -> Result<(f64, Config)> {
+    let layout = Layout::balanced(problem.layout.m(), problem.layout.k(), 1)?;
+    let alone = Problem::new(Operation::Matmul, DType::Bf16, layout, problem.n);
+    let config = choose(&H200, &alone, Numerics::Fast, true, None);
+    Ok((made(&alone, &config), config))
+}
+
+/// How long a product takes whose rows are there.
+fn made(problem: &Problem, config: &Config) -> f64 {
+    let burst = Tiles::of(&TIMED, problem, config).cold();
+    burst * slower(problem, burst)
+}
+
+/// How much longer a product takes than `burst`.
+fn slower(problem: &Problem, burst: f64) -> f64 {
+    let Problem { layout, n, .. } = problem;
+    let operations = 2.0 * layout.m() as f64 * *n as f64 * layout.k() as f64;
+    let most = TIMED.multiprocessors as f64 * TIMED.operations * burst;
+    sustained(burst, operations / most) / burst
+}
+
+/// Plays a problem with one configuration.
+fn play_configured(
+    problem: &Problem,
+    config: Config,
+    network: &SimulatedNetwork,
+) -> Result<Played> {
+    let (alone, _) = alone(problem)?;
+    let (world, is_sum) = (problem.layout.world(), problem.operation.is_sum());
+    let mut played = match world {
+        1 => Played {
+            micros: made(problem, &config),
+            alone,
+            timeline: made_alone(problem, config)?,
+        },
+        _ if is_sum && config.route != Route::Push => by_model(problem, config, alone)?,
+        _ => play_schedules(problem, config, network, alone)?,
+    };
+    if problem.operation == Operation::MatmulAllReduce && problem.hosts.count() > 1 {
+        let gathered = play_schedules(&gather_of(problem)?, config, network, alone)?;
+        played.micros += gathered.micros;
+        let traces = played.timeline.traces.iter_mut();
+        for (trace, next) in traces.zip(gathered.timeline.traces) {
+            trace.extend(next);
+        }
+    }
+    Ok(played)
+}
+
+/// The gather that follows an all-reduce over several hosts.
+fn gather_of(problem: &Problem) -> Result<Problem> {
+    let layout = problem.layout.of_columns(problem.n)?;
+    Ok(Problem {
+        hosts: problem.hosts.clone(),
+        ..Problem::new(Operation::GatherOfMatmulAllReduce, DType::Bf16, layout, 0)
+    })
+}
+
+/// Plays the schedules that the planner makes.
+fn play_schedules(
+    problem: &Problem,
+    config: Config,
+    network: &SimulatedNetwork,
+    alone: f64,
+) -> Result<Played> {
+    let world = problem.layout.world();
+    let machine = machine_of(problem, config, network);
+    let schedules = (0..world).map(|rank| plan(problem, rank, config));
+    let schedules = schedules.collect::<Result<Vec<Schedule>>>()?;
+    let played = ranks::play_all(&machine, &schedules);
+    let end = played.iter().map(|rank| rank.end).fold(0.0, f64::max);
+    let traces = (0..).zip(played);
+    let traces = traces.map(|(rank, played)| Trace::new(rank, played.spans));
+    Ok(Played {
+        micros: end + around(problem, config, &machine),
+        alone,
+        timeline: Timeline {
+            traces: traces.collect(),
+        },
+    })
+}
+
+/// What the ranks of a problem are made of.
+fn machine_of<'a>(problem: &Problem, config: Config, network: &'a SimulatedNetwork) -> Machine<'a> {
+    let tiles = (problem.n > 0).then(|| Tiles::of(&TIMED, problem, &config));
+    let bytes = config.entry_rows() * config.entry_columns() * problem.dtypes.partials.bytes();
+    Machine {
+        rates: &TIMED,
+        network,
+        push: match tiles {
+            None => COPIED_ALONE,
+            Some(_) if problem.operation.is_sum() => COPIED_SUMS,
+            Some(_) => TIMED.push,
+        },
+        tiles,
+        clock: tiles.map_or(1.0, |tiles| slower(problem, tiles.cold())),
+        addend: tiles.map_or(0.0, |tiles| (tiles.slots * bytes) as f64 / TIMED.read),
+    }
+}
+
+/// The time before and after all that is played.
+fn around(problem: &Problem, config: Config, machine: &Machine) -> f64 {
+    let link = machine.link(over_hosts(problem, config).route);
+    match machine.tiles {
+        Some(tiles) if !problem.operation.is_sum() => tiles.start + tiles.joined() + link.around,
+        _ => link.around,
+    }
+}
+
+/// A sum whose partials are stored, on one host: the model says how long it takes. Its timeline has the tiles of the
+/// product, and then one span for what is stored and added.
+fn by_model(problem: &Problem, config: Config, alone: f64) -> Result<Played> {
+    let predicted = sums::predict(&TIMED, problem, &config);
+    let burst = Tiles::of(&TIMED, problem, &config).cold();
+    let micros = predicted.last().map_or(f64::INFINITY, |whole| whole.micros);
+    let micros = micros + made(problem, &config) - burst;
+    let mut timeline = made_alone(problem, config)?;
+    for trace in &mut timeline.traces {
+        let begin = trace.spans.iter().map(|span| span.end).max().unwrap_or(0);
+        trace.spans.push(Span {
+            lane: Lane::Copy,
+            work: Work::Add {
+                rows: problem.layout.rows_of(trace.rank),
+            },
+            begin,
+            end: begin.max((micros * 1e3) as u64),
+        });
+    }
+    Ok(Played {
+        micros,
+        alone,
+        timeline,
+    })
+}
+
+/// The timeline of a product that each rank makes of rows that are there.
+fn made_alone(problem: &Problem, config: Config) -> Result<Timeline> {
+    let operation = match problem.operation.is_sum() {
+        true => Operation::MultiplyPartials,
+        false => Operation::Multiply,
+    };
+    let problem = Problem {
+        operation,
+        hosts: Hosts::default(),
+        ..problem.clone()
+    };
+    let network = SimulatedNetwork {
+        bytes: 1.0,
+        latency: 0.0,
+    };
+    Ok(play_schedules(&problem, config, &network, 0.0)?.timeline)
+}

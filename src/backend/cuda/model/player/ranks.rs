@@ -1,0 +1,352 @@
+//! Plays schedules through: the engines of each rank, its tiles, and the flags between ranks.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::ops::Range;
+
+use super::SimulatedNetwork;
+use crate::backend::cuda::gpu::rates::{Link, Rates};
+use crate::backend::cuda::model::sums::rate;
+use crate::backend::cuda::model::tiles::Tiles;
+use crate::profile::span::{Lane, Span, Work};
+use crate::schedule::{Route, Schedule, Tile, Transfer};
+
+/// Of what the ranks are made.
+pub struct Machine<'a> {
+    pub rates: &'a Rates,
+    pub network: &'a SimulatedNetwork,
+    /// How copy engines push rows within a host.
+    pub push: Link,
+    /// The tiles of the product, if there is one.
+    pub tiles: Option<Tiles<'a>>,
+    /// How much longer tiles take than in a burst.
+    pub clock: f64,
+    /// What adding one more partial takes, if all slots do so.
+    pub addend: f64,
+}
+
+impl Machine<'_> {
+    /// How rows go by a route. What goes over the network begins as what is pushed.
+    pub fn link(&self, route: Route) -> &Link {
+        match route {
+            Route::Push | Route::Net => &self.push,
+            Route::Pull | Route::Store => self.rates.link(route),
+        }
+    }
+}
+
+/// What a rank did.
+pub struct PlayedRank {
+    /// When its last tile was made, and its last rows had come.
+    pub end: f64,
+    pub spans: Vec<Span>,
+}
+
+/// Plays the schedules of all ranks through, in the order of ranks.
+pub fn play_all(machine: &Machine, schedules: &[Schedule]) -> Vec<PlayedRank> {
+    let to = |transfer: &Transfer| (transfer.to, transfer.flag);
+    let ranks = schedules
+        .iter()
+        .map(|schedule| Rank::new(machine, schedule, to));
+    Player {
+        machine,
+        ranks: ranks.collect(),
+    }
+    .play()
+}
+
+struct Player<'a> {
+    machine: &'a Machine<'a>,
+    ranks: Vec<Rank<'a>>,
+}
+
+struct Rank<'a> {
+    schedule: &'a Schedule,
+    /// Its copy engine and its card.
+    engines: [Engine<'a>; 2],
+    /// When each slot for tiles is free. Times are ordered as the bits of numbers that are not negative.
+    slots: BinaryHeap<Reverse<(u64, usize)>>,
+    /// How many tiles are made.
+    made: usize,
+    /// True if tiles add partials of other ranks.
+    sums: bool,
+    blocks: Vec<Block>,
+    /// By flag: when it is there. Infinite until that is known.
+    flags: Vec<f64>,
+    spans: Vec<Span>,
+}
+
+/// A copy engine, or a network card.
+struct Engine<'a> {
+    lane: Lane,
+    /// Each with the rank and the flag that it sets.
+    transfers: Vec<(&'a Transfer, (usize, usize))>,
+    made: usize,
+    free: f64,
+}
+
+/// A block of the product: how many tiles are left to be made, and when the last one so far is.
+#[derive(Clone)]
+struct Block {
+    left: usize,
+    end: f64,
+}
+
+impl<'a> Rank<'a> {
+    /// `to` says whose flag a transfer sets, and which.
+    fn new(
+        machine: &Machine,
+        schedule: &'a Schedule,
+        mut to: impl FnMut(&Transfer) -> (usize, usize),
+    ) -> Rank<'a> {
+        let mut engine = |lane, transfers: Vec<&'a Transfer>, free| Engine {
+            lane,
+            transfers: transfers
+                .into_iter()
+                .map(|moved| (moved, to(moved)))
+                .collect(),
+            made: 0,
+            free,
+        };
+        let near: Vec<_> = schedule.moves().collect();
+        let start = match near.first() {
+            // What is made first begins later.
+            Some(moved) if moved.produced.is_none() => machine.link(moved.route).start,
+            _ => 0.0,
+        };
+        let of_product = schedule
+            .product()
+            .map_or(&[][..], |product| &product.blocks);
+        let mut blocks = vec![Block { left: 0, end: 0.0 }; of_product.len()];
+        for tile in schedule.tiles() {
+            blocks[tile.block as usize].left += 1;
+        }
+        let slots = machine.tiles.as_ref().map_or(0, |tiles| tiles.slots);
+        Rank {
+            schedule,
+            engines: [
+                engine(Lane::Copy, near, start),
+                engine(Lane::Network, schedule.sent().collect(), 0.0),
+            ],
+            slots: (0..slots.min(schedule.tiles().len()))
+                .map(|slot| Reverse((0, slot)))
+                .collect(),
+            made: 0,
+            sums: of_product.iter().any(|block| !block.sum.addends.is_empty()),
+            blocks,
+            flags: vec![f64::INFINITY; schedule.arrivals().len()],
+            spans: Vec::new(),
+        }
+    }
+
+    /// When all of these flags are there.
+    fn come(&self, flags: Range<usize>) -> f64 {
+        self.flags[flags].iter().copied().fold(0.0, f64::max)
+    }
+
+    /// When a block is made.
+    fn produced(&self, block: usize) -> f64 {
+        match self.blocks[block] {
+            Block { left: 0, end } => end,
+            _ => f64::INFINITY,
+        }
+    }
+}
+
+impl Player<'_> {
+    /// Does everything, each engine's and each slot's work in its order. Schedules have no circle.
+    fn play(mut self) -> Vec<PlayedRank> {
+        loop {
+            let mut moved_any = false;
+            for rank in 0..self.ranks.len() {
+                while self.transfer(rank, 0) || self.transfer(rank, 1) || self.tiles(rank) {
+                    moved_any = true;
+                }
+            }
+            if !moved_any {
+                break;
+            }
+        }
+        let ranks = self.ranks.into_iter();
+        let played = ranks.map(|rank| {
+            let arrived = rank.come(0..rank.flags.len());
+            let blocks = (0..rank.blocks.len()).map(|block| rank.produced(block));
+            PlayedRank {
+                end: blocks.fold(arrived, f64::max),
+                spans: rank.spans,
+            }
+        });
+        played.collect()
+    }
+
+    /// Makes an engine's next transfer, if it is known when that can begin.
+    fn transfer(&mut self, rank: usize, engine: usize) -> bool {
+        let state = &self.ranks[rank];
+        let Engine {
+            lane,
+            ref transfers,
+            made,
+            free,
+        } = state.engines[engine];
+        let Some(&(transfer, (to, flag))) = transfers.get(made) else {
+            return false;
+        };
+        let link = self.machine.link(transfer.route);
+        let made_at = |block| state.produced(block) + link.start;
+        let produced = transfer.produced.map_or(0.0, made_at);
+        let begin = free.max(produced).max(state.come(transfer.after.clone()));
+        if begin.is_infinite() {
+            return false;
+        }
+        let bytes = state.schedule.bytes_of(transfer) as f64;
+        let network = self.machine.network;
+        let (end, latency) = match transfer.route {
+            Route::Net => (begin + bytes / network.bytes, network.latency),
+            _ => (begin + link.chunk + bytes / link.bytes, 0.0),
+        };
+        let state = &mut self.ranks[rank];
+        let engine = &mut state.engines[engine];
+        (engine.made, engine.free) = (made + 1, end);
+        state.spans.push(span(lane, work_of(transfer), begin, end));
+        self.ranks[to].flags[flag] = end + latency;
+        true
+    }
+
+    /// Makes the next tiles that wait for the same flags, if it is known when these are there. Each tile is made in the
+    /// slot that is free first.
+    fn tiles(&mut self, rank: usize) -> bool {
+        let Machine {
+            tiles: Some(tiles),
+            clock,
+            addend,
+            ..
+        } = self.machine
+        else {
+            return false;
+        };
+        let state = &mut self.ranks[rank];
+        let schedule = state.schedule;
+        let left = &schedule.tiles()[state.made..];
+        let Some(first) = left.first() else {
+            return false;
+        };
+        let alike = left.iter().take_while(|tile| tile.flags() == first.flags());
+        let alike = &left[..alike.count()];
+        if state.come(first.flags()).is_infinite() {
+            return false;
+        }
+        // Tiles that begin together share the caches. Those of sums begin before what they wait for is there.
+        let together = match state.sums {
+            true => schedule.tiles().len(),
+            false => alike.len(),
+        };
+        let time = clock * tiles.wave(together.min(tiles.slots));
+        for tile in alike {
+            state.tile(tile, time, *addend);
+        }
+        state.made += alike.len();
+        true
+    }
+}
+
+impl Rank<'_> {
+    fn tile(&mut self, tile: &Tile, time: f64, addend: f64) {
+        let Some(Reverse((bits, slot))) = self.slots.pop() else {
+            return;
+        };
+        let free = f64::from_bits(bits);
+        let end = match self.addends(tile) {
+            0 => self.multiply(tile, slot, free, time),
+            addends => {
+                let more = (addends - 1) as f64 * addend;
+                self.add(tile, slot, [free, free + time], rate::ADD + more)
+            }
+        };
+        let block = &mut self.blocks[tile.block as usize];
+        (block.left, block.end) = (block.left - 1, block.end.max(end));
+        self.slots.push(Reverse((end.to_bits(), slot)));
+    }
+
+    /// How many partials of other ranks are added to a tile.
+    fn addends(&self, tile: &Tile) -> usize {
+        let block = self.schedule.product().map(|product| product.block(tile));
+        let addends = block.map_or(0, |block| block.sum.addends.len());
+        addends.saturating_sub(1)
+    }
+
+    /// Multiplies rows when they have come. Returns when the tile is made.
+    fn multiply(&mut self, tile: &Tile, slot: usize, free: f64, time: f64) -> f64 {
+        let source = self.schedule.owner_of_tile(tile);
+        let product = self.schedule.product();
+        let cut = product.and_then(|product| Some((product.deferred?, product.k)));
+        let cut = cut.filter(|(cut, _)| tile.flags().contains(&cut.flag));
+        let whole = tile
+            .flags()
+            .filter(|&flag| cut.is_none_or(|(cut, _)| cut.flag != flag));
+        let begin = whole.map(|flag| self.flags[flag]).fold(free, f64::max);
+        // A chunk that is cut along K is waited for before the steps that read its second part.
+        let behind = cut.map_or(0.0, |(cut, k)| {
+            self.flags[cut.flag] + (1.0 - cut.column as f64 / k as f64) * time
+        });
+        let end = (begin + time).max(behind);
+        if begin > free {
+            self.spans
+                .push(span(Lane::Worker(slot), Work::Wait { source }, free, begin));
+        }
+        let work = Work::Tile {
+            source,
+            m: tile.m,
+            n: tile.n,
+        };
+        self.spans.push(span(Lane::Worker(slot), work, begin, end));
+        end
+    }
+
+    /// Multiplies, and adds other ranks' partials when they have come. Returns when the tile is made.
+    fn add(&mut self, tile: &Tile, slot: usize, [begin, multiplied]: [f64; 2], adding: f64) -> f64 {
+        let source = self.schedule.owner_of_tile(tile);
+        let ready = multiplied.max(self.come(tile.flags()));
+        let end = ready + adding;
+        let lane = Lane::Worker(slot);
+        let work = Work::Tile {
+            source,
+            m: tile.m,
+            n: tile.n,
+        };
+        self.spans.push(span(lane, work, begin, multiplied));
+        if ready > multiplied {
+            self.spans
+                .push(span(lane, Work::Wait { source }, multiplied, ready));
+        }
+        let rows = self
+            .schedule
+            .product()
+            .map_or(0..0, |product| product.rows(tile));
+        self.spans.push(span(lane, Work::Add { rows }, ready, end));
+        end
+    }
+}
+
+fn work_of(transfer: &Transfer) -> Work {
+    let rows = transfer.regions[0].to.rows.clone();
+    match transfer.route {
+        Route::Pull => Work::Pull {
+            source: transfer.source,
+            rows,
+        },
+        Route::Push | Route::Store | Route::Net => Work::Push {
+            to: transfer.to,
+            rows,
+        },
+    }
+}
+
+fn span(lane: Lane, work: Work, begin: f64, end: f64) -> Span {
+    let nanoseconds = |micros: f64| (micros * 1e3) as u64;
+    Span {
+        lane,
+        work,
+        begin: nanoseconds(begin),
+        end: nanoseconds(end),
+    }
+}

@@ -1,0 +1,64 @@
+//! Rates by which operations are played, and what power takes.
+//!
+//! The model's own rates are fitted so that it chooses the fastest kernel. These are fitted so that times are right: they
+//! have the launch, and memory and links as fast as they are in whole operations. No choice depends on them.
+
+use crate::backend::cuda::gpu::rates::{H200, Link, Rates};
+use crate::backend::cuda::model::sums::rate;
+
+/// Rates of an H200, fitted to the products and gathers of bf16 in benches/results, without the time that power takes.
+pub const TIMED: Rates = Rates {
+    start: 5.3,
+    operations: 7.48e6,
+    step: 0.0468,
+    loaded: 126e3,
+    cached: 12.05e6,
+    drift: 254.0,
+    read: 4.21e6,
+    column: 0.0065,
+    swap_ab_column: 0.0095,
+    split: 5.28,
+    slice_join: 2.1,
+    summed_cached: 4.31e6,
+    push: Link {
+        around: 10.7,
+        start: 4.0,
+        bytes: 330e3,
+        chunk: 4.06,
+    },
+    store: Link {
+        around: 8.5,
+        start: 0.0,
+        bytes: 284e3,
+        chunk: 0.0,
+    },
+    ..H200
+};
+
+/// How partial sums are copied while a kernel makes others. A copy begins so long after the last tile of its block.
+pub const COPIED_SUMS: Link = Link {
+    around: rate::COPIES,
+    start: rate::COPY_START - rate::COPY_NEXT,
+    bytes: rate::COPIED,
+    chunk: rate::COPY_NEXT + rate::COPY_FLAG,
+};
+
+/// How rows are copied beside which no kernel runs, as all_gather does in benches/results.
+pub const COPIED_ALONE: Link = Link {
+    around: 4.0,
+    start: 4.0,
+    bytes: 360e3,
+    chunk: 4.0,
+};
+
+/// How long a product takes that would take `micros` in a burst. `busy` is the share of its tensor cores' rate.
+///
+/// Power limits the clock after a quarter of a millisecond, the more, the busier the tensor cores are. Both numbers are
+/// fitted to the same results.
+pub fn sustained(micros: f64, busy: f64) -> f64 {
+    /// How long a product runs at the full clock.
+    const BURST: f64 = 250.0;
+    /// How much longer the rest takes if the tensor cores are always busy.
+    const SLOWER: f64 = 0.28;
+    micros + SLOWER * busy * (micros - BURST).max(0.0)
+}

@@ -1,0 +1,92 @@
+use super::*;
+use crate::schedule::Operation::{AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter};
+
+const OPERATIONS: [Operation; 3] = [AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce];
+
+/// 400 Gb/s a GPU.
+const NETWORK: SimulatedNetwork = SimulatedNetwork {
+    bytes: 50e3,
+    latency: 10.0,
+};
+
+fn played(operation: Operation, shape: [usize; 3], extents: [usize; 2]) -> Played {
+    play_operation(operation, shape, extents, &NETWORK).unwrap()
+}
+
+/// How many tiles each rank made.
+fn tiles(played: &Played) -> Vec<usize> {
+    let made = |span: &&Span| matches!(span.work, Work::Tile { .. });
+    let traces = played.timeline.traces.iter();
+    traces
+        .map(|trace| trace.spans.iter().filter(made).count())
+        .collect()
+}
+
+#[test]
+fn a_network_as_fast_as_a_product_is_hidden_and_a_slower_one_takes_its_time() {
+    // 405B, 8192 rows, two hosts of eight: each rank's rail brings 16 MiB.
+    let layers = [
+        (AllGatherMatmul, [8192, 53_248 / 16, 16_384], 1),
+        (MatmulReduceScatter, [8192, 16_384, 53_248 / 16], 1),
+        (MatmulAllReduce, [8192, 16_384, 53_248 / 16], 2),
+    ];
+    for (operation, shape, times) in layers {
+        let fast = played(operation, shape, [2, 8]);
+        let slow = SimulatedNetwork {
+            bytes: NETWORK.bytes / 10.0,
+            ..NETWORK
+        };
+        let slow = play_operation(operation, shape, [2, 8], &slow).unwrap();
+        let wire = f64::from(times * (16 << 20)) / 5e3;
+        assert!(slow.micros > wire, "{operation} {}", slow.micros);
+        assert!(
+            slow.micros < wire + fast.micros,
+            "{operation} {}",
+            slow.micros
+        );
+    }
+    let fast = played(AllGatherMatmul, [8192, 53_248 / 16, 16_384], [2, 8]);
+    assert!(fast.micros < 1.2 * fast.alone, "{fast:?}");
+}
+
+#[test]
+fn all_rows_come_and_all_tiles_are_made_on_every_rank_of_64() {
+    for operation in OPERATIONS {
+        let played = played(operation, [4096, 128, 1024], [8, 8]);
+        assert!(played.micros.is_finite(), "{operation}");
+        let counts = tiles(&played);
+        assert_eq!(counts.len(), 64);
+        assert!(counts[0] > 0 && counts.iter().all(|count| *count == counts[0]));
+    }
+}
+
+#[test]
+fn rows_that_ranks_lack_or_share_unevenly_are_played_too() {
+    for operation in OPERATIONS {
+        for m in [1, 3, 700, 5001] {
+            for extents in [[1, 1], [1, 3], [3, 1], [2, 3]] {
+                let played = played(operation, [m, 512, 640], extents);
+                assert!(played.micros.is_finite(), "{operation} {m} {extents:?}");
+                assert!(played.alone > 0.0 && played.micros > 0.9 * played.alone);
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_that_are_copied_take_as_long_as_the_model_says() {
+    for operation in [MatmulReduceScatter, MatmulAllReduce] {
+        for (shape, world) in [
+            ([8192, 8192, 3584], 2),
+            ([4096, 4096, 1792], 2),
+            ([8192, 8192, 1792], 4),
+        ] {
+            let problem = problem_of(operation, shape, [1, world]).unwrap();
+            let config = Config::new(WIDEST, Chunking::new(2), Route::Push);
+            let played = play_configured(&problem, config, &NETWORK).unwrap();
+            let of_model = by_model(&problem, config, played.alone).unwrap();
+            let off = played.micros / of_model.micros - 1.0;
+            assert!(off.abs() < 0.01, "{operation} {shape:?} {world}: {off}");
+        }
+    }
+}
