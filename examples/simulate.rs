@@ -31,7 +31,7 @@ struct Args {
     /// The number of hosts.
     #[arg(long, default_value_t = 2)]
     hosts: usize,
-    /// GPUs of a host. A group has at most 64 in all.
+    /// GPUs of a host. There may be 1,024 in all. A group has at most 64.
     #[arg(long, default_value_t = 8)]
     gpus: usize,
     /// The network of each GPU, one way, in Gb/s.

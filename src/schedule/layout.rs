@@ -8,6 +8,9 @@ use crate::refusal::Result;
 
 /// The most ranks that a group can have. (Miri checks all flags at each borrow, so there it is lower.)
 pub const MAX_WORLD: usize = if cfg!(miri) { 4 } else { 64 };
+/// The most ranks of a simulation.
+#[cfg(feature = "cuda")]
+const MAX_SIMULATED: usize = 1024;
 /// The largest extent of a matrix: tile coordinates are 32-bit signed numbers on a GPU.
 pub const MAX_EXTENT: usize = i32::MAX as usize;
 /// The most stages or chunks that a rank's rows can be cut into.
@@ -53,6 +56,20 @@ impl Layout {
     /// As [`Layout::balanced`]; M is the sum of `rows`.
     pub fn new(rows: &[usize], k: usize) -> Result<Layout> {
         limit("world size", rows.len(), 1, MAX_WORLD)?;
+        Layout::of_rows(rows, k)
+    }
+
+    /// As [`Layout::balanced`], for simulations, which may have more ranks than a group.
+    ///
+    /// # Errors
+    /// As [`Layout::balanced`], if `world` is above 1024.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn simulated(m: usize, k: usize, world: usize) -> Result<Layout> {
+        limit("the number of ranks", world, 1, MAX_SIMULATED)?;
+        Layout::of_rows(&balanced_rows(m, world), k)
+    }
+
+    fn of_rows(rows: &[usize], k: usize) -> Result<Layout> {
         let mut end = 0usize;
         let mut offsets = vec![0];
         for &count in rows {

@@ -4,6 +4,8 @@
 //! order of the schedule, and begins it when what it waits for is there. Nothing else limits a link, so hosts' switches
 //! are taken to be as fast as their cards. The library's model chooses configurations, and [`rates`] says by which rates
 //! they are played.
+//!
+//! Groups have at most [`MAX_WORLD`] ranks. Of more ranks one is played: if rows are split evenly, all do the same.
 
 #[cfg(test)]
 mod accuracy;
@@ -23,6 +25,7 @@ use crate::backend::cuda::program::block_table::TARGETS;
 use crate::element::DType;
 use crate::profile::span::{Lane, Span, Work};
 use crate::refusal::{Refusal, Result};
+use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::require;
 use crate::schedule::plan::{over_hosts, plan};
 use crate::schedule::{
@@ -46,7 +49,7 @@ pub struct Played {
     pub micros: f64,
     /// The product alone, with all rows there and no sums over ranks.
     pub alone: f64,
-    /// What each rank did.
+    /// What each rank did, or rank 0 alone if there are more ranks than a group can have.
     pub timeline: Timeline,
 }
 
@@ -55,7 +58,8 @@ pub struct Played {
 ///
 /// # Errors
 /// [`Error::Limit`](crate::Error::Limit) if an extent or the number of ranks is out of range, or if a rank would have
-/// more transfers than flags; [`Error::Unsupported`](crate::Error::Unsupported) for another operation.
+/// more transfers than flags; [`Error::Unsupported`](crate::Error::Unsupported) for another operation, and if more than
+/// 64 ranks do not have equally many rows.
 #[track_caller]
 pub fn play_operation(
     operation: Operation,
@@ -78,7 +82,9 @@ fn problem_of(
     let can = operation == Operation::AllGatherMatmul || operation.is_sum();
     require(what, can)?;
     let world = hosts.saturating_mul(places);
-    let layout = Layout::balanced(m, k, world)?;
+    let layout = Layout::simulated(m, k, world)?;
+    let what = "more than 64 ranks must have equally many rows";
+    require(what, world <= MAX_WORLD || m.is_multiple_of(world))?;
     let names: Vec<usize> = (0..world).map(|rank| rank / places).collect();
     Ok(Problem {
         hosts: Hosts::of(&names)?,
@@ -201,11 +207,18 @@ fn play_schedules(
     network: &SimulatedNetwork,
     alone: f64,
 ) -> Result<Played> {
-    let world = problem.layout.world();
+    let (world, hosts) = (problem.layout.world(), problem.hosts.count());
     let machine = machine_of(problem, config, network);
-    let schedules = (0..world).map(|rank| plan(problem, rank, config));
-    let schedules = schedules.collect::<Result<Vec<Schedule>>>()?;
-    let played = ranks::play_all(&machine, &schedules);
+    let played = match world > MAX_WORLD {
+        true => {
+            let schedule = plan(problem, 0, config)?;
+            vec![ranks::play_one(&machine, &schedule, [hosts, world / hosts])]
+        }
+        false => {
+            let schedules = (0..world).map(|rank| plan(problem, rank, config));
+            ranks::play_all(&machine, &schedules.collect::<Result<Vec<Schedule>>>()?)
+        }
+    };
     let end = played.iter().map(|rank| rank.end).fold(0.0, f64::max);
     let traces = (0..).zip(played);
     let traces = traces.map(|(rank, played)| Trace::new(rank, played.spans));

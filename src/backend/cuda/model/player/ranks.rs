@@ -1,7 +1,7 @@
 //! Plays schedules through: the engines of each rank, its tiles, and the flags between ranks.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::ops::Range;
 
 use super::SimulatedNetwork;
@@ -53,6 +53,62 @@ pub fn play_all(machine: &Machine, schedules: &[Schedule]) -> Vec<PlayedRank> {
         ranks: ranks.collect(),
     }
     .play()
+}
+
+/// Plays the schedule of rank 0 through, if the ranks of so many hosts and places all do the same. What comes to it comes
+/// when it sends the like.
+pub fn play_one(machine: &Machine, schedule: &Schedule, extents: [usize; 2]) -> PlayedRank {
+    let mut mirror = Mirror::new(schedule, extents);
+    let to = |transfer: &Transfer| (0, mirror.flag(transfer));
+    let ranks = vec![Rank::new(machine, schedule, to)];
+    let mut played = Player { machine, ranks }.play();
+    played.remove(0)
+}
+
+/// Which of its own flags rank 0 sets in its turn, when it sets that of another rank.
+struct Mirror {
+    hosts: usize,
+    places: usize,
+    /// The flags of transfers to rank 0, by who sends them and whose rows they are, in their order.
+    flags: HashMap<(usize, usize), VecDeque<usize>>,
+}
+
+impl Mirror {
+    fn new(schedule: &Schedule, [hosts, places]: [usize; 2]) -> Mirror {
+        let mut flags: HashMap<_, VecDeque<usize>> = HashMap::new();
+        for Transfer {
+            from, source, flag, ..
+        } in schedule.arrivals()
+        {
+            flags.entry((*from, *source)).or_default().push_back(*flag);
+        }
+        Mirror {
+            hosts,
+            places,
+            flags,
+        }
+    }
+
+    /// The flag for the next transfer of rank 0 like this one.
+    fn flag(&mut self, transfer: &Transfer) -> usize {
+        let like = match transfer.mover() == transfer.to {
+            true => (transfer.from, transfer.source),
+            false => (
+                self.seen_from(transfer.to, transfer.from),
+                self.seen_from(transfer.to, transfer.source),
+            ),
+        };
+        let flags = self.flags.get_mut(&like);
+        let flag = flags.and_then(VecDeque::pop_front);
+        flag.expect("a rank gets what it sends")
+    }
+
+    /// The rank that is to rank 0 what `rank` is to `to`.
+    fn seen_from(&self, to: usize, rank: usize) -> usize {
+        let back = |of: usize, by: usize, extent: usize| (of + extent - by) % extent;
+        let host = back(rank / self.places, to / self.places, self.hosts);
+        host * self.places + back(rank % self.places, to % self.places, self.places)
+    }
 }
 
 struct Player<'a> {

@@ -74,6 +74,44 @@ fn rows_that_ranks_lack_or_share_unevenly_are_played_too() {
 }
 
 #[test]
+fn one_of_ranks_that_do_the_same_takes_as_long_as_all() {
+    for operation in OPERATIONS {
+        for [hosts, places] in [[1, 4], [2, 4], [4, 2], [5, 3]] {
+            let world = hosts * places;
+            let problem = problem_of(operation, [world * 512, 1024, 2048], [hosts, places]);
+            let problem = problem.unwrap();
+            let base = Config::new(WIDEST, Chunking::new(2), Route::Push);
+            let network = &NETWORK;
+            let machine = machine_of(&problem, base, network);
+            let schedules = (0..world).map(|rank| plan(&problem, rank, base).unwrap());
+            let schedules: Vec<Schedule> = schedules.collect();
+            let one = ranks::play_one(&machine, &schedules[0], [hosts, places]).end;
+            for all in ranks::play_all(&machine, &schedules) {
+                assert!(
+                    (all.end - one).abs() < 1e-6,
+                    "{operation} {hosts} {places}: {} {one}",
+                    all.end
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn up_to_1024_ranks_are_played_if_they_have_equally_many_rows() {
+    for operation in OPERATIONS {
+        let played = played(operation, [8192, 128, 1024], [128, 8]);
+        assert_eq!(played.timeline.traces.len(), 1);
+        assert!(played.micros > played.alone && played.micros.is_finite());
+        let refused = |m, extents| play_operation(operation, [m, 128, 1024], extents, &NETWORK);
+        assert!(refused(8191, [128, 8]).is_err());
+        assert!(refused(1025, [1, 1025]).is_err());
+        assert!(refused(64, [0, 8]).is_err());
+    }
+    assert!(play_operation(Operation::Matmul, [8, 8, 8], [1, 1], &NETWORK).is_err());
+}
+
+#[test]
 fn sums_that_are_copied_take_as_long_as_the_model_says() {
     for operation in [MatmulReduceScatter, MatmulAllReduce] {
         for (shape, world) in [
