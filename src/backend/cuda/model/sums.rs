@@ -38,18 +38,28 @@ pub mod rate {
     pub const COPIES: f64 = 13.0;
     /// What a second kernel takes, which adds one-shot partials.
     pub const REDUCED: f64 = 4.5;
-    /// Bytes that kernels store to a peer.
-    pub const STORED: f64 = 330e3;
+    /// How kernels store.
+    pub const STORES: super::Stores = super::Stores {
+        bytes: 330e3,
+        low_latency: 14.0,
+    };
     /// The share of the stores' time in which nothing is multiplied, because loads wait behind them.
     pub const STORE_HINDERS: f64 = 0.6;
     /// What the flag behind stores takes.
     pub const STORE_FLAG: f64 = 4.0;
-    /// What the start and the end of a low-latency kernel take, with the way of one word.
-    pub const LOW_LATENCY: f64 = 14.0;
     /// What a second kernel takes that stores partials and adds those that come, with the ways of flags.
     pub const BEHIND: f64 = 10.5;
     /// Bytes that it stores to a peer.
     pub const BEHIND_STORED: f64 = 280e3;
+}
+
+/// How kernels store partials.
+#[derive(Clone, Copy)]
+pub struct Stores {
+    /// Bytes that go to a peer in a microsecond.
+    pub bytes: f64,
+    /// What the start and the end of a low-latency kernel take, with the way of one word. In microseconds.
+    pub low_latency: f64,
 }
 
 /// Predicts an operation. Empty if partials are pulled, because their time is not known.
@@ -60,7 +70,7 @@ pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Predict
     };
     let whole = || Prediction {
         what: "until the operation is complete",
-        micros: time(rates, problem, config),
+        micros: time(rates, rate::STORES, problem, config),
     };
     match config.route {
         Route::Pull => Vec::new(),
@@ -86,11 +96,14 @@ fn behind(problem: &Problem) -> f64 {
 }
 
 /// Microseconds of an operation with this configuration.
-fn time(rates: &Rates, problem: &Problem, config: &Config) -> f64 {
+pub fn time(rates: &Rates, stores: Stores, problem: &Problem, config: &Config) -> f64 {
     if config.stores_behind() {
         return Tiles::of(rates, problem, config).cold() + behind(problem);
     }
-    let kernel = KernelModel::new(rates, problem, problem.layout.k(), *config);
+    let kernel = KernelModel {
+        stores,
+        ..KernelModel::new(rates, problem, problem.layout.k(), *config)
+    };
     Model::new(problem, &kernel, config.route, config.chunking).time()
 }
 
@@ -270,6 +283,7 @@ struct KernelModel {
     of_tile: f64,
     /// The least time of all tiles.
     of_tiles: f64,
+    stores: Stores,
 }
 
 impl KernelModel {
@@ -285,6 +299,7 @@ impl KernelModel {
             columns: tiles.columns,
             of_tile,
             of_tiles: tiles.entries.div_ceil(tiles.slots) as f64 * of_tile,
+            stores: rate::STORES,
         }
     }
 }
@@ -360,6 +375,7 @@ impl<'a> Model<'a> {
             columns,
             of_tile,
             of_tiles,
+            stores,
             ..
         } = self.kernel;
         let tiles = made.div_ceil(self.config.entry_rows()) * columns;
@@ -367,7 +383,7 @@ impl<'a> Model<'a> {
         let bytes = sent as f64 * problem.n as f64 * problem.dtypes.partials.bytes() as f64;
         let moved = match self.config.route {
             _ if sent == 0 => 0.0,
-            Route::Store => made.max(of_tile + bytes / rate::STORED) + rate::STORE_FLAG,
+            Route::Store => made.max(of_tile + bytes / stores.bytes) + rate::STORE_FLAG,
             _ => made.max(of_tile + bytes / rate::COPIED) + rate::COPY_START + rate::COPY_FLAG,
         };
         of_tiles.max(moved) + self.around()
@@ -397,7 +413,8 @@ impl<'a> Model<'a> {
             _ => m * n * (world - 1) / world,
         };
         let sent = (2 * elements * problem.dtypes.partials.bytes()) as f64;
-        self.kernel.of_tiles + sent / rate::STORED + rate::LOW_LATENCY
+        let Stores { bytes, low_latency } = self.kernel.stores;
+        self.kernel.of_tiles + sent / bytes + low_latency
     }
 
     /// The bytes of `rows` rows that are sent to `to` ranks.
@@ -472,7 +489,7 @@ mod tests {
             let chunking = Chunking::new(count).with_last(last);
             let [columns, cluster, split_k] = of_shape;
             let config = config([128, columns, cluster, split_k], route, chunking);
-            let time = time(&H200, &problem, &config);
+            let time = time(&H200, rate::STORES, &problem, &config);
             let off = measured / time - 1.0;
             assert!(
                 off.abs() < 1.0 / 7.0,

@@ -15,7 +15,7 @@ mod rates;
 mod tests;
 
 use ranks::Machine;
-use rates::{COPIED_ALONE, COPIED_SUMS, TIMED, sustained};
+use rates::{COPIED_ALONE, COPIED_SUMS, STORED_SUMS, TIMED, sustained};
 
 use super::tiles::Tiles;
 use super::{choose, configs_with_room, sums};
@@ -261,10 +261,9 @@ fn around(problem: &Problem, config: Config, machine: &Machine) -> f64 {
 /// A sum whose partials are stored, on one host: the model says how long it takes. Its timeline has the tiles of the
 /// product, and then one span for what is stored and added.
 fn by_model(problem: &Problem, config: Config, alone: f64) -> Result<Played> {
-    let predicted = sums::predict(&TIMED, problem, &config);
     let burst = Tiles::of(&TIMED, problem, &config).cold();
-    let micros = predicted.last().map_or(f64::INFINITY, |whole| whole.micros);
-    let micros = micros + made(problem, &config) - burst;
+    let slower = made(problem, &config) - burst;
+    let micros = sums::time(&TIMED, STORED_SUMS, problem, &config) + slower;
     let mut timeline = made_alone(problem, config)?;
     for trace in &mut timeline.traces {
         let begin = trace.spans.iter().map(|span| span.end).max().unwrap_or(0);

@@ -4,7 +4,7 @@
 //! have the launch, and memory and links as fast as they are in whole operations. No choice depends on them.
 
 use crate::backend::cuda::gpu::rates::{H200, Link, Rates};
-use crate::backend::cuda::model::sums::rate;
+use crate::backend::cuda::model::sums::{Stores, rate};
 
 /// Rates of an H200, fitted to the products and gathers of bf16 in benches/results, without the time that power takes.
 pub const TIMED: Rates = Rates {
@@ -41,6 +41,12 @@ pub const COPIED_SUMS: Link = Link {
     start: rate::COPY_START - rate::COPY_NEXT,
     bytes: rate::COPIED,
     chunk: rate::COPY_NEXT + rate::COPY_FLAG,
+};
+
+/// How kernels store partial sums: as fast as rows of a gather.
+pub const STORED_SUMS: Stores = Stores {
+    bytes: TIMED.store.bytes,
+    low_latency: 13.0,
 };
 
 /// How rows are copied beside which no kernel runs, as all_gather does in benches/results.

@@ -73,6 +73,7 @@ impl SendTimeline<'_> {
             slots,
             columns,
             of_tile,
+            stores,
             ..
         } = model.kernel;
         arrivals.sort_by_key(|(of, _)| of.start);
@@ -101,10 +102,10 @@ impl SendTimeline<'_> {
                 }
                 made = made.max(clock);
                 if is_stored {
-                    *wire = wire.max(clock) + count as f64 * moved / rate::STORED;
+                    *wire = wire.max(clock) + count as f64 * moved / stores.bytes;
                     // Stores hold up the next tile of this cluster, and those of all clusters that store at the same
                     // time.
-                    clock += rate::STORE_HINDERS * moved * slots as f64 / rate::STORED;
+                    clock += rate::STORE_HINDERS * moved * slots as f64 / stores.bytes;
                 }
                 clock
             });
