@@ -1,5 +1,5 @@
-//! Predicts products over H200s of several hosts: how much of the network is hidden, beside NCCL's collective and the
-//! product one after the other. It needs no GPU.
+//! Predicts products and collectives over H200s of several hosts: how much of the network is hidden, beside NCCL's
+//! collective and the product one after the other. It needs no GPU.
 //!
 //! ```sh
 //! export GEMMESH_NO_KERNELS=1    # nothing has to compile kernels
@@ -22,7 +22,8 @@ use gemmesh::simulation::{Played, SimulatedNetwork, play_operation};
 
 #[derive(Parser)]
 struct Args {
-    /// The operation. A gather and its product are a column-parallel layer of the MLP, a sum a row-parallel one.
+    /// The operation. A gather and its product are a column-parallel layer of the MLP, a product and its sum a
+    /// row-parallel one. A collective without a product moves the layer's rows.
     #[arg(long, value_enum, default_value_t = Call::AllGatherMatmul)]
     operation: Call,
     /// The model, of whose MLP the layer is.
@@ -54,6 +55,9 @@ enum Call {
     AllGatherMatmul,
     MatmulReduceScatter,
     MatmulAllReduce,
+    AllGather,
+    ReduceScatter,
+    AllReduce,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -83,17 +87,26 @@ impl Call {
             Call::AllGatherMatmul => Operation::AllGatherMatmul,
             Call::MatmulReduceScatter => Operation::MatmulReduceScatter,
             Call::MatmulAllReduce => Operation::MatmulAllReduce,
+            Call::AllGather => Operation::AllGather,
+            Call::ReduceScatter => Operation::ReduceScatter,
+            Call::AllReduce => Operation::AllReduce,
         }
     }
 
-    /// M, N and K of the layer of one rank, if so many share it.
+    /// M, N and K of the layer of one rank, if so many share it. Without a product N is 0.
     fn shape(self, model: Model, m: usize, world: usize) -> [usize; 3] {
         let [hidden, input] = model.features();
         let share = hidden.div_ceil(world.max(1));
         match self {
             Call::AllGatherMatmul => [m, share, input],
             Call::MatmulReduceScatter | Call::MatmulAllReduce => [m, input, share],
+            Call::AllGather | Call::ReduceScatter | Call::AllReduce => [m, 0, input],
         }
+    }
+
+    /// True if all ranks get a sum.
+    fn is_all_reduce(self) -> bool {
+        matches!(self, Call::MatmulAllReduce | Call::AllReduce)
     }
 }
 
@@ -166,8 +179,10 @@ struct Shape([usize; 3]);
 
 impl fmt::Display for Shape {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let [m, n, k] = self.0;
-        write!(f, "{m}×{n}×{k}")
+        match self.0 {
+            [m, 0, k] => write!(f, "{m}×{k}"),
+            [m, n, k] => write!(f, "{m}×{n}×{k}"),
+        }
     }
 }
 
@@ -201,11 +216,11 @@ impl Row {
             shape,
             on_one: on_one.micros,
             played,
-            ring: match operation {
-                Call::MatmulAllReduce => nccl.ring_all_reduce(),
-                _ => nccl.ring(),
+            ring: match operation.is_all_reduce() {
+                true => nccl.ring_all_reduce(),
+                false => nccl.ring(),
             },
-            tree: matches!(operation, Call::MatmulAllReduce).then(|| nccl.tree_all_reduce()),
+            tree: operation.is_all_reduce().then(|| nccl.tree_all_reduce()),
         })
     }
 

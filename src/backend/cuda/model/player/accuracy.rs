@@ -109,6 +109,43 @@ fn prefills_of_models_are_played_within_5_percent_in_the_mean() {
     }
 }
 
+#[test]
+fn collectives_are_played_within_5_percent_in_the_mean() {
+    let path = "benches/results/h200x2-collectives.json";
+    let text = std::fs::read_to_string(format!("{}/{path}", env!("CARGO_MANIFEST_DIR")));
+    let (text, mut errors) = (text.unwrap(), Vec::new());
+    for line in text.lines() {
+        let line: serde_json::Value = serde_json::from_str(line).unwrap();
+        let operation = Operation::named(line["op"].as_str().unwrap()).unwrap();
+        if !is_simulated(operation) {
+            continue;
+        }
+        // Bytes are those of a rank's rows, or of the addend of an all-reduce.
+        let ranks = if operation == Operation::AllReduce {
+            1
+        } else {
+            2
+        };
+        let m = ranks * line["bytes"].as_u64().unwrap() as usize / 1024;
+        let network = SimulatedNetwork {
+            bytes: 1.0,
+            latency: 0.0,
+        };
+        let played = play_operation(operation, [m, 0, 512], [1, 2], &network).unwrap();
+        let found = line["us"].as_f64().unwrap();
+        println!(
+            "{operation} {}: {found:.1} {:.1}",
+            line["bytes"], played.micros
+        );
+        errors.push((played.micros / found - 1.0).abs());
+    }
+    errors.sort_by(f64::total_cmp);
+    let errors = Errors(errors);
+    println!("collectives: {errors}");
+    assert_eq!(errors.0.len(), 24);
+    assert!(errors.mean() < 0.05 && errors.at(1.0) < 0.15, "{errors}");
+}
+
 /// The time that a line would have taken in a burst.
 fn burst(line: &Measured) -> Sample {
     let problem = problem_of(line);

@@ -15,7 +15,7 @@ mod rates;
 mod tests;
 
 use ranks::Machine;
-use rates::{COPIED_ALONE, COPIED_SUMS, STORED_SUMS, TIMED, sustained};
+use rates::{STORED_SUMS, TIMED, TIMED_ALONE, TIMED_SUMS, sustained};
 
 use super::tiles::Tiles;
 use super::{choose, configs_with_room, sums};
@@ -27,6 +27,7 @@ use crate::profile::span::{Lane, Span, Work};
 use crate::refusal::{Refusal, Result};
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::require;
+use crate::schedule::plan::collectives::{chunked, leaves_gather, stored};
 use crate::schedule::plan::{over_hosts, plan};
 use crate::schedule::{
     Chunking, Config, Hosts, Layout, Numerics, Operation, Problem, Route, Schedule,
@@ -47,14 +48,26 @@ pub struct SimulatedNetwork {
 pub struct Played {
     /// Until it is complete on all ranks.
     pub micros: f64,
-    /// The product alone, with all rows there and no sums over ranks.
+    /// The product alone, with all rows there and no sums over ranks. 0 if there is none.
     pub alone: f64,
     /// What each rank did, or rank 0 alone if there are more ranks than a group can have.
     pub timeline: Timeline,
 }
 
-/// Plays an operation of bf16 on H200s, so many hosts of so many GPUs: `all_gather_matmul`, `matmul_reduce_scatter` or
-/// `matmul_all_reduce`. M counts the rows of all ranks, and N and K are those of one rank.
+impl Played {
+    /// Adds the operation that follows.
+    fn extend(&mut self, next: Played) {
+        self.micros += next.micros;
+        let traces = self.timeline.traces.iter_mut();
+        for (trace, next) in traces.zip(next.timeline.traces) {
+            trace.extend(next);
+        }
+    }
+}
+
+/// Plays an operation of bf16 on H200s, so many hosts of so many GPUs: `all_gather_matmul`, `matmul_reduce_scatter`,
+/// `matmul_all_reduce`, or without a product `all_gather`, `reduce_scatter` or `all_reduce`. M counts the rows of all
+/// ranks, and N and K are those of one rank. Without a product N does not count, and rows have K columns.
 ///
 /// # Errors
 /// [`Error::Limit`](crate::Error::Limit) if an extent or the number of ranks is out of range, or if a rank would have
@@ -67,8 +80,11 @@ pub fn play_operation(
     [hosts, places]: [usize; 2],
     network: &SimulatedNetwork,
 ) -> crate::error::Result<Played> {
-    let played = problem_of(operation, [m, n, k], [hosts, places])
-        .and_then(|problem| play_fastest(&problem, network));
+    let problem = problem_of(operation, [m, n, k], [hosts, places]);
+    let played = problem.and_then(|problem| match multiplies(operation) {
+        true => play_fastest(&problem, network),
+        false => play_collective(&problem, network),
+    });
     played.map_err(Refusal::of(None, "play_operation"))
 }
 
@@ -77,10 +93,13 @@ fn problem_of(
     [m, n, k]: [usize; 3],
     [hosts, places]: [usize; 2],
 ) -> Result<Problem> {
-    let what =
-        "a simulation must be of all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce";
-    let can = operation == Operation::AllGatherMatmul || operation.is_sum();
-    require(what, can)?;
+    let n = match operation {
+        Operation::AllGather => 0,
+        Operation::ReduceScatter | Operation::AllReduce => k,
+        _ => n,
+    };
+    let what = "a simulation must be of a product and a gather or a sum, or of one of these without a product";
+    require(what, is_simulated(operation))?;
     let world = hosts.saturating_mul(places);
     let layout = Layout::simulated(m, k, world)?;
     let what = "more than 64 ranks must have equally many rows";
@@ -90,6 +109,35 @@ fn problem_of(
         hosts: Hosts::of(&names)?,
         ..Problem::new(operation, DType::Bf16, layout, n)
     })
+}
+
+fn is_simulated(operation: Operation) -> bool {
+    use Operation::{AllGather, AllGatherMatmul, AllReduce, ReduceScatter};
+    let others = [AllGatherMatmul, AllGather, ReduceScatter, AllReduce];
+    operation.is_sum() || others.contains(&operation)
+}
+
+/// True if there is a product.
+fn multiplies(operation: Operation) -> bool {
+    use Operation::{AllGatherMatmul, Matmul, Multiply, MultiplyPartials};
+    operation.is_sum() || [AllGatherMatmul, Matmul, Multiply, MultiplyPartials].contains(&operation)
+}
+
+/// Plays a collective without a product. On one host few rows are stored, as the library does.
+fn play_collective(problem: &Problem, network: &SimulatedNetwork) -> Result<Played> {
+    /// The most bytes of a rank that are stored.
+    const STORED: usize = 16 << 20;
+    let Problem { layout, hosts, .. } = problem;
+    let row = layout.k() * problem.dtypes.operands.bytes();
+    let share = layout.m().div_ceil(layout.world()) * row;
+    let is_stored = hosts.count() == 1 && row.is_multiple_of(16) && share <= STORED;
+    let config = if is_stored { stored() } else { chunked(1) };
+    let mut played = play_schedules(problem, config, network, 0.0)?;
+    if problem.operation == Operation::AllReduce && leaves_gather(problem) {
+        let gather = gather_of(problem, Operation::GatherOfAllReduce)?;
+        played.extend(play_schedules(&gather, config, network, 0.0)?);
+    }
+    Ok(played)
 }
 
 /// Plays a problem with each candidate that the planner takes, and returns the fastest.
@@ -181,22 +229,18 @@ fn play_configured(
         _ => play_schedules(problem, config, network, alone)?,
     };
     if problem.operation == Operation::MatmulAllReduce && problem.hosts.count() > 1 {
-        let gathered = play_schedules(&gather_of(problem)?, config, network, alone)?;
-        played.micros += gathered.micros;
-        let traces = played.timeline.traces.iter_mut();
-        for (trace, next) in traces.zip(gathered.timeline.traces) {
-            trace.extend(next);
-        }
+        let gather = gather_of(problem, Operation::GatherOfMatmulAllReduce)?;
+        played.extend(play_schedules(&gather, config, network, alone)?);
     }
     Ok(played)
 }
 
-/// The gather that follows an all-reduce over several hosts.
-fn gather_of(problem: &Problem) -> Result<Problem> {
+/// The gather that follows an all-reduce.
+fn gather_of(problem: &Problem, operation: Operation) -> Result<Problem> {
     let layout = problem.layout.of_columns(problem.n)?;
     Ok(Problem {
         hosts: problem.hosts.clone(),
-        ..Problem::new(Operation::GatherOfMatmulAllReduce, DType::Bf16, layout, 0)
+        ..Problem::new(operation, DType::Bf16, layout, 0)
     })
 }
 
@@ -233,16 +277,15 @@ fn play_schedules(
 
 /// What the ranks of a problem are made of.
 fn machine_of<'a>(problem: &Problem, config: Config, network: &'a SimulatedNetwork) -> Machine<'a> {
-    let tiles = (problem.n > 0).then(|| Tiles::of(&TIMED, problem, &config));
+    let tiles = multiplies(problem.operation).then(|| Tiles::of(&TIMED, problem, &config));
     let bytes = config.entry_rows() * config.entry_columns() * problem.dtypes.partials.bytes();
     Machine {
-        rates: &TIMED,
-        network,
-        push: match tiles {
-            None => COPIED_ALONE,
-            Some(_) if problem.operation.is_sum() => COPIED_SUMS,
-            Some(_) => TIMED.push,
+        rates: match problem.operation {
+            _ if tiles.is_none() => &TIMED_ALONE,
+            operation if operation.is_sum() => &TIMED_SUMS,
+            _ => &TIMED,
         },
+        network,
         tiles,
         clock: tiles.map_or(1.0, |tiles| slower(problem, tiles.cold())),
         addend: tiles.map_or(0.0, |tiles| (tiles.slots * bytes) as f64 / TIMED.read),
@@ -251,7 +294,7 @@ fn machine_of<'a>(problem: &Problem, config: Config, network: &'a SimulatedNetwo
 
 /// The time before and after all that is played.
 fn around(problem: &Problem, config: Config, machine: &Machine) -> f64 {
-    let link = machine.link(over_hosts(problem, config).route);
+    let link = machine.rates.link(over_hosts(problem, config).route);
     match machine.tiles {
         Some(tiles) if !problem.operation.is_sum() => tiles.start + tiles.joined() + link.around,
         _ => link.around,

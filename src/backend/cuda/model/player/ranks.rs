@@ -5,18 +5,17 @@ use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::ops::Range;
 
 use super::SimulatedNetwork;
-use crate::backend::cuda::gpu::rates::{Link, Rates};
+use super::rates::ADDED_BY_STORES;
+use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::model::sums::rate;
 use crate::backend::cuda::model::tiles::Tiles;
 use crate::profile::span::{Lane, Span, Work};
-use crate::schedule::{Route, Schedule, Tile, Transfer};
+use crate::schedule::{Reduction, Route, Schedule, Tile, Transfer};
 
 /// Of what the ranks are made.
 pub struct Machine<'a> {
     pub rates: &'a Rates,
     pub network: &'a SimulatedNetwork,
-    /// How copy engines push rows within a host.
-    pub push: Link,
     /// The tiles of the product, if there is one.
     pub tiles: Option<Tiles<'a>>,
     /// How much longer tiles take than in a burst.
@@ -25,19 +24,9 @@ pub struct Machine<'a> {
     pub addend: f64,
 }
 
-impl Machine<'_> {
-    /// How rows go by a route. What goes over the network begins as what is pushed.
-    pub fn link(&self, route: Route) -> &Link {
-        match route {
-            Route::Push | Route::Net => &self.push,
-            Route::Pull | Route::Store => self.rates.link(route),
-        }
-    }
-}
-
 /// What a rank did.
 pub struct PlayedRank {
-    /// When its last tile was made, and its last rows had come.
+    /// When its last rows had come, and its last tile or sum was made.
     pub end: f64,
     pub spans: Vec<Span>,
 }
@@ -167,7 +156,7 @@ impl<'a> Rank<'a> {
         let near: Vec<_> = schedule.moves().collect();
         let start = match near.first() {
             // What is made first begins later.
-            Some(moved) if moved.produced.is_none() => machine.link(moved.route).start,
+            Some(moved) if moved.produced.is_none() => machine.rates.link(moved.route).start,
             _ => 0.0,
         };
         let of_product = schedule
@@ -223,16 +212,9 @@ impl Player<'_> {
                 break;
             }
         }
+        let machine = self.machine;
         let ranks = self.ranks.into_iter();
-        let played = ranks.map(|rank| {
-            let arrived = rank.come(0..rank.flags.len());
-            let blocks = (0..rank.blocks.len()).map(|block| rank.produced(block));
-            PlayedRank {
-                end: blocks.fold(arrived, f64::max),
-                spans: rank.spans,
-            }
-        });
-        played.collect()
+        ranks.map(|rank| rank.reduce(machine)).collect()
     }
 
     /// Makes an engine's next transfer, if it is known when that can begin.
@@ -247,7 +229,7 @@ impl Player<'_> {
         let Some(&(transfer, (to, flag))) = transfers.get(made) else {
             return false;
         };
-        let link = self.machine.link(transfer.route);
+        let link = self.machine.rates.link(transfer.route);
         let made_at = |block| state.produced(block) + link.start;
         let produced = transfer.produced.map_or(0.0, made_at);
         let begin = free.max(produced).max(state.come(transfer.after.clone()));
@@ -306,6 +288,30 @@ impl Player<'_> {
 }
 
 impl Rank<'_> {
+    /// Adds up what has come, if no tiles do so.
+    fn reduce(mut self, machine: &Machine) -> PlayedRank {
+        let come = self.come(0..self.flags.len());
+        let blocks = (0..self.blocks.len()).map(|block| self.produced(block));
+        let mut end = blocks.fold(come, f64::max);
+        if let Some(Reduction { rows, n, sum }) = self.schedule.reduction() {
+            let width = self.schedule.matrices()[sum.out].dtype.bytes();
+            let moved = ((sum.addends.len() + 1) * rows * n * width) as f64;
+            // If a kernel stores the rows, it adds them too.
+            let (launch, share) = match self.schedule.uses(Route::Store) {
+                true => (0.0, ADDED_BY_STORES),
+                false => (rate::REDUCED, 1.0),
+            };
+            let begin = end;
+            end += launch + moved / (share * machine.rates.read);
+            let work = Work::Add { rows: 0..*rows };
+            self.spans.push(span(Lane::Worker(0), work, begin, end));
+        }
+        PlayedRank {
+            end,
+            spans: self.spans,
+        }
+    }
+
     fn tile(&mut self, tile: &Tile, time: f64, addend: f64) {
         let Some(Reverse((bits, slot))) = self.slots.pop() else {
             return;

@@ -35,26 +35,42 @@ pub const TIMED: Rates = Rates {
     ..H200
 };
 
-/// How partial sums are copied while a kernel makes others. A copy begins so long after the last tile of its block.
-pub const COPIED_SUMS: Link = Link {
-    around: rate::COPIES,
-    start: rate::COPY_START - rate::COPY_NEXT,
-    bytes: rate::COPIED,
-    chunk: rate::COPY_NEXT + rate::COPY_FLAG,
+/// The same where partial sums are copied while a kernel makes others. A copy begins so long after the last tile of its
+/// block.
+pub const TIMED_SUMS: Rates = Rates {
+    push: Link {
+        around: rate::COPIES,
+        start: rate::COPY_START - rate::COPY_NEXT,
+        bytes: rate::COPIED,
+        chunk: rate::COPY_NEXT + rate::COPY_FLAG,
+    },
+    ..TIMED
 };
+
+/// The same where no kernel multiplies meanwhile, as in the collectives of benches/results.
+pub const TIMED_ALONE: Rates = Rates {
+    push: Link {
+        around: 4.0,
+        start: 4.0,
+        bytes: 360e3,
+        chunk: 4.0,
+    },
+    store: Link {
+        around: 10.6,
+        start: 0.0,
+        bytes: 350e3,
+        chunk: 0.0,
+    },
+    ..TIMED
+};
+
+/// The part of the memory's rate at which a kernel adds that stores, too.
+pub const ADDED_BY_STORES: f64 = 0.5;
 
 /// How kernels store partial sums: as fast as rows of a gather.
 pub const STORED_SUMS: Stores = Stores {
     bytes: TIMED.store.bytes,
     low_latency: 13.0,
-};
-
-/// How rows are copied beside which no kernel runs, as all_gather does in benches/results.
-pub const COPIED_ALONE: Link = Link {
-    around: 4.0,
-    start: 4.0,
-    bytes: 360e3,
-    chunk: 4.0,
 };
 
 /// How long a product takes that would take `micros` in a burst. `busy` is the share of its tensor cores' rate.

@@ -1,7 +1,10 @@
 use super::*;
-use crate::schedule::Operation::{AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter};
+use crate::schedule::Operation::{
+    AllGather, AllGatherMatmul, AllReduce, MatmulAllReduce, MatmulReduceScatter, ReduceScatter,
+};
 
-const OPERATIONS: [Operation; 3] = [AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce];
+const PRODUCTS: [Operation; 3] = [AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce];
+const COLLECTIVES: [Operation; 3] = [AllGather, ReduceScatter, AllReduce];
 
 /// 400 Gb/s a GPU.
 const NETWORK: SimulatedNetwork = SimulatedNetwork {
@@ -51,7 +54,7 @@ fn a_network_as_fast_as_a_product_is_hidden_and_a_slower_one_takes_its_time() {
 
 #[test]
 fn all_rows_come_and_all_tiles_are_made_on_every_rank_of_64() {
-    for operation in OPERATIONS {
+    for operation in PRODUCTS {
         let played = played(operation, [4096, 128, 1024], [8, 8]);
         assert!(played.micros.is_finite(), "{operation}");
         let counts = tiles(&played);
@@ -62,12 +65,13 @@ fn all_rows_come_and_all_tiles_are_made_on_every_rank_of_64() {
 
 #[test]
 fn rows_that_ranks_lack_or_share_unevenly_are_played_too() {
-    for operation in OPERATIONS {
+    for operation in PRODUCTS.into_iter().chain(COLLECTIVES) {
         for m in [1, 3, 700, 5001] {
             for extents in [[1, 1], [1, 3], [3, 1], [2, 3]] {
                 let played = played(operation, [m, 512, 640], extents);
                 assert!(played.micros.is_finite(), "{operation} {m} {extents:?}");
-                assert!(played.alone > 0.0 && played.micros > 0.9 * played.alone);
+                assert_eq!(played.alone > 0.0, PRODUCTS.contains(&operation));
+                assert!(played.micros > 0.9 * played.alone);
             }
         }
     }
@@ -75,7 +79,7 @@ fn rows_that_ranks_lack_or_share_unevenly_are_played_too() {
 
 #[test]
 fn one_of_ranks_that_do_the_same_takes_as_long_as_all() {
-    for operation in OPERATIONS {
+    for operation in PRODUCTS.into_iter().chain([AllGather]) {
         for [hosts, places] in [[1, 4], [2, 4], [4, 2], [5, 3]] {
             let world = hosts * places;
             let problem = problem_of(operation, [world * 512, 1024, 2048], [hosts, places]);
@@ -99,7 +103,7 @@ fn one_of_ranks_that_do_the_same_takes_as_long_as_all() {
 
 #[test]
 fn up_to_1024_ranks_are_played_if_they_have_equally_many_rows() {
-    for operation in OPERATIONS {
+    for operation in PRODUCTS.into_iter().chain([AllGather]) {
         let played = played(operation, [8192, 128, 1024], [128, 8]);
         assert_eq!(played.timeline.traces.len(), 1);
         assert!(played.micros > played.alone && played.micros.is_finite());
@@ -108,6 +112,8 @@ fn up_to_1024_ranks_are_played_if_they_have_equally_many_rows() {
         assert!(refused(1025, [1, 1025]).is_err());
         assert!(refused(64, [0, 8]).is_err());
     }
+    // A kernel adds 64 addends at the most.
+    assert!(play_operation(ReduceScatter, [7200, 0, 1024], [9, 8], &NETWORK).is_err());
     assert!(play_operation(Operation::Matmul, [8, 8, 8], [1, 1], &NETWORK).is_err());
 }
 
