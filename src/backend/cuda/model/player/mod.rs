@@ -19,6 +19,7 @@ use rates::{STORED_SUMS, TIMED, TIMED_ALONE, TIMED_SUMS, sustained};
 
 use super::tiles::Tiles;
 use super::{choose, configs_with_room, sums};
+use crate::backend::cuda::MOST_STORED;
 use crate::backend::cuda::gpu::kernels::{Variant, WIDEST};
 use crate::backend::cuda::gpu::rates::H200;
 use crate::backend::cuda::program::block_table::TARGETS;
@@ -125,12 +126,10 @@ fn multiplies(operation: Operation) -> bool {
 
 /// Plays a collective without a product. On one host few rows are stored, as the library does.
 fn play_collective(problem: &Problem, network: &SimulatedNetwork) -> Result<Played> {
-    /// The most bytes of a rank that are stored.
-    const STORED: usize = 16 << 20;
     let Problem { layout, hosts, .. } = problem;
     let row = layout.k() * problem.dtypes.operands.bytes();
     let share = layout.m().div_ceil(layout.world()) * row;
-    let is_stored = hosts.count() == 1 && row.is_multiple_of(16) && share <= STORED;
+    let is_stored = hosts.count() == 1 && row.is_multiple_of(16) && share <= MOST_STORED;
     let config = if is_stored { stored() } else { chunked(1) };
     let mut played = play_schedules(problem, config, network, 0.0)?;
     if problem.operation == Operation::AllReduce && leaves_gather(problem) {
