@@ -244,7 +244,7 @@ impl Row {
     }
 }
 
-/// A collective of NCCL, by the formulas and the latencies of its src/graph/tuning.cc (2.29, the simple protocol), in
+/// A collective of NCCL, by the formulas and the latencies of its src/graph/tuning.cc (2.30, the simple protocol), in
 /// microseconds. It has no tree for gathers and reduce-scatters.
 struct Nccl {
     /// Bytes of the whole matrix.

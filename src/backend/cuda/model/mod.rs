@@ -4,7 +4,7 @@
 //! multiprocessor, the loads of all multiprocessors from the L2 cache, or device memory. The model knows when gathered
 //! rows arrive ([`gather`]), and when partial sums have been made and moved ([`sums`]). It plays the tiles through in
 //! their order, with a few rates of the device ([`rates`](crate::backend::cuda::gpu::rates)). Times are in
-//! microseconds.
+//! microseconds. [`player`] plays the schedules of all ranks through, for simulations.
 //!
 //! The model is a pure function of what all ranks know alike, and of the rank's own N (if rows are gathered) or K (if
 //! sums are made). Ranks whose N or K differ still agree on everything that they must agree on.

@@ -279,8 +279,11 @@ impl Player<'_> {
             false => alike.len(),
         };
         let time = clock * tiles.wave(together.min(tiles.slots));
-        for tile in alike {
-            state.tile(tile, time, *addend);
+        for of_block in alike.chunk_by(|one, other| one.block == other.block) {
+            let source = schedule.owner_of_tile(&of_block[0]);
+            for tile in of_block {
+                state.tile(tile, source, time, *addend);
+            }
         }
         state.made += alike.len();
         true
@@ -312,16 +315,24 @@ impl Rank<'_> {
         }
     }
 
-    fn tile(&mut self, tile: &Tile, time: f64, addend: f64) {
+    /// Makes a tile of rows of `source` in the slot that is free first.
+    fn tile(&mut self, tile: &Tile, source: usize, time: f64, addend: f64) {
         let Some(Reverse((bits, slot))) = self.slots.pop() else {
             return;
         };
         let free = f64::from_bits(bits);
+        let work = Work::Tile {
+            source,
+            m: tile.m,
+            n: tile.n,
+        };
+        let lane = Lane::Worker(slot);
         let end = match self.addends(tile) {
-            0 => self.multiply(tile, slot, free, time),
+            0 => self.multiply(tile, (lane, work), free, time),
             addends => {
-                let more = (addends - 1) as f64 * addend;
-                self.add(tile, slot, [free, free + time], rate::ADD + more)
+                let adding = rate::ADD + (addends - 1) as f64 * addend;
+                self.spans.push(span(lane, work, free, free + time));
+                self.add(tile, (lane, source), free + time, adding)
             }
         };
         let block = &mut self.blocks[tile.block as usize];
@@ -337,55 +348,42 @@ impl Rank<'_> {
     }
 
     /// Multiplies rows when they have come. Returns when the tile is made.
-    fn multiply(&mut self, tile: &Tile, slot: usize, free: f64, time: f64) -> f64 {
-        let source = self.schedule.owner_of_tile(tile);
+    fn multiply(&mut self, tile: &Tile, (lane, work): (Lane, Work), free: f64, time: f64) -> f64 {
+        let source = self.schedule.source_of_tile(tile);
         let product = self.schedule.product();
         let cut = product.and_then(|product| Some((product.deferred?, product.k)));
         let cut = cut.filter(|(cut, _)| tile.flags().contains(&cut.flag));
-        let whole = tile
-            .flags()
-            .filter(|&flag| cut.is_none_or(|(cut, _)| cut.flag != flag));
+        let is_cut = |flag: usize| cut.is_some_and(|(cut, _)| cut.flag == flag);
+        let whole = tile.flags().filter(|&flag| !is_cut(flag));
         let begin = whole.map(|flag| self.flags[flag]).fold(free, f64::max);
         // A chunk that is cut along K is waited for before the steps that read its second part.
         let behind = cut.map_or(0.0, |(cut, k)| {
             self.flags[cut.flag] + (1.0 - cut.column as f64 / k as f64) * time
         });
         let end = (begin + time).max(behind);
-        if begin > free {
-            self.spans
-                .push(span(Lane::Worker(slot), Work::Wait { source }, free, begin));
-        }
-        let work = Work::Tile {
-            source,
-            m: tile.m,
-            n: tile.n,
-        };
-        self.spans.push(span(Lane::Worker(slot), work, begin, end));
+        self.wait((lane, source), free, begin);
+        self.spans.push(span(lane, work, begin, end));
         end
     }
 
-    /// Multiplies, and adds other ranks' partials when they have come. Returns when the tile is made.
-    fn add(&mut self, tile: &Tile, slot: usize, [begin, multiplied]: [f64; 2], adding: f64) -> f64 {
-        let source = self.schedule.owner_of_tile(tile);
+    /// Adds other ranks' partials to what was multiplied, when they have come. Returns when the tile is made.
+    fn add(&mut self, tile: &Tile, of: (Lane, usize), multiplied: f64, adding: f64) -> f64 {
         let ready = multiplied.max(self.come(tile.flags()));
         let end = ready + adding;
-        let lane = Lane::Worker(slot);
-        let work = Work::Tile {
-            source,
-            m: tile.m,
-            n: tile.n,
-        };
-        self.spans.push(span(lane, work, begin, multiplied));
-        if ready > multiplied {
-            self.spans
-                .push(span(lane, Work::Wait { source }, multiplied, ready));
-        }
-        let rows = self
-            .schedule
-            .product()
-            .map_or(0..0, |product| product.rows(tile));
+        self.wait(of, multiplied, ready);
+        let product = self.schedule.product();
+        let rows = product.map_or(0..0, |product| product.rows(tile));
+        let (lane, _) = of;
         self.spans.push(span(lane, Work::Add { rows }, ready, end));
         end
+    }
+
+    /// Waits for rows of `source`, if they are not there.
+    fn wait(&mut self, (lane, source): (Lane, usize), begin: f64, end: f64) {
+        if end > begin {
+            self.spans
+                .push(span(lane, Work::Wait { source }, begin, end));
+        }
     }
 }
 
