@@ -331,6 +331,15 @@ impl Members {
         }
     }
 
+    /// The error if `rank` has left, for which this rank waits in operation `epoch`.
+    #[cfg(feature = "cuda")]
+    pub fn has_left(&self, rank: usize, epoch: Epoch, awaited: Awaited) -> Option<Error> {
+        let number = self.shared.number_of(epoch);
+        let what = || self.shared.describe(epoch, awaited);
+        let has_left = self.shared.has_left(rank);
+        has_left.then(|| self.left(rank, number, what()))
+    }
+
     /// The error if `rank` has left while this rank waits for it in its call `number`. `what` is the call and what
     /// `rank` has not done.
     fn left(&self, rank: usize, number: Option<u64>, what: String) -> Error {

@@ -1,6 +1,7 @@
 //! Transfers over the network: a stream for each lane sends and receives, turn by turn.
 
 use std::mem::offset_of;
+use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
@@ -17,6 +18,7 @@ use crate::backend::cuda::shared::network::Network;
 use crate::backend::cuda::shared::words::Signals;
 use crate::error::{Error, Result};
 use crate::profile::span::Lane;
+use crate::protocol::flag::Awaited;
 use crate::refusal::Refusal;
 use crate::schedule::{Agreed, Move, Region, Schedule, Transfer, Turn};
 
@@ -113,7 +115,8 @@ impl Carrier<'_, '_, '_> {
         // SAFETY: this rank's memory holds the regions. What is sent is final: the lane has waited for the main stream,
         // and for its block if that is made during the operation. What is received is read after its flag alone, and
         // the kernels of earlier operations are in front of the lane. The memory lives until the streams have passed.
-        unsafe { network.exchange(at.members, lane, stream, &sent, &received)? };
+        let exchanged = unsafe { network.exchange(at.members, lane, stream, &sent, &received) };
+        exchanged.map_err(|error| self.blame(error, turn))?;
         if let Some(moved) = turn.received.or(turn.sent) {
             let work = || moved.work(at.members.rank);
             self.stamps.add(Lane::Network, before, stream, work)?;
@@ -123,6 +126,33 @@ impl Carrier<'_, '_, '_> {
             (Some(received), Flags::Mailbox) => self.signal_kernel(lane, received),
             _ => Ok(()),
         }
+    }
+
+    /// The error of a turn that NCCL refuses with `error`. A rank that has died is named by whoever sees that, and a
+    /// rank that has left by this rank.
+    fn blame(&self, error: Error, turn: &Turn) -> Error {
+        const MOMENT: Duration = Duration::from_millis(500);
+        let members = self.at.members;
+        let received = turn.received.map(|moved| {
+            let awaited = self.schedule.awaited(moved.flag);
+            (moved.from, awaited)
+        });
+        let sent = turn.sent.map(|moved| {
+            let awaited = Awaited::Taken { peer: moved.to };
+            (moved.to, awaited)
+        });
+        let has_left = || {
+            let mut peers = [received, sent].into_iter().flatten();
+            peers.find_map(|(peer, awaited)| members.has_left(peer, self.call.epoch, awaited))
+        };
+        let begin = Instant::now();
+        while begin.elapsed() < MOMENT {
+            if let Some(cause) = members.fault().or_else(has_left) {
+                return cause;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        error
     }
 
     /// Makes a lane wait until the block of a transfer is made, if it has one.

@@ -63,12 +63,30 @@ pub fn choose(
 }
 
 /// Chooses the tiles of an operation over several hosts. Within a host its rows are pushed.
+///
+/// How fast the network is, is not known. If it takes about as long as the product or longer, a row of tiles is left to
+/// make when the last rows have come, or has to be made before the first partials can go. So low tiles are better unless
+/// they make the product longer.
 fn over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
-    let base = Config::new(WIDEST, Chunking::new(1), Route::Push);
-    match problem.operation.is_sum() {
-        true => tiled(rates, problem, numerics, base).0,
-        false => gather::choose(rates, problem, numerics, true, Some(base)),
-    }
+    /// If there are fewer rows, sums have low tiles.
+    const MANY_ROWS: usize = 4096;
+    let m = problem.layout.m();
+    let is_sum = problem.operation.is_sum();
+    let tile = match is_sum && m < MANY_ROWS {
+        true => WIDEST.with_cluster(1, 1),
+        false => WIDEST,
+    };
+    let base = Config::new(tile, Chunking::new(1), Route::Push);
+    let of = (base, variant_of(problem, &base));
+    fastest(rates, problem, numerics, of, |tiles, config, _| {
+        // Ranks whose K differ must agree on the pieces of sums.
+        let agrees = !is_sum || partial_sums::agree(problem, config, &base);
+        match agrees {
+            true => tiles.cold() * (1.0 + config.entry_rows() as f64 / m.max(1) as f64),
+            false => f64::INFINITY,
+        }
+    })
+    .0
 }
 
 /// Predicts the times of an operation's parts, and last of the whole. Empty if they are not known.
