@@ -38,8 +38,9 @@ use model::choices::Choices;
 use model::tuned;
 use program::operands::{Operand, Operands};
 use program::{Program, Selected};
+use shared::Shared;
+use shared::network::{self, Network};
 use shared::symmetric::{Peers, Symmetric};
-use shared::{Shared, network};
 
 use crate::backend::contract::sealed::{self, Bound, Run};
 use crate::backend::contract::{Backend, OpenOptions, Owner};
@@ -207,7 +208,11 @@ impl sealed::Implementation for Cuda {
         // Winners were measured on whole devices.
         let measured = self.tuned.find(problem).filter(|_| max_ctas.is_none());
         let chosen = self.choices.of(problem, numerics, measured, |problem| {
-            model::choose(&peers.rates, problem, numerics, peers.can_push(), measured)
+            let (rates, pushes) = (&peers.rates, peers.can_push());
+            match self.network_of(problem) {
+                Some(network) => model::over_hosts(rates, problem, numerics, network.rate),
+                None => model::choose(rates, problem, numerics, pushes, measured),
+            }
         });
         Config { max_ctas, ..chosen }
     }
@@ -217,7 +222,11 @@ impl sealed::Implementation for Cuda {
     }
 
     fn predict(&self, problem: &Problem, config: &Config) -> Vec<Prediction> {
-        model::predict(&self.shared.peers.rates, problem, config)
+        let rates = &self.shared.peers.rates;
+        match self.network_of(problem) {
+            Some(network) => model::predict_over_hosts(rates, problem, config, network.rate),
+            None => model::predict(rates, problem, config),
+        }
     }
 
     fn is_recording(&self, _members: &Members) -> Result<bool> {
@@ -385,6 +394,12 @@ fn operand<'a>(bound: &Bound<'a, Cuda>, shared: usize) -> Option<Operand<'a>> {
 
 /// What `Group<Cuda>` and the integrations use.
 impl Cuda {
+    /// The network, if ranks of several hosts solve the problem.
+    fn network_of(&self, problem: &Problem) -> Option<&Network> {
+        let spans_hosts = problem.hosts.count() > 1;
+        self.shared.network.as_deref().filter(|_| spans_hosts)
+    }
+
     /// Fails if an operation of a group of several hosts is being captured.
     fn refuse_recording(&self, members: &Members, schedule: &Schedule) -> Result<()> {
         let Some(agreed) = schedule.agreed().filter(|_| self.shared.network.is_some()) else {

@@ -39,9 +39,6 @@ pub fn choose(
     pushes: bool,
     measured: Option<Measured>,
 ) -> Config {
-    if problem.hosts.count() > 1 {
-        return over_hosts(rates, problem, numerics);
-    }
     let measured = measured.filter(|m| pushes || m.alike.route == Route::Pull);
     let exact = measured.and_then(|measured| measured.exact);
     let is_plain = !problem.form.gated
@@ -64,10 +61,10 @@ pub fn choose(
 
 /// Chooses the tiles of an operation over several hosts. Within a host its rows are pushed.
 ///
-/// How fast the network is, is not known. If it takes about as long as the product or longer, a row of tiles is left to
-/// make when the last rows have come, or has to be made before the first partials can go. So low tiles are better unless
-/// they make the product longer.
-fn over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
+/// `network`: the bytes per microsecond that a rank sends and receives. If that takes as long as the product, a row of
+/// tiles is left to make when the last rows have come, or has to be made before the first partials can go. So low tiles
+/// are better.
+pub fn over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, network: f64) -> Config {
     /// If there are fewer rows, sums have low tiles.
     const MANY_ROWS: usize = 4096;
     let m = problem.layout.m();
@@ -77,16 +74,70 @@ fn over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
         false => WIDEST,
     };
     let base = Config::new(tile, Chunking::new(1), Route::Push);
+    let sent = time_of_network(problem, network);
     let of = (base, variant_of(problem, &base));
     fastest(rates, problem, numerics, of, |tiles, config, _| {
         // Ranks whose K differ must agree on the pieces of sums.
         let agrees = !is_sum || partial_sums::agree(problem, config, &base);
         match agrees {
-            true => tiles.cold() * (1.0 + config.entry_rows() as f64 / m.max(1) as f64),
+            true => until_complete(problem, config, tiles.cold(), sent),
             false => f64::INFINITY,
         }
     })
     .0
+}
+
+/// Predicts the times of an operation over several hosts, as [`predict`].
+pub fn predict_over_hosts(
+    rates: &Rates,
+    problem: &Problem,
+    config: &Config,
+    network: f64,
+) -> Vec<Prediction> {
+    let product = Tiles::of(rates, problem, config).cold();
+    let sent = time_of_network(problem, network);
+    let all = [
+        ("of the product alone", product),
+        ("that the network takes", sent),
+        (
+            "until the operation is complete",
+            until_complete(problem, config, product, sent),
+        ),
+    ];
+    let predictions = all.into_iter();
+    predictions
+        .map(|(what, micros)| Prediction { what, micros })
+        .collect()
+}
+
+/// Until an operation over hosts is complete whose `product` and network take so long.
+fn until_complete(problem: &Problem, config: &Config, product: f64, sent: f64) -> f64 {
+    let m = problem.layout.m().max(1);
+    let row = product * config.entry_rows().min(m) as f64 / m as f64;
+    product.max(sent + row)
+}
+
+/// Microseconds in which a rank sends its rows over the network, and receives as many, at `network` bytes per
+/// microsecond.
+fn time_of_network(problem: &Problem, network: f64) -> f64 {
+    network_bytes(problem) as f64 / network
+}
+
+/// The bytes that a rank sends over the network, and that it receives.
+fn network_bytes(problem: &Problem) -> usize {
+    let Problem {
+        layout,
+        dtypes,
+        hosts,
+        n,
+        ..
+    } = problem;
+    let row = match problem.operation.is_sum() {
+        true => n.saturating_mul(dtypes.partials.bytes()),
+        false => layout.k().saturating_mul(dtypes.operands.bytes()),
+    };
+    let rows = layout.m() / layout.world() * (hosts.count() - 1);
+    rows.saturating_mul(row)
 }
 
 /// Predicts the times of an operation's parts, and last of the whole. Empty if they are not known.
@@ -239,9 +290,45 @@ mod tests {
     use super::testing::config;
     use super::*;
     use crate::backend::cuda::gpu::rates::H200;
+    use crate::backend::cuda::program::support;
     use crate::element::DType;
-    use crate::schedule::Layout;
     use crate::schedule::Operation::{self, AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter};
+    use crate::schedule::plan::plan;
+    use crate::schedule::{Hosts, Layout};
+
+    #[test]
+    fn what_is_chosen_over_hosts_runs_and_is_low_if_there_are_few_rows() {
+        let hosts = Hosts::of(&["a", "b"]).unwrap();
+        for operation in [AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce] {
+            for [m, n, k] in [
+                [1024, 106_496, 16_384],
+                [4096, 16_384, 53_248],
+                [16, 8192, 4096],
+            ] {
+                let problem = Problem {
+                    hosts: hosts.clone(),
+                    ..problem(operation, m, n, k)
+                };
+                // As long as the product.
+                let product = 2.0 * m as f64 * n as f64 * k as f64 / 700e6;
+                let network = network_bytes(&problem) as f64 / product;
+                let config = over_hosts(&H200, &problem, Numerics::Fast, network);
+                assert_eq!(config.route, Route::Push, "{operation} {m}");
+                let most = if m < 4096 { 128 } else { 256 };
+                assert!(config.entry_rows() <= most, "{operation} {m}: {config:?}");
+                let fast = over_hosts(&H200, &problem, Numerics::Fast, 1e6);
+                let is_wide = operation.is_sum() || m < 1024 || fast.entry_rows() == 256;
+                assert!(is_wide, "{operation} {m}: {fast:?}");
+                for rank in 0..2 {
+                    let schedule = plan(&problem, rank, config).unwrap();
+                    assert!(
+                        support::check(&schedule).is_ok(),
+                        "{operation} {m}: {config:?}"
+                    );
+                }
+            }
+        }
+    }
 
     fn problem(operation: Operation, m: usize, n: usize, k: usize) -> Problem {
         let layout = Layout::balanced(m, k, 2).unwrap();

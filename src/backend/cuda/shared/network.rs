@@ -37,6 +37,8 @@ pub struct Network {
     lanes: Vec<Lane>,
     /// By lane: the turns of all operations that were enqueued.
     turns: [AtomicU32; LANES],
+    /// Bytes per microsecond that every rank sends and receives at the same time, as measured.
+    pub rate: f64,
 }
 
 /// A communicator. None once it was closed or aborted.
@@ -56,14 +58,16 @@ impl Network {
             nccl: nccl?,
             device: gpu.device.clone(),
             reclaimer: gpu.reclaimer.clone(),
-            scratch: gpu.scratch(Opening::BYTES * (members.world + 1))?,
+            scratch: gpu.scratch(2 * LANES * Opening::LONG)?,
             ends: (members.rank, members.world),
             hosts: members.hosts.clone(),
         };
         let opened = begin(members.rank, move || opening.open(&ids))?;
+        let (lanes, rate) = wait_for(members, &opened)?;
         Ok(Network {
-            lanes: wait_for(members, &opened)?,
+            lanes,
             turns: Default::default(),
+            rate: slowest(members, rate)?,
         })
     }
 
@@ -133,7 +137,7 @@ struct Opening {
     device: Arc<Device>,
     /// Has the lanes' streams.
     reclaimer: Arc<Reclaimer>,
-    /// Room for a message to all other ranks, and for one from each.
+    /// Room for a long message each way on each lane.
     scratch: Deferred<DeviceMemory>,
     /// This rank and the number of ranks.
     ends: (usize, usize),
@@ -141,39 +145,65 @@ struct Opening {
 }
 
 impl Opening {
-    /// Bytes of a message.
-    const BYTES: usize = 64;
+    /// Bytes of a message that connects two ranks, and of one that is timed.
+    const SHORT: usize = 64;
+    const LONG: usize = 4 << 20;
 
-    /// Waits for the other ranks.
-    fn open(&self, ids: &[CommunicatorId]) -> Result<Vec<Lane>> {
+    /// Waits for the other ranks. Returns the lanes, and how many bytes per microsecond they send and receive together.
+    fn open(&self, ids: &[CommunicatorId]) -> Result<(Vec<Lane>, f64)> {
         let open = |id| {
             let communicator =
                 Communicator::open(&self.nccl, &self.device, id, self.ends, LANE_CTAS);
             communicator.map(Lane::new)
         };
         let lanes = ids.iter().map(open).collect::<Result<Vec<_>>>()?;
-        for (lane, stream) in lanes.iter().zip(&self.reclaimer.streams.lanes) {
-            lane.with(|communicator| self.connect(communicator, stream))
-                .transpose()?;
-        }
-        Ok(lanes)
+        let (rank, world) = self.ends;
+        let others: Vec<usize> = (0..world)
+            .filter(|&peer| !self.hosts.share(rank, peer))
+            .collect();
+        self.exchange(&lanes, [&others, &others], Self::SHORT)?;
+        let rate = self.time(&lanes)?;
+        Ok((lanes, rate))
     }
 
-    /// Sends a few bytes to all ranks of other hosts, and receives theirs.
-    fn connect(&self, communicator: &Communicator, stream: &Stream) -> Result<()> {
-        let (rank, world) = self.ends;
-        let others = (0..world).filter(|&peer| !self.hosts.share(rank, peer));
-        let message = |peer: usize, place: usize| NcclMessage {
-            peer,
-            place: self.scratch.ptr() + (place * Self::BYTES) as u64,
-            bytes: Self::BYTES,
-        };
-        let sent: Vec<_> = others.clone().map(|peer| message(peer, world)).collect();
-        let received: Vec<_> = others.map(|peer| message(peer, peer)).collect();
-        // SAFETY: the scratch has room for a message of each rank and one more, and lives until the stream has passed.
-        unsafe { communicator.exchange(stream, &sent, &received)? };
-        while !stream.is_idle()? {
-            std::thread::sleep(Duration::from_micros(100));
+    /// Times messages along the rail, from the next host and to the one before.
+    fn time(&self, lanes: &[Lane]) -> Result<f64> {
+        let rank = self.ends.0;
+        let next: Vec<usize> = self.hosts.rail(rank).take(1).collect();
+        let before: Vec<usize> = self.hosts.rail(rank).rev().take(1).collect();
+        let mut best = f64::INFINITY;
+        // The first one starts slowly.
+        for _ in 0..3 {
+            let begin = Instant::now();
+            self.exchange(lanes, [&before, &next], Self::LONG)?;
+            best = best.min(begin.elapsed().as_secs_f64() * 1e6);
+        }
+        Ok((lanes.len() * Self::LONG) as f64 / best)
+    }
+
+    /// Sends a message of so many bytes to some ranks and receives one from some, on all lanes.
+    fn exchange(&self, lanes: &[Lane], [to, from]: [&[usize]; 2], bytes: usize) -> Result<()> {
+        let streams = &self.reclaimer.streams.lanes;
+        for (index, (lane, stream)) in lanes.iter().zip(streams).enumerate() {
+            // Nobody reads what comes, so messages may overwrite one another.
+            let message = |&peer: &usize, place: usize| NcclMessage {
+                peer,
+                place: self.scratch.ptr() + (place * Self::LONG) as u64,
+                bytes,
+            };
+            let sent: Vec<_> = to.iter().map(|peer| message(peer, 2 * index)).collect();
+            let received: Vec<_> = from
+                .iter()
+                .map(|peer| message(peer, 2 * index + 1))
+                .collect();
+            // SAFETY: the scratch has room for two messages of a lane, and lives until the streams have passed.
+            let exchanged = lane.with(|lane| unsafe { lane.exchange(stream, &sent, &received) });
+            exchanged.transpose()?;
+        }
+        for stream in streams {
+            while !stream.is_idle()? {
+                std::thread::yield_now();
+            }
         }
         Ok(())
     }
@@ -194,8 +224,26 @@ fn begin<T: Send + 'static>(
     Ok(told)
 }
 
-/// Waits for the lanes.
-fn wait_for(members: &Members, opened: &Receiver<Result<Vec<Lane>>>) -> Result<Vec<Lane>> {
+/// The least of all ranks' rates, by which they choose alike. Collective.
+fn slowest(members: &Members, own: f64) -> Result<f64> {
+    let own = own.to_le_bytes().to_vec();
+    let gathered = members.gather_messages(&opening(), Ok((own, None)))?;
+    let rates = gathered.payloads.iter().enumerate().map(|(rank, bytes)| {
+        let rate = bytes.as_slice().try_into().map(f64::from_le_bytes);
+        rate.map_err(|_| {
+            members.fail(Error::Message {
+                rank,
+                reason: format!("{} bytes of a rate", bytes.len()),
+            })
+        })
+    });
+    rates
+        .reduce(|one, other| Ok(one?.min(other?)))
+        .unwrap_or(Ok(1.0))
+}
+
+/// Waits for what a thread does.
+fn wait_for<T>(members: &Members, opened: &Receiver<Result<T>>) -> Result<T> {
     const PERIOD: Duration = Duration::from_millis(5);
     let begin = Instant::now();
     // Connecting many ranks may take longer than a call.
@@ -207,7 +255,7 @@ fn wait_for(members: &Members, opened: &Receiver<Result<Vec<Lane>>>) -> Result<V
     };
     loop {
         match opened.recv_timeout(PERIOD) {
-            Ok(lanes) => return lanes,
+            Ok(done) => return done,
             Err(RecvTimeoutError::Disconnected) => return Err(failed("its thread ended".into())),
             Err(RecvTimeoutError::Timeout) => members.fault().map_or(Ok(()), Err)?,
         }
