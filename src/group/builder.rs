@@ -234,11 +234,10 @@ impl<B: Backend> Builder<B> {
     /// `place`: of the call that opens it.
     pub(super) fn open(
         &self,
-        mut members: Members,
+        members: Members,
         whole: Option<&Group<B>>,
         place: &'static Location<'static>,
     ) -> Result<Group<B>> {
-        members.hosts = self.hosts.clone();
         let whole = whole.map(Group::inner);
         let its = whole.map(|whole| whole.backend.reopening());
         let shares_gpu = its.as_ref().is_some_and(|its| its.shares_gpu);
@@ -424,6 +423,7 @@ impl<B: Backend> Builder<B> {
             rank,
             world,
             address: address.into(),
+            hosts: self.hosts.clone(),
             backend: B::NAME,
             deadlines: self.deadlines(None),
             arrival: Arrival {

@@ -3,6 +3,7 @@
 use super::deadlines::Deadlines;
 use super::naming::{Arrival, Naming};
 use super::reports::ReportSender;
+use crate::schedule::Hosts;
 
 /// A process that looks for the others of its group.
 #[derive(Clone, Debug)]
@@ -10,6 +11,8 @@ pub struct Identity {
     pub rank: usize,
     pub world: usize,
     pub address: String,
+    /// Which ranks share a host.
+    pub hosts: Hosts,
     pub backend: &'static str,
     pub deadlines: Deadlines,
     /// What it says of itself when all have come.
@@ -21,6 +24,22 @@ pub struct Identity {
 }
 
 impl Identity {
+    /// The rank at which the ranks of this rank's host meet.
+    pub fn leader(&self) -> usize {
+        self.hosts.leader_of(self.rank)
+    }
+
+    /// True if this rank is that rank.
+    pub fn leads(&self) -> bool {
+        self.leader() == self.rank
+    }
+
+    /// The ranks of this rank's host.
+    pub fn neighbours(&self) -> impl Iterator<Item = usize> {
+        let host = self.hosts.host_of(self.rank);
+        self.hosts.ranks_of(host, self.world)
+    }
+
     /// True if `rank` is another rank, and this rank's launcher says that its process has ended.
     pub fn has_ended(&self, rank: usize) -> bool {
         let launcher = self.launcher.as_ref().filter(|_| rank != self.rank);

@@ -20,6 +20,7 @@ pub mod memfd;
 #[cfg(any(miri, gemmesh_heap))]
 #[path = "memfd/heap.rs"]
 pub mod memfd;
+pub mod mirror;
 pub mod naming;
 mod output;
 pub mod panics;
@@ -32,6 +33,8 @@ mod search;
 pub mod shared_state;
 pub mod split;
 mod surroundings;
+pub mod tcp;
+pub mod tree;
 pub mod waits;
 pub mod watcher;
 pub mod wire;

@@ -24,7 +24,8 @@ use self::attempt::Rendezvous;
 use self::introduction::{Hello, Prefix};
 use super::address;
 use super::identity::Identity;
-use super::members::{Members, opening};
+use super::members::{Connections, Members, opening};
+use super::mirror::Link;
 use super::naming::{Arrival, Naming};
 use super::pidfd::{self, Ended};
 use super::search::{Found, Search};
@@ -50,7 +51,7 @@ const LINGER: Duration = Duration::from_secs(1);
 pub fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
     if identity.world == 1 {
         // There are no other ranks, so no process can be in the way.
-        return members(identity, allocate()?.0, Vec::new());
+        return members(identity, allocate(0)?.0, Vec::new(), Vec::new());
     }
     // This opens a file. What follows opens files only when rank 0 can be told of a failure.
     let hello = Hello::new(identity)?;
@@ -64,7 +65,7 @@ pub fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
             Found::There(stream, peer) => (Arc::new(Connection::from(stream)), peer),
         };
         match introduce(identity, &hello, &stream, version) {
-            Ok(memory) => return members(identity, memory, vec![stream]),
+            Ok(memory) => return members(identity, memory, vec![stream], Vec::new()),
             Err(WireError::Closed) => search.was_closed()?,
             Err(WireError::Late) => return Err(search.was_silent(peer)),
             Err(WireError::Stopped(error)) => return Err(error),
@@ -129,8 +130,8 @@ fn map(rank: usize, fds: io::Result<Vec<OwnedFd>>) -> Result<Mapping> {
 }
 
 /// The memory that all ranks of a group share, and the descriptor for the others.
-fn allocate() -> Result<(Mapping, OwnedFd)> {
-    let lacking = |error| Error::out_of_memory(0, SharedState::BYTES)(error);
+fn allocate(rank: usize) -> Result<(Mapping, OwnedFd)> {
+    let lacking = |error| Error::out_of_memory(rank, SharedState::BYTES)(error);
     let fd = memfd(SharedState::BYTES).map_err(lacking)?;
     let memory = Mapping::shared(&fd, SharedState::BYTES).map_err(lacking)?;
     Ok((memory, fd))
@@ -142,6 +143,7 @@ fn members(
     identity: &Identity,
     memory: Mapping,
     connections: Vec<Arc<Connection>>,
+    links: Vec<Link>,
 ) -> Result<Members> {
     let &Identity {
         rank,
@@ -153,18 +155,28 @@ fn members(
         // All ranks are here, so reports about earlier groups are void.
         launcher.withdraw();
     }
-    let shared_state =
-        SharedState::new(memory, rank, world).with_launcher(identity.launcher.clone());
+    let shared_state = SharedState::new(memory, rank, world)
+        .on_hosts(identity.hosts.clone())
+        .with_launcher(identity.launcher.clone());
     let processes = connections
         .iter()
         .map(|connection| pidfd::of_peer(connection));
-    let peers = Watched::of(rank, &connections, processes)
+    let leader = identity.leader();
+    let ends: Vec<usize> = match identity.leads() {
+        true => identity
+            .neighbours()
+            .filter(|&other| other != rank)
+            .collect(),
+        false => vec![leader],
+    };
+    let near = Watched::of(ends, &connections, processes)
         .map_err(Error::system(rank, "watch another rank's process"))
         .map_err(|error| shared_state.fail(error))?;
     if let Some(naming) = &identity.naming {
         shared_state.set_naming(naming.clone());
     }
-    let members = Members::new(rank, deadlines, false, shared_state, world, peers)?;
+    let connections = Connections { near, links };
+    let members = Members::new(rank, deadlines, false, shared_state, world, connections)?;
     members.set_naming(agree(&members, identity)?);
     Ok(members)
 }

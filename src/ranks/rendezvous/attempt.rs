@@ -84,7 +84,7 @@ impl<'a> Rendezvous<'a> {
     pub fn run(mut self, begin: Instant) -> Result<Members> {
         let outcome = self.receive_all(begin).and_then(|()| {
             self.spare = None;
-            allocate()
+            allocate(0)
         });
         let is_over = |error: &Error| {
             matches!(
@@ -118,7 +118,7 @@ impl<'a> Rendezvous<'a> {
                     tell(&guest.stream, &Ok(()), &[fd.as_fd()]);
                     connections.push(guest.stream);
                 }
-                members(identity, memory, connections)
+                members(identity, memory, connections, Vec::new())
             }
             Err(error) => {
                 for guest in guests.chain(rejected) {

@@ -51,7 +51,8 @@ impl Symmetric {
             };
             let offered = offer();
             members.share(call, offered, |fds| {
-                let maps = fds.iter().enumerate().map(|(peer, fd)| {
+                // All ranks run on one host.
+                let maps = fds.iter().flatten().enumerate().map(|(peer, fd)| {
                     let own = own.take_if(|_| peer == members.rank);
                     own.map_or_else(|| peers.import(device, members, peer, fd, bytes), Ok)
                 });
