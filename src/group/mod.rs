@@ -1,6 +1,7 @@
 //! A group: the ranks that multiply together, and what they share.
 
 mod builder;
+mod gathered;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod operation;

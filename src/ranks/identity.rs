@@ -1,6 +1,10 @@
 //! How a process that looks for its group introduces itself.
 
+use std::borrow::Cow;
+use std::sync::Arc;
+
 use super::deadlines::Deadlines;
+use super::meeting::Meeting;
 use super::naming::{Arrival, Naming};
 use super::reports::ReportSender;
 use crate::schedule::Hosts;
@@ -13,6 +17,8 @@ pub struct Identity {
     pub address: String,
     /// Which ranks share a host.
     pub hosts: Hosts,
+    /// Where leaders meet, if there are several hosts.
+    pub meeting: Option<Arc<Meeting>>,
     pub backend: &'static str,
     pub deadlines: Deadlines,
     /// What it says of itself when all have come.
@@ -38,6 +44,14 @@ impl Identity {
     pub fn neighbours(&self) -> impl Iterator<Item = usize> {
         let host = self.hosts.host_of(self.rank);
         self.hosts.ranks_of(host, self.world)
+    }
+
+    /// The address at which they meet. Hosts that share a machine need different ones.
+    pub fn local_address(&self) -> Cow<'_, str> {
+        match self.hosts.host_of(self.rank) {
+            0 => Cow::Borrowed(&self.address),
+            host => Cow::Owned(format!("{}/host {host}", self.address)),
+        }
     }
 
     /// True if `rank` is another rank, and this rank's launcher says that its process has ended.

@@ -265,7 +265,12 @@ impl Teller {
                 rank,
                 reason: reason.clone(),
             },
-            Some(End::CutOff) | Some(End::Closed) | None => Error::RankLost { rank, noticed_by },
+            Some(End::CutOff) => Error::HostLost {
+                rank,
+                noticed_by,
+                silent_ms: CUT_OFF.as_millis() as u64,
+            },
+            Some(End::Closed) | None => Error::RankLost { rank, noticed_by },
         };
         self.shared.report(error, false);
     }

@@ -14,6 +14,7 @@ pub mod host;
 pub mod identity;
 pub mod last_panic;
 pub mod launch;
+pub mod meeting;
 pub mod members;
 #[cfg(not(any(miri, gemmesh_heap)))]
 pub mod memfd;

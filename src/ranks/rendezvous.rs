@@ -8,11 +8,15 @@
 //! Each time that rank 0 listens is an **attempt**. All ranks that come to an attempt get the same **verdict**, when
 //! rank 0 has stopped listening. Ranks that come later take part in the next attempt. So a connection that ends without
 //! a verdict says nothing, and its rank goes on searching.
+//!
+//! If there are several hosts, each host's leader listens as rank 0 does, and leaders meet rank 0: see
+//! [`meeting`](super::meeting).
 
 mod attempt;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod introduction;
+mod leaders;
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -21,7 +25,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use self::attempt::Rendezvous;
-use self::introduction::{Hello, Prefix};
+pub use self::introduction::Hello;
+use self::introduction::Prefix;
 use super::address;
 use super::identity::Identity;
 use super::members::{Connections, Members, opening};
@@ -39,7 +44,7 @@ use crate::ranks::memfd::{Mapping, memfd};
 /// Changes whenever ranks of older builds cannot work with ranks of this build.
 pub const PROTOCOL_VERSION: u32 = 8;
 /// The longest answer: an error.
-const MAX_VERDICT: usize = 64 << 10;
+pub const MAX_VERDICT: usize = 64 << 10;
 /// If there can be no group, rank 0 listens this long for late ranks, to tell them, and a rank waits this long for
 /// that.
 const LINGER: Duration = Duration::from_secs(1);
@@ -69,9 +74,13 @@ pub fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
             Err(WireError::Closed) => search.was_closed()?,
             Err(WireError::Late) => return Err(search.was_silent(peer)),
             Err(WireError::Stopped(error)) => return Err(error),
-            Err(WireError::Garbage(reason)) => return Err(Error::Message { rank: 0, reason }),
+            Err(WireError::Garbage(reason)) => {
+                let rank = identity.leader();
+                return Err(Error::Message { rank, reason });
+            }
             Err(WireError::Io(error)) => {
-                return Err(Error::system(identity.rank, "talk to rank 0")(error));
+                let action = format!("talk to rank {}", identity.leader());
+                return Err(Error::system(identity.rank, action)(error));
             }
         }
     }
@@ -89,7 +98,7 @@ fn introduce(
     let garbage = |e: serde_json::Error| WireError::Garbage(e.to_string());
     let verdict = json::outcome::<()>(&verdict).map_err(garbage)?;
     verdict.map_err(WireError::Stopped)?;
-    map(identity.rank, fds).map_err(|error| {
+    map(identity, fds).map_err(|error| {
         Members::decline(stream, &identity.deadlines, &error);
         WireError::Stopped(error)
     })
@@ -108,22 +117,30 @@ fn verdict_on(
         rank: identity.rank as u32,
         length: hello.len() as u32,
     };
+    // The leader of a host that is not rank 0's waits for rank 0's verdict, which may wait for other leaders.
+    let patience = if identity.hosts.count() > 1 {
+        3 * LINGER
+    } else {
+        LINGER
+    };
     let channel = Channel {
         stream,
         // Rank 0 may have begun later than this rank, and it knows which ranks are missing.
-        deadline: Instant::now() + identity.deadlines.rendezvous() + LINGER,
+        deadline: Instant::now() + identity.deadlines.rendezvous() + patience,
         check: || pidfd::check(stream),
     };
     channel.send_raw(&[prefix.encode().as_slice(), &hello].concat())?;
     channel.receive(MAX_VERDICT)
 }
 
-/// Maps the group's shared memory from the descriptors that came with rank 0's verdict.
-fn map(rank: usize, fds: io::Result<Vec<OwnedFd>>) -> Result<Mapping> {
+/// Maps the group's shared memory from the descriptors that came with the leader's verdict.
+fn map(identity: &Identity, fds: io::Result<Vec<OwnedFd>>) -> Result<Mapping> {
+    let rank = identity.rank;
     let fds = fds.map_err(Error::system(rank, "receive the group's shared memory"))?;
     let [memory] = &fds[..] else {
         let reason = format!("{} descriptors of shared memory", fds.len());
-        return Err(Error::Message { rank: 0, reason });
+        let rank = identity.leader();
+        return Err(Error::Message { rank, reason });
     };
     Mapping::shared(memory, SharedState::BYTES)
         .map_err(Error::out_of_memory(rank, SharedState::BYTES))

@@ -117,6 +117,11 @@ impl<E, C: Fn() -> Result<(), E>> Channel<'_, C> {
         Ok(())
     }
 
+    /// Receives as many bytes as there is room for.
+    pub fn receive_raw(&self, bytes: &mut [u8]) -> Result<(), WireError<E>> {
+        self.receive_part(bytes, &mut Ok(Vec::new()))
+    }
+
     /// Receives a frame of at most `limit` bytes.
     pub fn receive(&self, limit: usize) -> Result<Frame, WireError<E>> {
         let mut fds = Ok(Vec::new());
