@@ -34,6 +34,8 @@ const LIVELY: Duration = Duration::from_millis(50);
 const BEAT: Duration = Duration::from_millis(250);
 /// A host whose system has acknowledged nothing for this long is lost.
 const CUT_OFF: Duration = Duration::from_millis(1250);
+/// So many bytes that have not been sent are many.
+const CROWDED: usize = 64 << 10;
 /// A thread that has not run for this long knows nothing of what was acknowledged meanwhile.
 const ASLEEP: Duration = Duration::from_millis(500);
 /// How long a leader that has left waits for the ranks that it speaks for, and then for the other ends to close.
@@ -170,14 +172,14 @@ impl Teller {
 
     /// Tells the other hosts of this one.
     fn tell(&mut self) {
-        let mut news = Vec::new();
-        self.shared
-            .tell_news(&mut self.known, |record| record.encode(&mut news));
-        if !news.is_empty() {
-            self.lively = Instant::now();
-        }
+        let (lines, lively) = (&mut self.lines, &mut self.lively);
+        self.shared.tell_news(&mut self.known, |record| {
+            if !record.is_minor() {
+                *lively = Instant::now();
+            }
+            lines.iter_mut().for_each(|line| line.say(&record));
+        });
         for line in &mut self.lines {
-            line.out.extend(&news);
             line.send();
             if line.is_cut_off(self.awake) {
                 line.end = Some(End::CutOff);
@@ -220,20 +222,19 @@ impl Teller {
 
     /// Writes a record into this host's block. Rank 0's host passes it on.
     fn take(&mut self, from: usize, record: &Record) {
-        if let Record::Beat = record {
-            return;
+        if !record.is_minor() {
+            self.lively = Instant::now();
         }
-        self.lively = Instant::now();
         if let Some(number) = self.shared.take_news(record) {
             self.differing.get_or_insert((number, Instant::now()));
         }
-        if let Record::Proposal { .. } = record {
+        if let Record::Beat | Record::Proposal { .. } = record {
             return;
         }
         // Only rank 0's host has several lines.
         let others = self.lines.iter_mut().enumerate();
         for (_, line) in others.filter(|(index, _)| *index != from) {
-            record.encode(&mut line.out);
+            line.say(record);
         }
     }
 
@@ -353,6 +354,13 @@ impl Line {
         PollFd::new(&*self.stream, PollFlags::IN | out)
     }
 
+    /// Adds a record to what will be sent. If the other end takes nothing, it is not told of waits that go on.
+    fn say(&mut self, record: &Record) {
+        if !record.is_minor() || self.out.len() < CROWDED {
+            record.encode(&mut self.out);
+        }
+    }
+
     /// Sends what can be sent, or that this host is there.
     fn send(&mut self) {
         if self.out.is_empty() && self.spoken.elapsed() >= BEAT {
@@ -414,5 +422,102 @@ impl Line {
     /// True if the other system has acknowledged nothing for too long. This thread has been awake since `awake`.
     fn is_cut_off(&self, awake: Instant) -> bool {
         awake.elapsed() > CUT_OFF && tcp::is_silent(&self.stream, CUT_OFF)
+    }
+}
+
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    //! The bytes that come from another host's leader.
+    use std::io::Write;
+    use std::net::Shutdown;
+
+    use super::*;
+    use crate::ranks::call::WORDS;
+    use crate::ranks::memfd::{Mapping, memfd};
+    use crate::schedule::Hosts;
+
+    thread_local! {
+        // Rank 0's host, and another's.
+        static SHARED: [Arc<SharedState>; 2] = [0, 2].map(|rank| {
+            let memory = memfd(SharedState::BYTES).expect("memory");
+            let memory = Mapping::shared(memory, SharedState::BYTES).expect("memory");
+            let hosts = Hosts::of(&[0, 0, 1, 1]).expect("two hosts");
+            Arc::new(SharedState::new(memory, rank, 4).on_hosts(hosts))
+        });
+    }
+
+    /// The first byte says on which host they come.
+    pub fn parse(data: &[u8]) {
+        let Some((host, sent)) = data.split_first() else {
+            return;
+        };
+        let (Ok((other, mirror)), Ok((messages, _))) = (wire::pair(), wire::pair()) else {
+            return;
+        };
+        // Bytes that do not fit in the socket's buffer are not sent.
+        let _ = (&*other).write(sent);
+        let _ = other.shutdown(Shutdown::Write);
+        let shared = SHARED.with(|shared| shared[usize::from(host % 2)].clone());
+        let rank = if shared.rank() == 0 { 2 } else { 0 };
+        let messages = Arc::new(messages);
+        let link = Link {
+            rank,
+            messages,
+            mirror,
+        };
+        let mut teller = Teller::new(shared.clone(), vec![link]);
+        teller.hear();
+        if let Some((number, _)) = teller.differing {
+            shared.report_odd_one(number);
+        }
+        for rank in 0..shared.world() {
+            drop((shared.refusal(rank, 1), shared.is_gone(rank)));
+        }
+        drop(shared.fault().map(|fault| fault.to_string()));
+    }
+
+    /// What rank 2 tells.
+    pub fn seeds() -> Vec<Vec<u8>> {
+        let rank = 2;
+        let failure = br#"{"RankLost":{"rank":3,"noticed_by":2}}"#.to_vec();
+        let records = [
+            Record::Beat,
+            Record::Post {
+                rank,
+                number: 1,
+                words: Box::new([u64::MAX; WORDS]),
+                lines: Some(b"barrier".to_vec()),
+            },
+            Record::Refusal {
+                rank,
+                number: 1,
+                age: Some(5),
+                note: [&1_u64.to_le_bytes(), &failure[..]].concat(),
+            },
+            Record::Wait {
+                rank,
+                peer: 1,
+                age: 3,
+            },
+            Record::Proposal {
+                rank,
+                failure: failure.clone(),
+            },
+            Record::Fault {
+                rank,
+                failure: failure.clone(),
+            },
+            Record::Left {
+                rank,
+                is_gone: true,
+                reason: Some(failure),
+            },
+        ];
+        let seed = |record: &Record| {
+            let mut bytes = vec![0];
+            record.encode(&mut bytes);
+            bytes
+        };
+        records.iter().map(seed).collect()
     }
 }

@@ -26,9 +26,10 @@ fn errors(
     part: impl Fn(&Group<Host>) -> Result<(), Error> + Sync,
 ) -> Vec<Error> {
     let ranks = builder.threads(hosts.len(), |group| {
-        group.barrier()?;
+        // A rank may fail the group before another has left the barrier.
+        let met = group.barrier();
         let begin = Instant::now();
-        let outcome = part(&group);
+        let outcome = met.and_then(|()| part(&group));
         let took = begin.elapsed();
         if apart.contains(&group.rank()) {
             return Ok(None);

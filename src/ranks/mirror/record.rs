@@ -53,6 +53,11 @@ impl Record {
         }
     }
 
+    /// True if it says only that something goes on.
+    pub fn is_minor(&self) -> bool {
+        matches!(self, Record::Beat | Record::Wait { .. })
+    }
+
     /// Appends the record: the length of what follows in four bytes, its kind, its rank, its fields.
     pub fn encode(&self, bytes: &mut Vec<u8>) {
         let begin = bytes.len();
