@@ -338,7 +338,7 @@ impl<B: Backend> Builder<B> {
     ///
     /// The ranks may run on several hosts, each of which has as many ranks as the others. Then the lowest rank of each
     /// host connects to rank 0 by TCP, at a free port of one of its host's addresses. Products and collectives need a
-    /// network for rows, too, which only [`Builder::from_communicator`] has. Parts of one host need none
+    /// network for rows, too, which only `Builder::from_communicator` has. Parts of one host need none
     /// ([`Group::split`]).
     ///
     /// ```
@@ -371,7 +371,7 @@ impl<B: Backend> Builder<B> {
     /// ```
     ///
     /// # Errors
-    /// As [`Builder::connect`]; [`Error::Callback`] with the error of `gather`; [`Error::Count`] unless it returns the
+    /// As [`Builder::connect`], and those of several hosts, as [`Group::from_env`]; [`Error::Callback`] with the error of `gather`; [`Error::Count`] unless it returns the
     /// bytes of each rank; [`Error::RankNeverJoined`] if rank 0 has no address; [`Error::Unsupported`] if one host has more
     /// ranks than another.
     #[track_caller]
