@@ -10,6 +10,7 @@ pub mod env;
 #[cfg(feature = "cuda")]
 pub mod failure_reporter;
 mod family;
+mod forked;
 pub mod host;
 pub mod identity;
 pub mod last_panic;

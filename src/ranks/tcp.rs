@@ -16,7 +16,8 @@ pub fn connection(stream: TcpStream) -> io::Result<Connection> {
     stream.set_nonblocking(true)?;
     stream.set_nodelay(true)?;
     // Messages are sent and received in the same way as on sockets within a host.
-    Ok(UnixStream::from(OwnedFd::from(stream)).into())
+    let stream = UnixStream::from(OwnedFd::from(stream));
+    Ok(Connection::between_machines(stream))
 }
 
 /// Listens at `port`, or at a free port if it is 0, of all addresses of this machine.

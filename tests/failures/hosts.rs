@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use gemmesh::{Deadline, Error, Group, Host, bf16};
 use rustix::process::Signal;
 
+use crate::support::forks::{end, fork};
 use crate::support::processes::{
     Outcome, Processes, Rank, Setting, is_rank, start_with, this_program,
 };
@@ -181,6 +182,30 @@ fn a_killed_rank_0_is_named_on_all_hosts() {
 #[test]
 fn a_killed_rank_of_the_first_host_is_named_on_all_hosts() {
     kill(test_name!(), 1);
+}
+
+/// A child that has a copy of all of a killed leader's sockets lives on.
+#[test]
+fn a_killed_leader_is_named_while_a_child_of_it_lives() {
+    let (victim, lives) = (2, Duration::from_secs(6));
+    let job = Job::new(3, 1);
+    let ranks = job.start(test_name!(), |rank| {
+        let group = join(TIMEOUT)?;
+        group.barrier()?;
+        if rank.rank == victim && fork().is_none() {
+            std::thread::sleep(lives);
+            end(true);
+        }
+        rank.say("here");
+        if rank.rank == victim {
+            rank.hear();
+        }
+        fails(rank, &group)
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(200));
+    let killed = ranks.signal(victim, Signal::KILL);
+    assert_lost(ranks, job.world(), victim, killed);
 }
 
 /// A stopped process is as one that is slow: its system answers for it.
