@@ -54,13 +54,17 @@ fn install() -> Option<()> {
     installed.as_ref().map(|_| ())
 }
 
-/// Puts a closed socket in the place of each. Their numbers stay taken, because the child has copies of their owners.
 unsafe extern "C" fn in_child() {
+    lose_all();
+}
+
+/// Puts a closed socket in the place of each. Their numbers stay taken, because the child has copies of their owners.
+fn lose_all() {
     let closed = CLOSED.load(Ordering::Relaxed) - 1;
     for socket in &SOCKETS {
         let descriptor = socket.load(Ordering::Relaxed) - 1;
         if descriptor >= 0 {
-            // SAFETY: a system call on descriptors of this process, which nobody uses: it has only this thread.
+            // SAFETY: a system call on descriptors of this child, which nobody uses: it has only this thread.
             unsafe { libc::dup3(closed, descriptor, libc::O_CLOEXEC) };
         }
     }

@@ -184,6 +184,24 @@ fn a_killed_rank_of_the_first_host_is_named_on_all_hosts() {
     kill(test_name!(), 1);
 }
 
+#[test]
+fn a_leader_that_is_killed_between_calls_is_named_on_all_hosts() {
+    let (victim, job) = (2, Job::new(3, 1));
+    let ranks = job.start(test_name!(), |rank| {
+        let group = join(TIMEOUT)?;
+        group.barrier()?;
+        rank.say("here");
+        while group.check().is_ok() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        fails(rank, &group)
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(200));
+    let killed = ranks.signal(victim, Signal::KILL);
+    assert_lost(ranks, job.world(), victim, killed);
+}
+
 /// A child that has a copy of all of a killed leader's sockets lives on.
 #[test]
 fn a_killed_leader_is_named_while_a_child_of_it_lives() {

@@ -101,6 +101,25 @@ fn a_call_that_differs_on_another_host_is_named() {
     }
 }
 
+/// Messages arrive before it is known that the calls differ.
+#[test]
+fn messages_that_differ_on_another_host_end_no_call() {
+    for hosts in ["abc", "abba"] {
+        for odd in 0..hosts.len() {
+            let errors = errors(hosts, builder(hosts), &[], |group| {
+                match group.rank() == odd {
+                    true => group.all_gather_bytes(&[]).map(drop),
+                    false => group.barrier(),
+                }
+            });
+            let Error::CallMismatch { rank, .. } = &errors[0] else {
+                panic!("{hosts}: {}", errors[0])
+            };
+            assert_eq!(*rank, odd, "{hosts}");
+        }
+    }
+}
+
 /// Rows of as many bytes, for a different product.
 #[test]
 fn an_operation_that_differs_on_another_host_is_named_before_it_is_complete() {

@@ -499,7 +499,9 @@ fn rank_0_s_host_says_which_failure_is_the_first() {
     let [of_first, of_second] = &mut known;
     std::thread::scope(|scope| {
         let far = scope.spawn(|| ranks[2].fail(lost(2)));
+        let begin = Instant::now();
         while ranks[2].block().proposal.reporter().is_none() {
+            assert!(begin.elapsed() < VERDICT, "nothing is proposed");
             std::thread::yield_now();
         }
         assert_eq!(ranks[2].fault(), None, "it is not decided");
