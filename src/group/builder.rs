@@ -159,7 +159,7 @@ impl<B: Backend> Builder<B> {
         Deadlines::new(call, self.arrival_timeout.or(arrival))
     }
 
-    /// How many threads a rank multiplies with on the host backend. By default the ranks share the cores.
+    /// How many threads a rank multiplies with on the host backend. By default the ranks of a host share its cores.
     pub fn workers(mut self, workers: usize) -> Self {
         self.workers = Some(workers);
         self

@@ -151,7 +151,7 @@ impl sealed::Implementation for Host {
     fn open(members: &Members, options: &OpenOptions) -> Result<Host> {
         let count = options.workers.unwrap_or_else(|| {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
-            (cores / members.world).max(1)
+            (cores * members.hosts.count() / members.world).max(1)
         });
         // The call that opens the group has set the place.
         let refuse =

@@ -133,3 +133,125 @@ impl Rendezvous<'_> {
         })?
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, SocketAddr};
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::ranks::address;
+    use crate::ranks::deadlines::Deadlines;
+    use crate::ranks::identity::Identity;
+    use crate::ranks::meeting::{Key, Place};
+    use crate::ranks::naming::Arrival;
+    use crate::ranks::rendezvous::{PROTOCOL_VERSION, meet_speaking};
+    use crate::ranks::tcp;
+    use crate::schedule::Hosts;
+
+    /// The errors of ranks that meet, each alone on its host, after `change` of the rank at a place. Ranks stand at the
+    /// places of `ranks`.
+    fn errors(
+        ranks: &[usize],
+        world: usize,
+        version: impl Fn(usize) -> u32 + Sync,
+        change: impl Fn(usize, &mut Identity) + Sync,
+    ) -> Vec<Error> {
+        let listener = tcp::listen(0).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let rank_0 = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        let address = address::draw().unwrap();
+        let hosts: Vec<usize> = (0..world).collect();
+        let identity = |place: usize| {
+            let place_of_rank_0 = match ranks[place] {
+                0 => Place::Listening(listener.try_clone().unwrap()),
+                _ => Place::At(vec![rank_0]),
+            };
+            let mut identity = Identity {
+                rank: ranks[place],
+                world,
+                address: address.clone(),
+                hosts: Hosts::of(&hosts).unwrap(),
+                meeting: Some(Arc::new(Meeting {
+                    key: Key::of(&address, "test"),
+                    place: place_of_rank_0,
+                })),
+                backend: "host",
+                deadlines: Deadlines::new(Duration::from_secs(5), Some(Duration::from_secs(5))),
+                arrival: Arrival {
+                    name: None,
+                    job: None,
+                },
+                naming: None,
+                launcher: None,
+            };
+            change(place, &mut identity);
+            identity
+        };
+        let (identity, version) = (&identity, &version);
+        std::thread::scope(|scope| {
+            let meet = |place| move || meet_speaking(&identity(place), version(place)).unwrap_err();
+            let threads: Vec<_> = (0..ranks.len())
+                .map(|place| scope.spawn(meet(place)))
+                .collect();
+            threads
+                .into_iter()
+                .map(|thread| thread.join().unwrap())
+                .collect()
+        })
+    }
+
+    #[track_caller]
+    fn assert_mismatch(errors: &[Error], of: usize, expected: &str) {
+        for error in errors {
+            let Error::Mismatch { rank, what, .. } = error else {
+                panic!("{error}");
+            };
+            assert_eq!((*rank, what.as_str()), (of, expected));
+        }
+    }
+
+    #[test]
+    fn all_hosts_are_told_which_one_speaks_another_version() {
+        let version = |place| PROTOCOL_VERSION + u32::from(place == 2);
+        let errors = errors(&[0, 1, 2], 3, version, |_, _| {});
+        assert_mismatch(&errors, 2, "protocol version");
+    }
+
+    #[test]
+    fn all_hosts_are_told_which_one_has_another_backend() {
+        let change = |place, identity: &mut Identity| {
+            if place == 1 {
+                identity.backend = "cuda";
+            }
+        };
+        let errors = errors(&[0, 1, 2], 3, |_| PROTOCOL_VERSION, change);
+        assert_mismatch(&errors, 1, "backend");
+    }
+
+    #[test]
+    fn two_hosts_that_are_one_are_told() {
+        let errors = errors(&[0, 1, 1], 3, |_| PROTOCOL_VERSION, |_, _| {});
+        let own = std::process::id();
+        for error in errors {
+            let duplicate = Error::DuplicateRank {
+                rank: 1,
+                pids: [own, own],
+            };
+            assert_eq!(error, duplicate);
+        }
+    }
+
+    #[test]
+    fn hosts_that_disagree_about_hosts_are_told() {
+        let change = |place, identity: &mut Identity| {
+            if place == 1 {
+                identity.hosts = Hosts::of(&[0, 1, 0, 1]).unwrap();
+                identity.deadlines = Deadlines::new(Duration::ZERO, Some(Duration::ZERO));
+            }
+        };
+        let errors = errors(&[0, 1], 4, |_| PROTOCOL_VERSION, change);
+        assert_mismatch(&errors[..1], 1, "ranks of its host");
+    }
+}
