@@ -424,8 +424,9 @@ impl<B: Backend> Builder<B> {
         let tags: Vec<&str> = all.iter().map(|told| told.host.as_str()).collect();
         let found = || Hosts::of(&tags).map_err(Refusal::of(rank, CALL));
         self.hosts = hosts.map_or_else(found, Ok)?;
-        if self.hosts.count() > 1 {
-            self.meeting = Some(Arc::new(first.meeting(listener)));
+        match self.hosts.count() {
+            1 => drop(listener),
+            _ => self.meeting = Some(Arc::new(first.meeting(listener))),
         }
         self.connect(rank, world, &first.address)
     }

@@ -161,12 +161,15 @@ impl Teller {
             self.awake = Instant::now();
         }
         self.looked = Instant::now();
-        self.tell();
+        // This end of the lines is closed when this rank parts.
+        if !self.is_parting {
+            self.tell();
+        }
         self.hear();
         self.judge();
-        let (ended, going_on) = self.lines.drain(..).partition(|line| line.end.is_some());
+        let lines = std::mem::take(&mut self.lines).into_iter();
+        let (ended, going_on): (Vec<Line>, Vec<Line>) = lines.partition(|line| line.end.is_some());
         self.lines = going_on;
-        let ended: Vec<Line> = ended;
         ended.iter().for_each(|line| self.lose(line));
     }
 
@@ -321,6 +324,9 @@ struct Line {
     out: Vec<u8>,
     /// What has come and is no whole record yet.
     input: Vec<u8>,
+    /// The latest calls that were said and heard.
+    said: Option<Record>,
+    heard: Option<Record>,
     /// When something was last sent.
     spoken: Instant,
     /// Why it has ended, if it has.
@@ -341,6 +347,8 @@ impl Line {
             stream: link.mirror,
             out: Vec::new(),
             input: Vec::new(),
+            said: None,
+            heard: None,
             spoken: Instant::now(),
             end: None,
         }
@@ -356,8 +364,19 @@ impl Line {
 
     /// Adds a record to what will be sent. If the other end takes nothing, it is not told of waits that go on.
     fn say(&mut self, record: &Record) {
-        if !record.is_minor() || self.out.len() < CROWDED {
-            record.encode(&mut self.out);
+        if record.is_minor() && self.out.len() >= CROWDED {
+            return;
+        }
+        let before = self.said.as_ref();
+        match (record, record.rank()) {
+            (_, Some(rank)) if before.is_some_and(|before| record.is_again(before)) => {
+                Record::Again { rank }.encode(&mut self.out);
+            }
+            (Record::Post { .. }, _) => {
+                record.encode(&mut self.out);
+                self.said = Some(record.clone());
+            }
+            _ => record.encode(&mut self.out),
         }
     }
 
@@ -417,6 +436,25 @@ impl Line {
         let taken = self.input.len() - rest.len();
         self.input.drain(..taken);
         records
+            .into_iter()
+            .filter_map(|record| self.whole(record))
+            .collect()
+    }
+
+    /// The record, as a call if it says that a call was made again.
+    fn whole(&mut self, record: Record) -> Option<Record> {
+        match record {
+            Record::Post { .. } => self.heard = Some(record.clone()),
+            Record::Again { rank } => {
+                let again = self.heard.as_ref().and_then(|heard| heard.again_by(rank));
+                if again.is_none() {
+                    self.end = Some(End::Garbage("no call before this one".into()));
+                }
+                return again;
+            }
+            _ => {}
+        }
+        Some(record)
     }
 
     /// True if the other system has acknowledged nothing for too long. This thread has been awake since `awake`.

@@ -297,16 +297,17 @@ impl SharedState {
     /// The group's first failure. Costs one load as long as there is none.
     pub fn fault(&self) -> Option<Error> {
         let by = self.reporter()?;
-        let fault = self.placed(self.named(self.read_fault(by)));
+        let fault = self.placed(self.named(self.read_failure(&self.block().fault, by)));
         self.tell_launcher(&fault);
         Some(fault)
     }
 
-    fn read_fault(&self, by: usize) -> Error {
+    /// The failure that `by` has reported, or is about to.
+    fn read_failure(&self, report: &Report<FAULT_BYTES>, by: usize) -> Error {
         // The reporter writes a few hundred bytes. If it was killed while it wrote, that is the failure.
         let deadline = Instant::now() + Duration::from_millis(500);
         loop {
-            if let Some(bytes) = self.block().fault.read() {
+            if let Some(bytes) = report.read() {
                 return json::error(&bytes).unwrap_or_else(|e| Error::Message {
                     rank: by,
                     reason: format!("its report of a failure: {e}"),

@@ -18,6 +18,8 @@ pub enum Record {
         words: Box<[u64; WORDS]>,
         lines: Option<Vec<u8>>,
     },
+    /// The same call as that of the [`Record::Post`] before, by another rank. Most calls are.
+    Again { rank: usize },
     /// Why the rank was refused its call `number`. `age` is how long ago in ms; None if the refusal was withdrawn.
     Refusal {
         rank: usize,
@@ -45,6 +47,7 @@ impl Record {
         match *self {
             Record::Beat => None,
             Record::Post { rank, .. }
+            | Record::Again { rank }
             | Record::Refusal { rank, .. }
             | Record::Wait { rank, .. }
             | Record::Proposal { rank, .. }
@@ -56,6 +59,22 @@ impl Record {
     /// True if it says only that something goes on.
     pub fn is_minor(&self) -> bool {
         matches!(self, Record::Beat | Record::Wait { .. })
+    }
+
+    /// The same call by `by`, if this is a call.
+    pub fn again_by(&self, by: usize) -> Option<Record> {
+        let mut again = self.clone();
+        match &mut again {
+            Record::Post { rank, .. } => *rank = by,
+            _ => return None,
+        }
+        Some(again)
+    }
+
+    /// True if both are calls that differ in their ranks alone.
+    pub fn is_again(&self, before: &Record) -> bool {
+        let by = before.rank().unwrap_or(0);
+        self.again_by(by).as_ref() == Some(before)
     }
 
     /// Appends the record: the length of what follows in four bytes, its kind, its rank, its fields.
@@ -70,11 +89,12 @@ impl Record {
             Record::Proposal { .. } => 4,
             Record::Fault { .. } => 5,
             Record::Left { .. } => 6,
+            Record::Again { .. } => 7,
         };
         bytes.extend([kind, self.rank().unwrap_or(0) as u8]);
         let mut number = |number: u64| bytes.extend(number.to_le_bytes());
         match self {
-            Record::Beat => {}
+            Record::Beat | Record::Again { .. } => {}
             Record::Post {
                 number: its,
                 words,
@@ -179,6 +199,7 @@ impl Record {
                     reason: take_option(&mut &*rest)?,
                 }
             }
+            7 => Record::Again { rank },
             _ => return None,
         })
     }
@@ -221,6 +242,7 @@ mod tests {
                 words: Box::new([7; WORDS]),
                 lines: None,
             },
+            Record::Again { rank: 7 },
             Record::Refusal {
                 rank,
                 number,
@@ -274,6 +296,16 @@ mod tests {
             assert_eq!(Record::take(&mut rest), Ok(Some(record)));
         }
         assert!(rest.is_empty());
+    }
+
+    #[test]
+    fn a_call_that_another_rank_has_made_is_the_same_again() {
+        let records = records();
+        let [call, other] = [&records[1], &records[2]];
+        let again = call.again_by(5).unwrap();
+        assert_eq!(again.rank(), Some(5));
+        assert!(again.is_again(call) && !other.is_again(call));
+        assert_eq!(records[0].again_by(5), None);
     }
 
     #[test]

@@ -144,9 +144,10 @@ impl SharedState {
             true => &self.block().proposal,
             false => &self.block().fault,
         };
-        let (Some(rank), Some(failure)) = (report.reporter(), report.read()) else {
+        let Some(rank) = report.reporter() else {
             return false;
         };
+        let failure = json::of_error(&self.read_failure(report, rank));
         tell(match self.is_apart() {
             true => Record::Proposal { rank, failure },
             false => Record::Fault { rank, failure },
@@ -179,7 +180,8 @@ impl SharedState {
     pub fn take_news(&self, record: &Record) -> Option<u64> {
         let block = self.block();
         match record {
-            Record::Beat => {}
+            // Whoever hears a call again makes it whole.
+            Record::Beat | Record::Again { .. } => {}
             Record::Post {
                 rank,
                 number,
