@@ -28,8 +28,6 @@ use clap::{Parser, ValueEnum};
 use common::gather::AllGather;
 use common::time::{self, Time};
 use common::{Check, Failure, Multiplied, Operation, Row};
-#[cfg(feature = "cuda")]
-use gemmesh::schedule::Hosts;
 use gemmesh::{
     Backend, Chunking, Config, DType, Error, Explanation, F8E4M3, Group, Host, Number, Numerics,
     OutputOf, Result, Route, Scaling, TileShape, bf16, f16, launch,
@@ -79,10 +77,6 @@ struct Args {
     #[cfg(feature = "cuda")]
     #[arg(long)]
     no_table: bool,
-    /// Makes the ranks play so many hosts, which NCCL connects. Its variables say how (NCCL_HOSTID of each rank).
-    #[cfg(feature = "cuda")]
-    #[arg(long, default_value_t = 1, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
-    hosts: usize,
     /// The most CTAs of a kernel: Builder::max_ctas.
     #[cfg(feature = "cuda")]
     #[arg(long)]
@@ -401,16 +395,6 @@ impl Args {
             Some(most) => builder.max_ctas(most),
             None => builder,
         };
-        #[cfg(feature = "cuda")]
-        let builder = match self.hosts {
-            1 => builder,
-            hosts => {
-                let of_rank: Vec<usize> = (0..self.ranks)
-                    .map(|rank| rank * hosts / self.ranks)
-                    .collect();
-                builder.play_hosts(Hosts::of(&of_rank).expect("each host has as many ranks"))
-            }
-        };
         builder.from_env()
     }
 
@@ -539,10 +523,6 @@ fn launch_or_run(args: &Args) -> Result<(), Failure> {
                 }
             }
         };
-    }
-    #[cfg(feature = "cuda")]
-    if !args.ranks.is_multiple_of(args.hosts) {
-        return Err(Failure::Usage("--hosts must divide --ranks"));
     }
     if !launch::is_rank() {
         return launch::launch(args.ranks).map_err(Failure::from);

@@ -239,6 +239,18 @@ pub enum Error {
         reason: String,
     },
 
+    /// Rank 0 turned this rank away, because their keys differ. Or another program listens where rank 0 was expected.
+    #[error(
+        "rank {rank} was turned away at {address}: the process there does not have this rank's key; give all ranks of \
+             the job the same GEMMESH_KEY, and see that no other program listens there"
+    )]
+    KeyRefused {
+        /// The rank.
+        rank: usize,
+        /// Where it was turned away.
+        address: String,
+    },
+
     /// Two processes claim the same rank.
     #[error("two processes are rank {rank} (pids {} and {}); give each its own rank", .pids[0], .pids[1])]
     DuplicateRank {
@@ -315,6 +327,22 @@ pub enum Error {
         rank: usize,
         /// The rank that saw it.
         noticed_by: usize,
+    },
+
+    /// The host of a rank does not answer any more.
+    ///
+    /// Its system has acknowledged nothing that was sent to it. A host whose processes are only stopped does answer.
+    #[error(
+        "the host of rank {rank} has not answered rank {noticed_by} for {silent_ms} ms; see whether it runs, and \
+             whether the network between the hosts works"
+    )]
+    HostLost {
+        /// The lowest rank of the host.
+        rank: usize,
+        /// The rank that saw it.
+        noticed_by: usize,
+        /// How long the host had been silent.
+        silent_ms: u64,
     },
 
     /// A rank panicked, which ended its part in the group.

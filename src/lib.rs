@@ -198,6 +198,7 @@ pub mod fuzzing {
     pub use crate::backend::{peer, winners};
     pub use crate::ranks::env::fuzzing as environment;
     pub use crate::ranks::members::messages::fuzzing as frame;
+    pub use crate::ranks::mirror::fuzzing as mirror;
     pub use crate::ranks::rendezvous::fuzzing as introduction;
     pub use crate::ranks::reports::fuzzing as report;
     pub use crate::trace::fuzzing as trace;

@@ -146,7 +146,9 @@ pub fn require_file_size(bytes: u64) -> io::Result<()> {
 /// A limited amount of memory that several ranks may share.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Room {
-    /// The same for all ranks that share the memory, wherever they see it from.
+    /// The kernel's id. Ranks of different machines share no memory.
+    machine: String,
+    /// On a machine, the same for all ranks that share the memory, wherever they see it from.
     id: (u64, u64),
     available: u64,
     /// Where the memory is available, in words.
@@ -163,6 +165,7 @@ pub fn rooms() -> Vec<Room> {
         .ok()
         .and_then(|text| meminfo_bytes(&text, "MemAvailable"));
     let machine = machine.map(|available| Room {
+        machine: kernel(),
         id: (0, 0),
         available,
         place: "on this machine".into(),
@@ -172,6 +175,11 @@ pub fn rooms() -> Vec<Room> {
         .filter_map(|directory| room_of(&directory))
         .chain(machine)
         .collect()
+}
+
+/// The running kernel's id. Kernels that do not say it count as one.
+fn kernel() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default()
 }
 
 /// Checks that there is enough memory. Linux promises more memory than there is, and ends processes when they use it.
@@ -187,7 +195,8 @@ pub fn lacking(ranks: &[Vec<Room>], bytes: usize) -> Option<(usize, String)> {
     let rooms = ranks.iter().enumerate();
     let mut rooms = rooms.flat_map(|(rank, rooms)| rooms.iter().map(move |room| (rank, room)));
     rooms.find_map(|(rank, room)| {
-        let sharers = ranks.iter().flatten().filter(|other| other.id == room.id);
+        let is_same = |other: &&Room| (&other.machine, other.id) == (&room.machine, room.id);
+        let sharers = ranks.iter().flatten().filter(is_same);
         // The ranks have looked at different moments.
         let (count, available) = sharers.fold((0, 0), |(count, most), other| {
             (count + 1, most.max(other.available))
@@ -226,6 +235,7 @@ fn room_of(directory: &Path) -> Option<Room> {
     let cached = cached("active_file") + cached("inactive_file");
     let metadata = fs::metadata(directory).ok()?;
     Some(Room {
+        machine: kernel(),
         id: (metadata.dev(), metadata.ino()),
         available: limit.saturating_sub(used.saturating_sub(cached)),
         place: "to this process's control group".into(),
@@ -413,6 +423,7 @@ mod tests {
     #[test]
     fn ranks_share_a_machine_and_perhaps_a_control_group() {
         let room = |id, available| Room {
+            machine: "one".into(),
             id: (1, id),
             available,
             place: format!("to {id}"),

@@ -14,14 +14,13 @@ class Store(Protocol):
 
 
 def gather_by(store: Store, rank: int, world: int) -> Callable[[bytes], list[bytes]]:
-    """A function for `Group.from_callback`. Only the bytes of rank 0 matter there, so only they are sent."""
+    """A function for `Group.from_callback`."""
     # Each rank counts its own groups, so that all ranks of a group have the same number.
     number = store.add(f"gemmesh/groups of rank {rank}", 1)
     key = f"gemmesh/group {number}"
 
     def gather(mine: bytes) -> list[bytes]:
-        if rank == 0:
-            store.set(key, mine)
-        return [bytes(store.get(key))] * world
+        store.set(f"{key}/{rank}", mine)
+        return [bytes(store.get(f"{key}/{other}")) for other in range(world)]
 
     return gather

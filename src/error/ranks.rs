@@ -64,6 +64,11 @@ impl Error {
                 rank,
                 noticed_by: other,
             }
+            | Error::HostLost {
+                rank,
+                noticed_by: other,
+                ..
+            }
             | Error::RankLeft {
                 rank,
                 waiting: other,
@@ -86,6 +91,7 @@ impl Error {
             | Error::Unsuitable { rank, .. }
             | Error::ForeignArgument { rank, .. }
             | Error::RankNeverJoined { rank }
+            | Error::KeyRefused { rank, .. }
             | Error::DuplicateRank { rank, .. }
             | Error::OutOfMemory { rank, .. }
             | Error::RankPanicked { rank, .. }

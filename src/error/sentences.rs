@@ -91,6 +91,7 @@ examples! {
     RankNeverJoined { rank: 3 }
     AddressTaken { rank: 3, address: address(), holder: "process 7 of user 1000".into(), waited_ms: 500 }
     UnknownUser { ranks: vec![3], rank: 0, address: address(), reason: reason() }
+    KeyRefused { rank: 3, address: address() }
     DuplicateRank { rank: 3, pids: [7, 8] }
     Mismatch { rank: 3, what: "world size".into(), theirs: "4".into(), other: 0, expected: "8".into(), call: None }
     Mismatch {
@@ -126,6 +127,7 @@ examples! {
     }
     OutOfMemory { rank: 3, bytes: 4096, reason: reason() }
     RankLost { rank: 3, noticed_by: 0 }
+    HostLost { rank: 3, noticed_by: 0, silent_ms: 1250 }
     RankPanicked { rank: 3, message: Some("no more data (src/main.rs:12)".into()) }
     RankPanicked { rank: 3, message: None }
     ProgramFailed { rank: 3, reason: "no more data".into() }

@@ -6,15 +6,16 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::gathered::Gathered;
 use super::{Group, in_words, threads};
 use crate::backend::{Backend, Mailboxes, Network, OpenOptions};
 use crate::error::{Call, Error, Result};
 use crate::one_line::{beginning, option, write_parts};
 use crate::protocol::epoch::Epoch;
-use crate::ranks::address;
 use crate::ranks::deadlines::Deadlines;
-use crate::ranks::env::{self, Described};
+use crate::ranks::env::{self, Described, NamedMeeting};
 use crate::ranks::identity::Identity;
+use crate::ranks::meeting::{Meeting, Place};
 use crate::ranks::members::Members;
 use crate::ranks::naming::{self, Arrival, JobRank, Naming};
 use crate::ranks::rendezvous;
@@ -26,7 +27,7 @@ use crate::schedule::limits::limit;
 use crate::schedule::{Hosts, Numerics};
 
 /// The bytes that each rank sends in the gather of [`Builder::connect_with`].
-pub const GATHERED_BYTES: usize = 64;
+pub const GATHERED_BYTES: usize = 256;
 
 /// How long a rank waits in a call that all ranks have begun, unless [`Builder::timeout`] says otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -56,6 +57,7 @@ pub struct Builder<B: Backend> {
     pub(super) name: Option<String>,
     first_epoch: Epoch,
     pub(super) hosts: Hosts,
+    meeting: Option<Arc<Meeting>>,
     pub(super) network: Option<Arc<dyn Network>>,
     backend: PhantomData<B>,
 }
@@ -93,6 +95,7 @@ impl<B: Backend> Builder<B> {
             name: None,
             first_epoch: Epoch::FIRST,
             hosts: Hosts::default(),
+            meeting: None,
             network: None,
             backend: PhantomData,
         }
@@ -156,7 +159,7 @@ impl<B: Backend> Builder<B> {
         Deadlines::new(call, self.arrival_timeout.or(arrival))
     }
 
-    /// How many threads a rank multiplies with on the host backend. By default the ranks share the cores.
+    /// How many threads a rank multiplies with on the host backend. By default the ranks of a host share its cores.
     pub fn workers(mut self, workers: usize) -> Self {
         self.workers = Some(workers);
         self
@@ -234,11 +237,10 @@ impl<B: Backend> Builder<B> {
     /// `place`: of the call that opens it.
     pub(super) fn open(
         &self,
-        mut members: Members,
+        members: Members,
         whole: Option<&Group<B>>,
         place: &'static Location<'static>,
     ) -> Result<Group<B>> {
-        members.hosts = self.hosts.clone();
         let whole = whole.map(Group::inner);
         let its = whole.map(|whole| whole.backend.reopening());
         let shares_gpu = its.as_ref().is_some_and(|its| its.shares_gpu);
@@ -295,9 +297,17 @@ impl<B: Backend> Builder<B> {
     /// # Errors
     /// As [`Group::from_env`].
     #[track_caller]
-    pub fn from_env(self) -> Result<Group<B>> {
+    pub fn from_env(mut self) -> Result<Group<B>> {
         let described = env::describe_this_process()?.ok_or_else(env::no_launcher)?;
         naming::check(Some(described.rank), self.name.as_deref())?;
+        self.hosts = described.hosts.clone();
+        self.meeting = described
+            .meeting
+            .clone()
+            .map(|NamedMeeting { name, port, key }| {
+                let place = Place::Named(name, port);
+                Arc::new(Meeting { key, place })
+            });
         let (rank, address) = (described.rank, &described.address);
         let identity = Identity {
             naming: Some(Naming::of_job(self.name.clone(), described.world)),
@@ -324,7 +334,12 @@ impl<B: Backend> Builder<B> {
     ///
     /// `gather` gets this rank's bytes and returns those of all ranks, by rank. All ranks send [`GATHERED_BYTES`] bytes.
     /// It is called once, and its waits are its own. All later steps have the builder's deadlines. The bytes of rank 0
-    /// are an address that nobody can guess.
+    /// are an address that nobody can guess, from which the ranks' key follows. So it must not be shown to others.
+    ///
+    /// The ranks may run on several hosts, each of which has as many ranks as the others. Then the lowest rank of each
+    /// host connects to rank 0 by TCP, at a free port of one of its host's addresses. Products and collectives need a
+    /// network for rows, too, which only `Builder::from_communicator` has. Parts of one host need none
+    /// ([`Group::split`]).
     ///
     /// ```
     /// use std::sync::Mutex;
@@ -356,8 +371,9 @@ impl<B: Backend> Builder<B> {
     /// ```
     ///
     /// # Errors
-    /// As [`Builder::connect`]; [`Error::Callback`] with the error of `gather`; [`Error::Count`] unless it returns the
-    /// bytes of each rank; [`Error::RankNeverJoined`] if rank 0 has no address.
+    /// As [`Builder::connect`], and those of several hosts, as [`Group::from_env`]; [`Error::Callback`] with the error of `gather`; [`Error::Count`] unless it returns the
+    /// bytes of each rank; [`Error::RankNeverJoined`] if rank 0 has no address; [`Error::Unsupported`] if one host has more
+    /// ranks than another.
     #[track_caller]
     pub fn connect_with(
         self,
@@ -365,16 +381,27 @@ impl<B: Backend> Builder<B> {
         world: usize,
         gather: impl FnOnce(&[u8; GATHERED_BYTES]) -> Result<Vec<Vec<u8>>, Box<dyn std::error::Error>>,
     ) -> Result<Group<B>> {
+        self.connect_by(rank, world, None, gather)
+    }
+
+    /// [`Builder::connect_with`], if the ranks know already which of them share a host.
+    #[track_caller]
+    pub(super) fn connect_by(
+        mut self,
+        rank: usize,
+        world: usize,
+        hosts: Option<Hosts>,
+        gather: impl FnOnce(&[u8; GATHERED_BYTES]) -> Result<Vec<Vec<u8>>, Box<dyn std::error::Error>>,
+    ) -> Result<Group<B>> {
         const CALL: &str = "Group::connect_with";
         // All ranks give the same size, so all are refused before any waits in its gather.
         limit("the world size", world, 1, MAX_WORLD).map_err(Refusal::of(rank, CALL))?;
-        let drawn = match rank {
-            0 => address::draw(),
-            _ => Ok(String::new()),
-        };
+        let several = hosts.as_ref().is_none_or(|hosts| hosts.count() > 1);
+        let place = Gathered::of(rank, several && world > 1);
         let mut mine = [b' '; GATHERED_BYTES];
-        if let Ok(drawn) = &drawn {
-            mine[..drawn.len()].copy_from_slice(drawn.as_bytes());
+        if let Ok((words, _)) = &place {
+            let bytes = words.encode();
+            mine[..bytes.len()].copy_from_slice(&bytes);
         }
         // Also if there is no address, because the other ranks wait in their gathers.
         let gathered = gather(&mine).map_err(|error| Error::Callback {
@@ -382,18 +409,26 @@ impl<B: Backend> Builder<B> {
             call: CALL.into(),
             reason: in_words(&error),
         });
-        drawn.map_err(Error::system(rank, "draw a random address"))?;
+        let (_, listener) = place?;
         let gathered = gathered?;
         let bytes: usize = gathered.iter().map(Vec::len).sum();
         let of = Refusal::of(rank, CALL);
         let expected = world * GATHERED_BYTES;
         require_count("the group", "byte", expected, "what was gathered", bytes).map_err(of)?;
-        let first = gathered.concat();
-        let address = String::from_utf8_lossy(&first[..GATHERED_BYTES.min(first.len())]);
-        match address.trim() {
-            "" => Err(Error::RankNeverJoined { rank: 0 }),
-            address => self.connect(rank, world, address),
+        let all = gathered.concat();
+        let all: Vec<Gathered> = all.chunks(GATHERED_BYTES).map(Gathered::decode).collect();
+        let first = &all[0];
+        if first.address.is_empty() {
+            return Err(Error::RankNeverJoined { rank: 0 });
         }
+        let tags: Vec<&str> = all.iter().map(|told| told.host.as_str()).collect();
+        let found = || Hosts::of(&tags).map_err(Refusal::of(rank, CALL));
+        self.hosts = hosts.map_or_else(found, Ok)?;
+        match self.hosts.count() {
+            1 => drop(listener),
+            _ => self.meeting = Some(Arc::new(first.meeting(listener))),
+        }
+        self.connect(rank, world, &first.address)
     }
 
     /// [`Builder::connect`] as a build of protocol version `version`, for tests.
@@ -424,6 +459,8 @@ impl<B: Backend> Builder<B> {
             rank,
             world,
             address: address.into(),
+            hosts: self.hosts.clone(),
+            meeting: self.meeting.clone(),
             backend: B::NAME,
             deadlines: self.deadlines(None),
             arrival: Arrival {

@@ -1,6 +1,7 @@
 //! A group: the ranks that multiply together, and what they share.
 
 mod builder;
+mod gathered;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod operation;
@@ -138,6 +139,8 @@ impl<B: Backend> Group<B> {
     /// The launchers are [`launch`](crate::launch), torchrun, Open MPI's mpirun, srun, and mpiexec of a PMI
     /// implementation. If one launcher has started another, as srun starts mpiexec's agents, the inner one counts.
     ///
+    /// Ranks that torchrun or srun has started may run on several hosts, if `GEMMESH_KEY` is set: see docs/hosts.md.
+    ///
     /// ```no_run
     /// use gemmesh::{Group, Host};
     ///
@@ -148,7 +151,8 @@ impl<B: Backend> Group<B> {
     ///
     /// # Errors
     /// [`Error::Environment`] names the variables that are missing, and [`Error::EnvironmentValue`] one that cannot be
-    /// used. All other errors are those of [`Group::connect`].
+    /// used. If there are several hosts: [`Error::KeyRefused`] if this rank's key is not rank 0's, and [`Error::System`]
+    /// if rank 0's host is not found or its port is taken. All other errors are those of [`Group::connect`].
     #[track_caller]
     pub fn from_env() -> Result<Group<B>> {
         Builder::new().from_env()
@@ -208,6 +212,11 @@ impl<B: Backend> Group<B> {
     /// This rank's number, from 0 to `world_size() - 1`.
     pub fn rank(&self) -> usize {
         self.inner.members.rank
+    }
+
+    /// The number of hosts on which the ranks run. Each has as many ranks as the others.
+    pub fn host_count(&self) -> usize {
+        self.inner().members.hosts.count()
     }
 
     /// The number of ranks.

@@ -1,20 +1,24 @@
 //! Ranks as threads of one process.
 
 use std::fmt;
+use std::io;
 use std::panic::Location;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{Builder, Group, in_words};
 use crate::backend::Backend;
 use crate::error::{Error, Result};
-use crate::ranks::members::Members;
+use crate::ranks::members::{Connections, Members};
 use crate::ranks::memfd::{Mapping, memfd};
+use crate::ranks::mirror::{Link, Mirror};
 use crate::ranks::naming::Naming;
 use crate::ranks::pidfd::PeerProcess;
 use crate::ranks::shared_state::SharedState;
+use crate::ranks::tree::Shape;
 use crate::ranks::watcher::Watched;
-use crate::ranks::wire::{self, Connection};
+use crate::ranks::wire;
 use crate::refusal::Refusal;
+use crate::schedule::Hosts;
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::limit;
 
@@ -28,7 +32,7 @@ where
     E: From<Error> + fmt::Display + Send,
     F: Fn(Group<B>) -> Result<T, E> + Sync,
 {
-    let ends = connect(world)?;
+    let ends = connect(world, &builder.hosts)?;
     let results: Vec<Mutex<Option<Result<T, E>>>> = ends.iter().map(|_| Mutex::default()).collect();
     let failed_first = start(builder, ends, &|rank, group| {
         let result = group.map_err(E::from).and_then(&f);
@@ -54,20 +58,24 @@ where
 #[track_caller]
 fn start<B: Backend>(
     builder: &Builder<B>,
-    ends: Vec<Vec<Arc<Connection>>>,
+    ends: Vec<Connections>,
     part: &(dyn Fn(usize, Result<Group<B>>) -> Option<String> + Sync),
 ) -> Result<Vec<usize>> {
     let (world, place) = (ends.len(), Location::caller());
-    let memory = memfd(SharedState::BYTES).map_err(Error::out_of_memory(0, SharedState::BYTES))?;
+    let hosts = &builder.hosts;
+    // Each host has a block of its own.
+    let blocks = (0..hosts.count()).map(|_| memfd(SharedState::BYTES));
+    let blocks = blocks.collect::<io::Result<Vec<_>>>();
+    let blocks = blocks.map_err(Error::out_of_memory(0, SharedState::BYTES))?;
     let shared_state = |rank| {
-        Mapping::shared(&memory, SharedState::BYTES)
+        Mapping::shared(&blocks[hosts.host_of(rank)], SharedState::BYTES)
             .map_err(Error::out_of_memory(rank, SharedState::BYTES))
-            .map(|memory| SharedState::new(memory, rank, world))
+            .map(|memory| SharedState::new(memory, rank, world).on_hosts(hosts.clone()))
     };
     // For a last look at the group's failure.
     let group = shared_state(0)?;
-    let ranks = ends.into_iter().enumerate().map(|(rank, connections)| {
-        let parts = (shared_state(rank)?, connections);
+    let ranks = ends.into_iter().enumerate().map(|(rank, ends)| {
+        let parts = (shared_state(rank)?, ends);
         Ok(Joining(Mutex::new(Some(parts))))
     });
     let ranks = ranks.collect::<Result<Vec<_>>>()?;
@@ -108,10 +116,10 @@ fn start<B: Backend>(
 
 /// What a rank joins its group with, until its thread takes it. If no thread takes it, its connections close after the
 /// other ranks know why.
-struct Joining(Mutex<Option<(SharedState, Vec<Arc<Connection>>)>>);
+struct Joining(Mutex<Option<(SharedState, Connections)>>);
 
 impl Joining {
-    fn take(&self) -> Option<(SharedState, Vec<Arc<Connection>>)> {
+    fn take(&self) -> Option<(SharedState, Connections)> {
         let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         parts.take()
     }
@@ -126,14 +134,12 @@ impl Joining {
         part: &(dyn Fn(usize, Result<Group<B>>) -> Option<String> + Sync),
         place: &'static Location<'static>,
     ) {
-        let Some((shared_state, connections)) = self.take() else {
+        let Some((shared_state, ends)) = self.take() else {
             return;
         };
         let deadlines = builder.deadlines(None);
         shared_state.set_naming(Naming::of_job(builder.name.clone(), world));
-        let processes = std::iter::repeat_with(|| Ok(PeerProcess::Unknown));
-        let members = Watched::of(rank, &connections, processes)
-            .and_then(|peers| Members::new(rank, deadlines, true, shared_state, world, peers));
+        let members = Members::new(rank, deadlines, true, shared_state, world, ends);
         let farewell = members.as_ref().ok().map(Farewell::of);
         let open = |members| builder.open(members, None, place);
         let reason = part(rank, members.and_then(open));
@@ -144,11 +150,11 @@ impl Joining {
 }
 
 /// Tells the other ranks that a rank's function has ended.
-struct Farewell(Arc<SharedState>);
+struct Farewell(Arc<SharedState>, #[allow(dead_code)] Option<Arc<Mirror>>);
 
 impl Farewell {
     fn of(members: &Members) -> Farewell {
-        Farewell(members.shared_state())
+        Farewell(members.shared_state(), members.mirror())
     }
 
     /// Tells that the function has returned. `reason`: its error in words, if it returned one.
@@ -167,16 +173,32 @@ impl Drop for Farewell {
     }
 }
 
-/// The control connections, by rank: rank 0 holds one to each other rank.
+/// The control connections, by rank. Those between hosts are TCP's, as between machines.
 #[track_caller]
-fn connect(world: usize) -> Result<Vec<Vec<Arc<Connection>>>> {
+fn connect(world: usize, hosts: &Hosts) -> Result<Vec<Connections>> {
     let world_size = limit("the world size", world, 1, MAX_WORLD);
     world_size.map_err(Refusal::of(None, "Group::threads"))?;
-    let mut ends = vec![Vec::new()];
-    for rank in 1..world {
-        let (ours, theirs) = wire::pair().map_err(Error::system(rank, "open a socket pair"))?;
-        ends[0].push(Arc::new(ours));
-        ends.push(vec![Arc::new(theirs)]);
+    let mut ends: Vec<Connections> = (0..world).map(|_| Connections::default()).collect();
+    for rank in 0..world {
+        for child in Shape::of(hosts, world, rank).children {
+            if hosts.share(rank, child) {
+                let pair = wire::pair().map_err(Error::system(child, "open a socket pair"))?;
+                let pair = [pair.0, pair.1].map(Arc::new);
+                for (rank, peer, connection) in [(rank, child, &pair[0]), (child, rank, &pair[1])] {
+                    ends[rank].near.push(Watched {
+                        rank: peer,
+                        connection: connection.clone(),
+                        process: PeerProcess::Unknown,
+                    });
+                }
+            } else {
+                let links = Link::pair([rank, child]);
+                let links = links.map_err(Error::system(child, "open a pair of TCP sockets"))?;
+                for (rank, link) in [rank, child].into_iter().zip(links) {
+                    ends[rank].links.push(link);
+                }
+            }
+        }
     }
     Ok(ends)
 }

@@ -354,6 +354,10 @@ enum ErrorJson {
         address: String,
         reason: String,
     },
+    KeyRefused {
+        rank: usize,
+        address: String,
+    },
     DuplicateRank {
         rank: usize,
         pids: [u32; 2],
@@ -386,6 +390,11 @@ enum ErrorJson {
     RankLost {
         rank: usize,
         noticed_by: usize,
+    },
+    HostLost {
+        rank: usize,
+        noticed_by: usize,
+        silent_ms: u64,
     },
     RankPanicked {
         rank: usize,

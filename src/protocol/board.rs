@@ -106,8 +106,21 @@ impl<const BYTES: usize> Note<BYTES> {
 
     /// What was noted about call `number`, if that is the latest note and it is not being written at this moment.
     pub fn read(&self, number: u64) -> Option<Vec<u8>> {
+        let (_, _, bytes) = self.read_if(|_, its| its == number)?;
+        Some(bytes)
+    }
+
+    /// The latest note, unless its version is `known` or it is being written at this moment: its version, its number and
+    /// its bytes. The first version is 0, and there is no note then.
+    pub fn read_unless(&self, known: u64) -> Option<(u64, u64, Vec<u8>)> {
+        self.read_if(|version, _| version != known)
+    }
+
+    /// The latest note with its version and number, if both are `wanted` and it is not being written at this moment.
+    fn read_if(&self, wanted: impl FnOnce(u64, u64) -> bool) -> Option<(u64, u64, Vec<u8>)> {
         let version = self.version.load(Ordering::Acquire);
-        if version % 2 == 1 || self.number.load(Ordering::Relaxed) != number {
+        let number = self.number.load(Ordering::Relaxed);
+        if version % 2 == 1 || !wanted(version, number) {
             return None;
         }
         let len = self.len.load(Ordering::Relaxed) as usize;
@@ -115,7 +128,8 @@ impl<const BYTES: usize> Note<BYTES> {
         let bytes = bytes.map(|cell| cell.load(Ordering::Relaxed)).collect();
         // If any of it was of a later note, that note's odd version is seen after this.
         fence(Ordering::Acquire);
-        (self.version.load(Ordering::Relaxed) == version).then_some(bytes)
+        let is_whole = self.version.load(Ordering::Relaxed) == version;
+        is_whole.then_some((version, number, bytes))
     }
 }
 

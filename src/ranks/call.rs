@@ -4,6 +4,7 @@ use crate::error::call::{self, Place};
 use crate::error::{MadeCall, Ordinal};
 use crate::protocol::epoch::Epoch;
 use crate::schedule::Agreed;
+use crate::schedule::agreed::hash;
 
 /// Words of a post.
 pub const WORDS: usize = FIXED + TEXT;
@@ -74,6 +75,16 @@ impl PostedCall<'_> {
 }
 
 impl PostedCall<'_> {
+    /// A number that is the same for equal calls.
+    pub fn key(self, epoch: Epoch) -> u64 {
+        let words = self.to_words(epoch);
+        let bytes: Vec<u8> = words[..FIXED]
+            .iter()
+            .flat_map(|word| word.to_le_bytes())
+            .collect();
+        hash(&bytes)
+    }
+
     /// The call with its place.
     pub fn in_words(self) -> String {
         let place = call::in_words(self.place);

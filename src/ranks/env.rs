@@ -1,10 +1,15 @@
 //! This process's rank and world size, as its launcher's environment describes them.
 
+mod several;
+
 use std::ffi::OsString;
 use std::num::IntErrorKind;
 
+pub use self::several::NamedMeeting;
+use self::several::{hosts, meeting};
 use super::surroundings::{Surroundings, ThisProcess};
 use crate::error::{Error, Result};
+use crate::schedule::Hosts;
 
 /// A rank as a launcher describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -15,6 +20,10 @@ pub struct Described {
     pub address: String,
     /// The launcher's name.
     pub launcher: &'static str,
+    /// Which ranks share a host.
+    pub hosts: Hosts,
+    /// Where the hosts' leaders meet, if there are several hosts.
+    pub meeting: Option<NamedMeeting>,
 }
 
 impl Described {
@@ -42,8 +51,10 @@ struct Launcher {
     world: &'static [&'static str],
     /// Without these variables, rank and world size may mean something else.
     required: &'static [&'static [&'static str]],
-    /// The variable that holds the number of ranks on this host. All ranks must run on it.
+    /// The variable that holds the number of ranks on this host.
     local_world: Option<&'static str>,
+    /// The variable that holds a rank's place on its host, if this launcher's ranks may run on several.
+    place: Option<&'static str>,
     /// The variables that together tell this job from others.
     job: &'static [&'static [&'static str]],
     /// If srun also sets this launcher's variables, for MPI, the variable that tells who has set them. srun does not
@@ -78,6 +89,7 @@ const LAUNCHERS: [Launcher; 9] = [
         world: &["WORLD_SIZE"],
         required: &[&["LOCAL_RANK"], &["MASTER_ADDR"], &["MASTER_PORT"]],
         local_world: Some("LOCAL_WORLD_SIZE"),
+        place: Some("LOCAL_RANK"),
         job: &[
             &["MASTER_ADDR"],
             &["MASTER_PORT"],
@@ -151,6 +163,7 @@ const LAUNCHERS: [Launcher; 9] = [
         world: &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"],
         required: &[&["SLURM_JOB_ID", "SLURM_JOBID"], STEP],
         local_world: Some("SLURM_STEP_TASKS_PER_NODE"),
+        place: Some("SLURM_LOCALID"),
         job: &[&["SLURM_JOB_ID", "SLURM_JOBID"], STEP],
         ..NONE
     },
@@ -164,6 +177,7 @@ const NONE: Launcher = Launcher {
     world: &[],
     required: &[],
     local_world: None,
+    place: None,
     job: &[],
     imitated: None,
 };
@@ -360,15 +374,7 @@ pub fn describe(process: &impl Surroundings) -> Result<Option<Described>> {
             reason: format!("it must be below {world_name}, which is {world}"),
         });
     }
-    if let Some(name) = launcher.local_world
-        && let Some(value) = text(process, name)?.filter(|value| value.parse() != Ok(world))
-    {
-        return Err(Error::EnvironmentValue {
-            name: name.into(),
-            value,
-            reason: format!("all {world} ranks must be on one host"),
-        });
-    }
+    let hosts = hosts(process, launcher, rank, world)?;
     let mut job = Vec::new();
     for names in launcher.job {
         if let Some(name) = first_of(process, names) {
@@ -380,11 +386,17 @@ pub fn describe(process: &impl Surroundings) -> Result<Option<Described>> {
     } else {
         job.join("/")
     };
+    let meeting = match hosts.count() {
+        1 => None,
+        _ => Some(meeting(process, launcher, &address)?),
+    };
     Ok(Some(Described {
         rank,
         world,
         address,
         launcher: launcher.name,
+        hosts,
+        meeting,
     }))
 }
 

@@ -533,11 +533,15 @@ mod tests {
 
     #[test]
     fn a_rank_of_any_launcher_is_refused() {
+        use crate::schedule::Hosts;
+
         let described = env::Described {
             rank: 0,
             world: 1,
             address: "x".into(),
             launcher: "torchrun",
+            hosts: Hosts::default(),
+            meeting: None,
         };
         let refused = refuse_rank(Ok(Some(described))).unwrap_err();
         assert_eq!(

@@ -6,18 +6,19 @@ use std::borrow::Cow;
 use std::cell::OnceCell;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::call::PostedCall;
 use super::deadlines::{Clock, Deadlines};
 #[cfg(feature = "cuda")]
 use super::failure_reporter::FailureReporter;
+use super::mirror::{Link, Mirror};
 use super::naming::Naming;
 use super::reports::ReportSender;
 use super::shared_state::SharedState;
+use super::tree::Tree;
 use super::waits::WaitTimes;
 use super::watcher::{Watched, Watcher};
-use super::wire::Connection;
 use super::{last_panic, panics};
 use crate::error::{Error, MadeCall, Result};
 use crate::protocol::epoch::Epoch;
@@ -55,15 +56,28 @@ pub struct Members {
     calls: Mutex<u64>,
     /// The number of this rank's latest operation.
     operation: AtomicU64,
-    /// On rank 0 the connections to 1, 2, …, and on other ranks the one to rank 0. Locked for one exchange of messages
-    /// at a time, which ends if the group fails, and calls no function of the caller's.
-    connections: Mutex<Vec<Arc<Connection>>>,
+    /// Its key, if there are several hosts.
+    key: AtomicU64,
+    /// If this rank leads one of several hosts. It ends after the farewell, and takes that to the other hosts.
+    mirror: Option<Arc<Mirror>>,
+    /// Locked for one exchange of messages at a time, which ends if the group fails, and calls no function of the
+    /// caller's.
+    tree: Mutex<Tree>,
     /// The watcher ends when this is dropped, after the farewell. It shares the connections, which only end then.
     _watcher: Option<Watcher>,
 }
 
+/// A rank's control connections, to all of [`Shape::peers`](super::tree::Shape::peers).
+#[derive(Debug, Default)]
+pub struct Connections {
+    /// Those within its host.
+    pub near: Vec<Watched>,
+    /// Those between leaders.
+    pub links: Vec<Link>,
+}
+
 impl Members {
-    /// Makes this rank's end. `peers` are in the order of the struct's connections.
+    /// Makes this rank's end.
     ///
     /// # Errors
     /// Errors of this rank. The other ranks hear of them before they see its connections close.
@@ -73,26 +87,36 @@ impl Members {
         in_process: bool,
         shared: SharedState,
         world: usize,
-        peers: Vec<Watched>,
+        connections: Connections,
     ) -> Result<Members> {
         let shared = Arc::new(shared);
         panics::listen(&shared);
-        let connections = peers.iter().map(|peer| peer.connection.clone()).collect();
-        let watch = || Watcher::spawn(rank, shared.clone(), peers);
+        let Connections { near, links } = connections;
+        let hosts = shared.hosts().clone();
+        let near_ends = near.iter().map(|peer| (peer.rank, peer.connection.clone()));
+        let far_ends = links.iter().map(|link| (link.rank, link.messages.clone()));
+        let ends: Vec<_> = near_ends.chain(far_ends).collect();
+        let watch = || Watcher::spawn(rank, shared.clone(), near);
         let watcher = (world > 1).then(watch).transpose();
         let watcher = watcher.map_err(|error| shared.fail(error))?;
+        let mirror = || Mirror::spawn(shared.clone(), links).map(Arc::new);
+        let leads = hosts.count() > 1 && hosts.leader_of(rank) == rank;
+        let mirror = leads.then(mirror).transpose();
+        let mirror = mirror.map_err(|error| shared.fail(error))?;
         Ok(Members {
             rank,
             world,
             deadlines,
             in_process,
-            hosts: Hosts::default(),
+            tree: Mutex::new(Tree::new(&hosts, world, rank, &ends)),
+            hosts,
             says_farewell: in_process,
             shared,
             waits: Arc::new(WaitTimes::new(world)),
             calls: Mutex::new(0),
             operation: AtomicU64::new(0),
-            connections: Mutex::new(connections),
+            key: AtomicU64::new(0),
+            mirror,
             _watcher: watcher,
         })
     }
@@ -132,6 +156,15 @@ impl Members {
         self.got(self.shared.fail(error))
     }
 
+    /// As [`Members::fail`], if nothing explains the error that comes from another host within a moment.
+    pub fn fail_if_unexplained(&self, error: Error) -> Error {
+        let deadline = Instant::now() + GRACE;
+        while self.shared.reporter().is_none() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.fail(error)
+    }
+
     /// Reports that this rank's program has failed, with an error of these words.
     pub fn fail_because(&self, reason: String) -> Error {
         if let Err(forked) = self.refuse_fork() {
@@ -148,6 +181,11 @@ impl Members {
     /// The ranks' shared state, for users that outlive this value.
     pub fn shared_state(&self) -> Arc<SharedState> {
         self.shared.clone()
+    }
+
+    /// What tells the other hosts of this one, for users that outlive this value. None on most ranks.
+    pub fn mirror(&self) -> Option<Arc<Mirror>> {
+        self.mirror.clone()
     }
 
     /// What the group is called, and which ranks of the job its ranks are.
@@ -205,7 +243,33 @@ impl Members {
         let post = |number| self.shared.post_operation(number, epoch, operation);
         let number = self.next_call(&|| operation.in_words(), post)?;
         self.operation.store(number, Ordering::Relaxed);
+        if self.hosts.count() > 1 {
+            self.key.store(operation.key(epoch), Ordering::Relaxed);
+        }
         Ok(())
+    }
+
+    /// A number of this rank's latest operation that is the same for all ranks that make the same one. What goes over a
+    /// network carries it, because calls of other hosts' ranks may be compared only later.
+    pub fn key_of_operation(&self) -> u64 {
+        self.key.load(Ordering::Relaxed)
+    }
+
+    /// Waits until the group has failed, because `rank` of another host makes a different call than this rank, which is
+    /// in operation `epoch`. Returns the failure.
+    pub fn await_mismatch(&self, rank: usize, epoch: Epoch) -> Error {
+        let awaited = Awaited::Chunk {
+            source: rank,
+            flag: 0,
+            pulled: false,
+        };
+        match self.wait_until(|| Ok(false), epoch, awaited) {
+            Ok(()) => self.fail(Error::Internal {
+                rank: self.rank,
+                what: "a wait without an end has ended".into(),
+            }),
+            Err(error) => error,
+        }
     }
 
     /// True if a rank has not begun this rank's latest operation.

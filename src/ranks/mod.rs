@@ -10,16 +10,19 @@ pub mod env;
 #[cfg(feature = "cuda")]
 pub mod failure_reporter;
 mod family;
+mod forked;
 pub mod host;
 pub mod identity;
 pub mod last_panic;
 pub mod launch;
+pub mod meeting;
 pub mod members;
 #[cfg(not(any(miri, gemmesh_heap)))]
 pub mod memfd;
 #[cfg(any(miri, gemmesh_heap))]
 #[path = "memfd/heap.rs"]
 pub mod memfd;
+pub mod mirror;
 pub mod naming;
 mod output;
 pub mod panics;
@@ -32,6 +35,8 @@ mod search;
 pub mod shared_state;
 pub mod split;
 mod surroundings;
+pub mod tcp;
+pub mod tree;
 pub mod waits;
 pub mod watcher;
 pub mod wire;

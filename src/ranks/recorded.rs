@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use proptest::strategy::Strategy;
 
 use super::*;
+use crate::ranks::meeting::Key;
 
 /// The surroundings of a process in a test.
 #[derive(Default)]
@@ -170,6 +171,8 @@ fn assert_described(variables: &[&str], launcher: &'static str, address: &str) {
         world: 2,
         address: address.into(),
         launcher,
+        hosts: Hosts::default(),
+        meeting: None,
     };
     assert_eq!(described, expected);
 }
@@ -208,6 +211,84 @@ fn every_launcher_is_understood() {
     assert_described(&[PALS], "PALS' mpiexec", "6d7e");
     assert_described(&[FLUX], "Flux", "f23");
     assert_described(&[SRUN_TASK], "srun", "9/0");
+}
+
+/// torchrun --nnodes 2 --nproc-per-node 2, on the second node.
+const TORCHRUN_2: &str =
+    "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 GROUP_WORLD_SIZE=2
+    MASTER_ADDR=node1 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=5f0c TORCHELASTIC_RESTART_COUNT=0";
+/// srun -N 2 -n 4, on the second node.
+const SRUN_2: &str = "SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_NTASKS=4
+    SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_STEP_NODELIST=node[1-2] MASTER_ADDR=fd00::1";
+const SECRET: &str = "GEMMESH_KEY=0123456789abcdef";
+
+#[test]
+fn ranks_of_several_hosts_are_told_apart_if_they_have_a_key() {
+    let described = |variables: &[&str]| describe(&process(variables)).unwrap().unwrap();
+    let hosts = |names: &[u8]| Hosts::of(names).unwrap();
+    let by_torchrun = described(&[TORCHRUN_2, SECRET]);
+    assert_eq!(by_torchrun.hosts, hosts(b"aabb"));
+    let address = "node1/29500/5f0c/0";
+    assert_eq!(
+        (by_torchrun.rank, by_torchrun.address.as_str()),
+        (3, address)
+    );
+    let key = Key::of("0123456789abcdef", address);
+    let (name, port) = ("node1".into(), 29501);
+    let meeting = NamedMeeting { name, port, key };
+    assert_eq!(by_torchrun.meeting, Some(meeting));
+    let by_srun = described(&[SRUN_2, SECRET, "GEMMESH_PORT=7000"]);
+    assert_eq!(by_srun.hosts, hosts(b"aabb"));
+    let meeting = by_srun.meeting.unwrap();
+    assert_eq!((meeting.name.as_str(), meeting.port), ("fd00::1", 7000));
+    let cyclic = [
+        "SLURM_DISTRIBUTION=cyclic",
+        SRUN_2,
+        SECRET,
+        "GEMMESH_PORT=7000",
+    ];
+    assert_eq!(described(&cyclic).hosts, hosts(b"abab"));
+    // One host needs no key, and takes no port.
+    let alone = described(&[TORCHRUN, SECRET, "GEMMESH_PORT=none"]);
+    assert_eq!((alone.hosts, alone.meeting), (Hosts::default(), None));
+}
+
+#[test]
+fn what_several_hosts_lack_is_named() {
+    let error = |variables: &[&str]| describe(&process(variables)).unwrap_err().to_string();
+    let cases: [(&[&str], &str); 9] = [
+        (
+            &[TORCHRUN_2],
+            "all 4 ranks must be on one host, unless GEMMESH_KEY is set",
+        ),
+        (&["GEMMESH_KEY=short", TORCHRUN_2], "16 characters or more"),
+        (
+            &["LOCAL_RANK=0", TORCHRUN_2, SECRET],
+            "rank 3 must be the rank 1 of its host",
+        ),
+        (
+            &["LOCAL_WORLD_SIZE=3", TORCHRUN_2, SECRET],
+            "as many of the 4 ranks as the others",
+        ),
+        (
+            &["MASTER_PORT=65535", TORCHRUN_2, SECRET],
+            "cannot listen at that port",
+        ),
+        (&["GEMMESH_PORT=x", TORCHRUN_2, SECRET], "GEMMESH_PORT"),
+        (
+            &["SLURM_STEP_TASKS_PER_NODE=3,1", SRUN_2, SECRET],
+            "as many of the 4 ranks as the others",
+        ),
+        (&[SRUN_2, SECRET], "GEMMESH_PORT"),
+        (&[&without(SRUN_2, &["MASTER_ADDR"]), SECRET], "MASTER_ADDR"),
+    ];
+    for (variables, words) in cases {
+        let error = error(variables);
+        assert!(error.contains(words), "{error}");
+        assert!(!error.contains("short"), "{error}");
+    }
+    let mpi = OPEN_MPI.replace("LOCAL_SIZE=2", "LOCAL_SIZE=1");
+    assert!(error(&[&mpi, SECRET]).contains("all 2 ranks must be on one host"));
 }
 
 #[test]

@@ -8,11 +8,15 @@
 //! Each time that rank 0 listens is an **attempt**. All ranks that come to an attempt get the same **verdict**, when
 //! rank 0 has stopped listening. Ranks that come later take part in the next attempt. So a connection that ends without
 //! a verdict says nothing, and its rank goes on searching.
+//!
+//! If there are several hosts, each host's leader listens as rank 0 does, and leaders meet rank 0: see
+//! [`meeting`](super::meeting).
 
 mod attempt;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod introduction;
+mod leaders;
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -21,10 +25,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use self::attempt::Rendezvous;
-use self::introduction::{Hello, Prefix};
+pub use self::introduction::Hello;
+use self::introduction::Prefix;
 use super::address;
 use super::identity::Identity;
-use super::members::{Members, opening};
+use super::members::{Connections, Members, opening};
+use super::mirror::Link;
 use super::naming::{Arrival, Naming};
 use super::pidfd::{self, Ended};
 use super::search::{Found, Search};
@@ -38,7 +44,7 @@ use crate::ranks::memfd::{Mapping, memfd};
 /// Changes whenever ranks of older builds cannot work with ranks of this build.
 pub const PROTOCOL_VERSION: u32 = 8;
 /// The longest answer: an error.
-const MAX_VERDICT: usize = 64 << 10;
+pub const MAX_VERDICT: usize = 64 << 10;
 /// If there can be no group, rank 0 listens this long for late ranks, to tell them, and a rank waits this long for
 /// that.
 const LINGER: Duration = Duration::from_secs(1);
@@ -50,7 +56,7 @@ const LINGER: Duration = Duration::from_secs(1);
 pub fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
     if identity.world == 1 {
         // There are no other ranks, so no process can be in the way.
-        return members(identity, allocate()?.0, Vec::new());
+        return members(identity, allocate(0)?.0, Vec::new(), Vec::new());
     }
     // This opens a file. What follows opens files only when rank 0 can be told of a failure.
     let hello = Hello::new(identity)?;
@@ -64,13 +70,17 @@ pub fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
             Found::There(stream, peer) => (Arc::new(Connection::from(stream)), peer),
         };
         match introduce(identity, &hello, &stream, version) {
-            Ok(memory) => return members(identity, memory, vec![stream]),
+            Ok(memory) => return members(identity, memory, vec![stream], Vec::new()),
             Err(WireError::Closed) => search.was_closed()?,
             Err(WireError::Late) => return Err(search.was_silent(peer)),
             Err(WireError::Stopped(error)) => return Err(error),
-            Err(WireError::Garbage(reason)) => return Err(Error::Message { rank: 0, reason }),
+            Err(WireError::Garbage(reason)) => {
+                let rank = identity.leader();
+                return Err(Error::Message { rank, reason });
+            }
             Err(WireError::Io(error)) => {
-                return Err(Error::system(identity.rank, "talk to rank 0")(error));
+                let action = format!("talk to rank {}", identity.leader());
+                return Err(Error::system(identity.rank, action)(error));
             }
         }
     }
@@ -88,7 +98,7 @@ fn introduce(
     let garbage = |e: serde_json::Error| WireError::Garbage(e.to_string());
     let verdict = json::outcome::<()>(&verdict).map_err(garbage)?;
     verdict.map_err(WireError::Stopped)?;
-    map(identity.rank, fds).map_err(|error| {
+    map(identity, fds).map_err(|error| {
         Members::decline(stream, &identity.deadlines, &error);
         WireError::Stopped(error)
     })
@@ -107,30 +117,38 @@ fn verdict_on(
         rank: identity.rank as u32,
         length: hello.len() as u32,
     };
+    // The leader of a host that is not rank 0's waits for rank 0's verdict, which may wait for other leaders.
+    let patience = if identity.hosts.count() > 1 {
+        3 * LINGER
+    } else {
+        LINGER
+    };
     let channel = Channel {
         stream,
         // Rank 0 may have begun later than this rank, and it knows which ranks are missing.
-        deadline: Instant::now() + identity.deadlines.rendezvous() + LINGER,
+        deadline: Instant::now() + identity.deadlines.rendezvous() + patience,
         check: || pidfd::check(stream),
     };
     channel.send_raw(&[prefix.encode().as_slice(), &hello].concat())?;
     channel.receive(MAX_VERDICT)
 }
 
-/// Maps the group's shared memory from the descriptors that came with rank 0's verdict.
-fn map(rank: usize, fds: io::Result<Vec<OwnedFd>>) -> Result<Mapping> {
+/// Maps the group's shared memory from the descriptors that came with the leader's verdict.
+fn map(identity: &Identity, fds: io::Result<Vec<OwnedFd>>) -> Result<Mapping> {
+    let rank = identity.rank;
     let fds = fds.map_err(Error::system(rank, "receive the group's shared memory"))?;
     let [memory] = &fds[..] else {
         let reason = format!("{} descriptors of shared memory", fds.len());
-        return Err(Error::Message { rank: 0, reason });
+        let rank = identity.leader();
+        return Err(Error::Message { rank, reason });
     };
     Mapping::shared(memory, SharedState::BYTES)
         .map_err(Error::out_of_memory(rank, SharedState::BYTES))
 }
 
 /// The memory that all ranks of a group share, and the descriptor for the others.
-fn allocate() -> Result<(Mapping, OwnedFd)> {
-    let lacking = |error| Error::out_of_memory(0, SharedState::BYTES)(error);
+fn allocate(rank: usize) -> Result<(Mapping, OwnedFd)> {
+    let lacking = |error| Error::out_of_memory(rank, SharedState::BYTES)(error);
     let fd = memfd(SharedState::BYTES).map_err(lacking)?;
     let memory = Mapping::shared(&fd, SharedState::BYTES).map_err(lacking)?;
     Ok((memory, fd))
@@ -142,6 +160,7 @@ fn members(
     identity: &Identity,
     memory: Mapping,
     connections: Vec<Arc<Connection>>,
+    links: Vec<Link>,
 ) -> Result<Members> {
     let &Identity {
         rank,
@@ -153,18 +172,28 @@ fn members(
         // All ranks are here, so reports about earlier groups are void.
         launcher.withdraw();
     }
-    let shared_state =
-        SharedState::new(memory, rank, world).with_launcher(identity.launcher.clone());
+    let shared_state = SharedState::new(memory, rank, world)
+        .on_hosts(identity.hosts.clone())
+        .with_launcher(identity.launcher.clone());
     let processes = connections
         .iter()
         .map(|connection| pidfd::of_peer(connection));
-    let peers = Watched::of(rank, &connections, processes)
+    let leader = identity.leader();
+    let ends: Vec<usize> = match identity.leads() {
+        true => identity
+            .neighbours()
+            .filter(|&other| other != rank)
+            .collect(),
+        false => vec![leader],
+    };
+    let near = Watched::of(ends, &connections, processes)
         .map_err(Error::system(rank, "watch another rank's process"))
         .map_err(|error| shared_state.fail(error))?;
     if let Some(naming) = &identity.naming {
         shared_state.set_naming(naming.clone());
     }
-    let members = Members::new(rank, deadlines, false, shared_state, world, peers)?;
+    let connections = Connections { near, links };
+    let members = Members::new(rank, deadlines, false, shared_state, world, connections)?;
     members.set_naming(agree(&members, identity)?);
     Ok(members)
 }

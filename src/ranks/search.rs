@@ -1,4 +1,5 @@
-//! The search for rank 0 among the names of an address. Any process may hold any of these names.
+//! The search for rank 0 among the names of an address. Any process may hold any of these names. (If there are several
+//! hosts, each host's leader takes rank 0's part there.)
 //!
 //! Rank 0 listens at the first name that no other process holds. The other ranks look for it at all names, and pass
 //! over names that a different user's process holds.
@@ -62,7 +63,7 @@ pub struct Search<'a> {
 
 impl<'a> Search<'a> {
     pub fn new(identity: &'a Identity) -> Result<Search<'a>> {
-        let names = address::meeting_names(&identity.address);
+        let names = address::meeting_names(&identity.local_address());
         Ok(Search {
             identity,
             names: names.map_err(Error::system(identity.rank, "name a socket"))?,
@@ -83,9 +84,9 @@ impl<'a> Search<'a> {
     /// Searches until it has found a place to meet, or until the deadline.
     pub fn look(&mut self) -> Result<Found> {
         loop {
-            let found = match self.identity.rank {
-                0 => self.bind()?,
-                _ => self.find()?,
+            let found = match self.identity.leads() {
+                true => self.bind()?,
+                false => self.find()?,
             };
             if let Some(found) = found {
                 return Ok(found);
@@ -103,13 +104,14 @@ impl<'a> Search<'a> {
 
     /// The error if `peer`, which listens, gave no answer in time. To a rank other than 0 it may be rank 0.
     pub fn was_silent(&mut self, peer: Peer) -> Error {
-        self.holder = (self.identity.rank == 0).then_some(peer);
+        self.holder = self.identity.leads().then_some(peer);
         self.failure()
     }
 
     fn pause(&self) -> Result<()> {
-        if self.identity.has_ended(0) {
-            return Err(Error::RankNeverJoined { rank: 0 });
+        let leader = self.identity.leader();
+        if self.identity.has_ended(leader) {
+            return Err(Error::RankNeverJoined { rank: leader });
         }
         if self.begin.elapsed() >= self.identity.deadlines.rendezvous() {
             return Err(self.failure());
@@ -125,7 +127,10 @@ impl<'a> Search<'a> {
             match UnixListener::bind_addr(&self.names[number]) {
                 Ok(listener) => return Ok(Some(Found::Here(listener))),
                 Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
-                Err(error) => return Err(Error::system(0, "listen for the other ranks")(error)),
+                Err(error) => {
+                    let action = "listen for the other ranks";
+                    return Err(Error::system(self.identity.rank, action)(error));
+                }
             }
             match self.visit(number, &mut socket)? {
                 // A second rank 0, which tells all ranks of it.
@@ -196,17 +201,18 @@ impl<'a> Search<'a> {
 
     /// The error of a search that found nothing.
     fn failure(&self) -> Error {
-        let rank = self.identity.rank;
+        let (rank, leader) = (self.identity.rank, self.identity.leader());
+        let leads = self.identity.leads();
         let address = address::shown(&self.identity.address);
         let waited_ms = self.begin.elapsed().as_millis() as u64;
         match (&self.untrusted, self.holder) {
-            (Some(reason), _) if rank != 0 => Error::UnknownUser {
-                ranks: vec![0],
+            (Some(reason), _) if !leads => Error::UnknownUser {
+                ranks: vec![leader],
                 rank,
                 address,
                 reason: reason.clone(),
             },
-            (_, holder) if rank == 0 || holder.is_some() || self.full => Error::AddressTaken {
+            (_, holder) if leads || holder.is_some() || self.full => Error::AddressTaken {
                 rank,
                 address,
                 holder: match holder {
@@ -217,11 +223,11 @@ impl<'a> Search<'a> {
                 waited_ms,
             },
             _ if self.closed => Error::RankLost {
-                rank: 0,
+                rank: leader,
                 noticed_by: rank,
             },
             _ => Error::RanksMissing {
-                ranks: vec![0],
+                ranks: vec![leader],
                 address,
                 waited_ms,
             },

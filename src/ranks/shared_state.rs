@@ -1,13 +1,17 @@
-//! The block of host memory that all ranks of a group share, on every backend.
+//! The block of host memory that the ranks of a group share, on every backend. Each host has one, for all ranks.
 //!
 //! It holds the first failure, and for each rank whether it has left, which rank it waits for, its latest calls, and
 //! why it was refused a call. All of it is atomics over zeroed memory. So if a rank dies at any moment, it stays
 //! readable.
 
 mod calls;
+mod mirrored;
 mod refusals;
 #[cfg(test)]
 mod tests;
+
+pub use self::calls::LATE_VOTES;
+pub use self::mirrored::Known;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,6 +32,7 @@ use crate::protocol::board::{Note, Post, Report};
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::Flag;
 use crate::ranks::memfd::Mapping;
+use crate::schedule::Hosts;
 use crate::schedule::layout::MAX_WORLD;
 
 // Miri checks the whole block at each borrow, so there it is smaller.
@@ -40,6 +45,8 @@ const NOTE_BYTES: usize = if cfg!(miri) { 256 } else { 2048 };
 
 /// A rank that waits notes it more often than this, even on a busy machine.
 const FRESH: Duration = Duration::from_millis(250);
+/// How long a rank waits for rank 0's host to say which failure was the first.
+const VERDICT: Duration = Duration::from_millis(500);
 /// If a rank has let go of the group, the ranks that wait for it give it this long to say why.
 const FAREWELL: Duration = Duration::from_secs(1);
 
@@ -47,6 +54,9 @@ const FAREWELL: Duration = Duration::from_secs(1);
 struct StateBlock {
     /// The first failure, as JSON.
     fault: Report<FAULT_BYTES>,
+    /// On hosts other than rank 0's: the first failure of this host's ranks. The first that comes to rank 0's host is the
+    /// group's.
+    proposal: Report<FAULT_BYTES>,
     /// [`LEFT`] or [`GONE`] for each rank that has left in order.
     left: [Flag; MAX_WORLD],
     /// The rank that each rank waits for: 256 · the time in ms when it last looked + 1 + the other rank. For reports
@@ -60,6 +70,8 @@ struct StateBlock {
     /// Why each rank that is gone has left, as JSON, under the number [`GIVEN`].
     reasons: [Note<NOTE_BYTES>; MAX_WORLD],
     posts: [[Post<WORDS, FIXED>; POSTS as usize]; MAX_WORLD],
+    /// If there are several hosts: the latest call of each rank of this host that has gone to the others.
+    mirrored: [AtomicU64; MAX_WORLD],
 }
 
 /// The rank has completed all that it began and let go of the group. But its thread goes on, and may say why.
@@ -86,6 +98,7 @@ pub struct SharedState {
     memory: Mapping,
     rank: usize,
     world: usize,
+    hosts: Hosts,
     /// By call, how often this rank was refused it.
     refused: Mutex<BTreeMap<u64, u64>>,
     /// Where this rank's program makes its latest calls.
@@ -102,8 +115,18 @@ pub struct SharedState {
     process: Process,
 }
 
-/// The numbers of this rank's latest calls, with the places. The first number is 1.
-type Places = Box<[(u64, Place)]>;
+/// This rank's latest calls.
+type Places = Box<[Placed]>;
+
+/// A call of this rank.
+#[derive(Clone, Copy, Debug, Default)]
+struct Placed {
+    /// Its number. The first is 1.
+    number: u64,
+    place: Place,
+    /// How many collective calls the program had made before.
+    made: u64,
+}
 
 /// What is known of why this rank leaves.
 #[derive(Debug, Default)]
@@ -124,8 +147,9 @@ impl SharedState {
             memory,
             rank,
             world,
+            hosts: Hosts::default(),
             refused: Mutex::default(),
-            places: Mutex::new([(0, None); POSTS as usize].into()),
+            places: Mutex::new([Placed::default(); POSTS as usize].into()),
             made: AtomicU64::new(0),
             departure: Mutex::default(),
             family: Arc::default(),
@@ -135,9 +159,24 @@ impl SharedState {
         }
     }
 
+    /// The number of ranks.
+    pub fn world(&self) -> usize {
+        self.world
+    }
+
     /// Tells the launcher of the group's first failure, before this rank learns of it.
     pub fn with_launcher(self, launcher: Option<ReportSender>) -> SharedState {
         SharedState { launcher, ..self }
+    }
+
+    /// Of a group whose ranks run on `hosts`.
+    pub fn on_hosts(self, hosts: Hosts) -> SharedState {
+        SharedState { hosts, ..self }
+    }
+
+    /// Which ranks share a host.
+    pub fn hosts(&self) -> &Hosts {
+        &self.hosts
     }
 
     /// As a part of the group that `whole` is this rank's view of.
@@ -208,11 +247,28 @@ impl SharedState {
         // The error as the other ranks will read it.
         let error = json::fitted(self.named(error), FAULT_BYTES);
         let bytes = json::of_error(&error);
+        if self.is_apart() {
+            self.propose(&bytes);
+        }
         if self.block().fault.write(self.rank, &bytes) {
             self.tell_launcher(&error);
             error
         } else {
             self.fault().unwrap_or(error)
+        }
+    }
+
+    /// True if rank 0 runs on another host.
+    fn is_apart(&self) -> bool {
+        self.hosts.host_of(self.rank) != 0
+    }
+
+    /// Tells rank 0's host of a failure, and waits for a moment until it says which was the first.
+    fn propose(&self, failure: &[u8]) {
+        self.block().proposal.write(self.rank, failure);
+        let deadline = Instant::now() + VERDICT;
+        while self.reporter().is_none() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_micros(200));
         }
     }
 
@@ -241,16 +297,17 @@ impl SharedState {
     /// The group's first failure. Costs one load as long as there is none.
     pub fn fault(&self) -> Option<Error> {
         let by = self.reporter()?;
-        let fault = self.placed(self.named(self.read_fault(by)));
+        let fault = self.placed(self.named(self.read_failure(&self.block().fault, by)));
         self.tell_launcher(&fault);
         Some(fault)
     }
 
-    fn read_fault(&self, by: usize) -> Error {
+    /// The failure that `by` has reported, or is about to.
+    fn read_failure(&self, report: &Report<FAULT_BYTES>, by: usize) -> Error {
         // The reporter writes a few hundred bytes. If it was killed while it wrote, that is the failure.
         let deadline = Instant::now() + Duration::from_millis(500);
         loop {
-            if let Some(bytes) = self.block().fault.read() {
+            if let Some(bytes) = report.read() {
                 return json::error(&bytes).unwrap_or_else(|e| Error::Message {
                     rank: by,
                     reason: format!("its report of a failure: {e}"),

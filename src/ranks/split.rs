@@ -7,6 +7,7 @@
 //! The system names the process that made a connection at both of its ends. So ranks send descriptors of their
 //! processes too, which tell when one ends.
 
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::deadlines::Deadlines;
-use super::members::Members;
+use super::members::{Connections, Members};
 use super::memfd::{Mapping, memfd};
 use super::naming::{self, Naming};
 use super::pidfd::{self, PeerProcess};
@@ -69,12 +70,17 @@ pub fn split(whole: &Members, claim: Result<Claim>, deadlines: Deadlines) -> Res
     let (memory, connections) = share_memory(whole, &part)?;
     let processes = share_processes(whole, &part)?;
     let (rank, world) = (part.rank, part.ranks.len());
-    let peers = Watched::of(rank, &connections, processes.into_iter().map(Ok))?;
+    let ends = part.ends(rank);
+    let near = Watched::of(ends, &connections, processes.into_iter().map(Ok))?;
+    let connections = Connections {
+        near,
+        ..Connections::default()
+    };
     let state = SharedState::new(memory, rank, world)
         .with_launcher(launcher)
         .split_from(&whole.shared_state());
     state.set_naming(part.naming);
-    let mut members = Members::new(rank, deadlines, whole.in_process, state, world, peers)?;
+    let mut members = Members::new(rank, deadlines, whole.in_process, state, world, connections)?;
     // Functions of threads end with the whole group.
     members.says_farewell = false;
     Ok(members)
@@ -141,6 +147,14 @@ impl Part {
         })
     }
 
+    /// The ranks of the part at the other ends of this rank's control connections.
+    fn ends(&self, rank: usize) -> Range<usize> {
+        match rank {
+            0 => 1..self.ranks.len(),
+            _ => 0..1,
+        }
+    }
+
     /// The ranks of the whole group at the other ends of this rank's control connections.
     fn peers(&self) -> &[usize] {
         match self.rank {
@@ -173,8 +187,12 @@ fn share_memory(whole: &Members, part: &Part) -> Result<(Mapping, Vec<Arc<Connec
             }),
     };
     whole.share(&split_call(), own, |fds| {
-        let memory = Mapping::shared(fds[part.ranks[0]].as_fd(), SharedState::BYTES);
-        let memory = memory.map_err(lacking())?;
+        let first = fds[part.ranks[0]].as_ref();
+        let first = first.ok_or_else(|| Error::Internal {
+            rank: whole.rank,
+            what: "a part's ranks have no memory in common".into(),
+        })?;
+        let memory = Mapping::shared(first.as_fd(), SharedState::BYTES).map_err(lacking())?;
         let connections = match connection {
             Some(own) => vec![Arc::new(own)],
             None => taken(fds, part.peers())
@@ -194,8 +212,7 @@ fn connect() -> std::io::Result<(Connection, OwnedFd)> {
 }
 
 /// The descriptors of `ranks`. The others are closed.
-fn taken(fds: Vec<OwnedFd>, ranks: &[usize]) -> impl Iterator<Item = OwnedFd> {
-    let mut fds: Vec<_> = fds.into_iter().map(Some).collect();
+fn taken(mut fds: Vec<Option<OwnedFd>>, ranks: &[usize]) -> impl Iterator<Item = OwnedFd> {
     ranks.iter().filter_map(move |&rank| fds[rank].take())
 }
 

@@ -59,17 +59,16 @@ pub struct Watched {
 }
 
 impl Watched {
-    /// The ranks at the other ends of `connections`, and the process of each. The connections are those of `rank`: on
-    /// rank 0 to ranks 1, 2, …, and on other ranks to rank 0.
+    /// The ranks at the other ends of `connections`, and the process of each.
     pub fn of<E>(
-        rank: usize,
+        ranks: impl IntoIterator<Item = usize>,
         connections: &[Arc<Connection>],
         processes: impl IntoIterator<Item = Result<PeerProcess, E>>,
     ) -> Result<Vec<Watched>, E> {
-        let peers = connections.iter().zip(processes).enumerate();
-        let peers = peers.map(|(index, (connection, process))| {
+        let peers = ranks.into_iter().zip(connections).zip(processes);
+        let peers = peers.map(|((rank, connection), process)| {
             Ok(Watched {
-                rank: if rank == 0 { index + 1 } else { 0 },
+                rank,
                 connection: connection.clone(),
                 process: process?,
             })

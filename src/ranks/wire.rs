@@ -14,6 +14,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags,
 };
 
+use super::forked::LostInForks;
 use super::pidfd::Ended;
 use super::poll::poll;
 use crate::schedule::layout::MAX_WORLD;
@@ -117,6 +118,11 @@ impl<E, C: Fn() -> Result<(), E>> Channel<'_, C> {
         Ok(())
     }
 
+    /// Receives as many bytes as there is room for.
+    pub fn receive_raw(&self, bytes: &mut [u8]) -> Result<(), WireError<E>> {
+        self.receive_part(bytes, &mut Ok(Vec::new()))
+    }
+
     /// Receives a frame of at most `limit` bytes.
     pub fn receive(&self, limit: usize) -> Result<Frame, WireError<E>> {
         let mut fds = Ok(Vec::new());
@@ -193,11 +199,28 @@ const fn ancillary_space() -> usize {
 /// Closing it would not be enough, because the other end sees nothing while a forked child has it open too. Bytes that
 /// were sent before still arrive.
 #[derive(Debug)]
-pub struct Connection(UnixStream);
+pub struct Connection {
+    /// Dropped before the stream. None if forks of this process keep it open, which does not matter within a machine.
+    _lost: Option<LostInForks>,
+    stream: UnixStream,
+}
+
+impl Connection {
+    /// A connection to another machine.
+    pub fn between_machines(stream: UnixStream) -> Connection {
+        Connection {
+            _lost: LostInForks::new(&stream),
+            stream,
+        }
+    }
+}
 
 impl From<UnixStream> for Connection {
     fn from(stream: UnixStream) -> Connection {
-        Connection(stream)
+        Connection {
+            _lost: None,
+            stream,
+        }
     }
 }
 
@@ -205,14 +228,14 @@ impl Deref for Connection {
     type Target = UnixStream;
 
     fn deref(&self) -> &UnixStream {
-        &self.0
+        &self.stream
     }
 }
 
 impl Drop for Connection {
     fn drop(&mut self) {
         // The call fails if the other end has already done so.
-        let _ = self.0.shutdown(Shutdown::Both);
+        let _ = self.stream.shutdown(Shutdown::Both);
     }
 }
 

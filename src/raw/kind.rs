@@ -91,12 +91,14 @@ impl Error {
             | Error::RankNeverJoined { .. }
             | Error::AddressTaken { .. }
             | Error::UnknownUser { .. }
+            | Error::KeyRefused { .. }
             | Error::DuplicateRank { .. }
             | Error::Mismatch { .. }
             | Error::SharedGpu { .. } => ErrorKind::Rendezvous,
             Error::CallMismatch { .. } => ErrorKind::CallMismatch,
             Error::OutOfMemory { .. } => ErrorKind::OutOfMemory,
             Error::RankLost { .. }
+            | Error::HostLost { .. }
             | Error::RankPanicked { .. }
             | Error::ProgramFailed { .. }
             | Error::Callback { .. }

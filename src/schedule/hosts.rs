@@ -6,7 +6,7 @@ use crate::refusal::{Refusal, Result};
 use crate::route::Route;
 
 /// Which ranks share a host. Every host has the same number of **places**, numbered from 0, and each rank has a place.
-/// The ranks of equal places of all hosts are a **rail**.
+/// The ranks of equal places of all hosts are a **rail**. A host's lowest rank is its **leader**.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Hosts {
     /// None if all ranks share one host. Then a rank's place is its number.
@@ -105,6 +105,12 @@ impl Hosts {
         several.map_or(0, |several| several.indices[rank] / several.places)
     }
 
+    /// The place of a rank on its host.
+    pub fn place_of(&self, rank: usize) -> usize {
+        let several = self.several.as_ref();
+        several.map_or(rank, |several| several.indices[rank] % several.places)
+    }
+
     /// How many hosts on around the ring of hosts the host of `to` is from that of `from`.
     pub fn steps(&self, from: usize, to: usize) -> usize {
         let hosts = self.count();
@@ -138,6 +144,27 @@ impl Hosts {
     /// The ranks of a host, of `world` ranks in all, in their order.
     pub fn ranks_of(&self, host: usize, world: usize) -> impl Iterator<Item = usize> {
         (0..world).filter(move |&rank| self.host_of(rank) == host)
+    }
+
+    /// The leader of `rank`'s host: its lowest rank.
+    pub fn leader_of(&self, rank: usize) -> usize {
+        let several = self.several.as_ref();
+        several.map_or(0, |several| {
+            several.ranks[several.indices[rank] / several.places * several.places]
+        })
+    }
+
+    /// The leaders of all hosts. The first one is rank 0.
+    pub fn leaders(&self) -> Vec<usize> {
+        match &self.several {
+            None => vec![0],
+            Some(several) => several
+                .ranks
+                .iter()
+                .copied()
+                .step_by(several.places)
+                .collect(),
+        }
     }
 
     /// The other ranks of `rank`'s rail: that of the next host first, and so on around the ring of hosts.

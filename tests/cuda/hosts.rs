@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use gemmesh::schedule::Hosts;
 use gemmesh::testing::{Variant, delay_chunks};
 use gemmesh::trace::{Lane, Work};
 use gemmesh::{
@@ -18,9 +17,10 @@ use crate::support::shared::failures;
 use crate::support::shared::hosts::{bytes, sum_of_hosts};
 use crate::test_name;
 
-/// Makes NCCL take this process's host for another than those of other names. It then uses sockets alone.
+/// Makes this process's host another than those of other names, also for NCCL, which then uses sockets alone.
 fn play(host: char) {
     let variables = [
+        ("GEMMESH_HOST", host.to_string()),
         ("NCCL_HOSTID", host.to_string()),
         ("NCCL_SOCKET_IFNAME", "lo".into()),
         ("NCCL_IB_DISABLE", "1".into()),
@@ -33,14 +33,17 @@ fn play(host: char) {
 
 /// A group of all ranks, whose hosts `hosts` names letter by letter.
 fn connect_hosts(rank: &Rank, hosts: &str, timeout: Duration) -> Result<Group<Cuda>, Error> {
-    let names: Vec<char> = hosts.chars().collect();
-    play(names[rank.rank]);
+    let together = host_group(rank)?;
+    play(hosts.as_bytes()[rank.rank] as char);
     std::mem::forget(Cuda::keep(rank));
     let builder = Group::<Cuda>::builder()
         .timeout(timeout)
         .arrival_timeout(timeout)
-        .play_hosts(Hosts::of(&names).unwrap());
-    builder.connect(rank.rank, rank.world, &rank.address)
+        // Both hosts have the same GPUs.
+        .device(rank.rank % devices());
+    builder.connect_with(rank.rank, rank.world, |own| {
+        Ok(together.all_gather_bytes(own)?)
+    })
 }
 
 /// Calls `part` on each rank of hosts, on GPUs.

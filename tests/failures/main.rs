@@ -7,6 +7,7 @@ mod support;
 mod ends;
 mod forks;
 mod groups;
+mod hosts;
 mod late;
 mod launcher;
 mod limits;

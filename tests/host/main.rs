@@ -11,6 +11,7 @@ mod forms;
 mod fp8;
 mod groups;
 mod hosts;
+mod lost_hosts;
 mod numerics;
 mod pipelines;
 mod reduce_scatter;

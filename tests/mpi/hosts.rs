@@ -43,7 +43,9 @@ pub fn test(world: &SimpleCommunicator) -> usize {
             }
             what_spans_no_hosts_is_refused(&part, hosts);
             a_failure_ends_the_group_on_all_hosts(&part, hosts);
-            passed += 2;
+            rows_of_a_different_call_end_the_group(&part, hosts);
+            a_rank_that_leaves_is_named(&part, hosts);
+            passed += 4;
             if hosts == LONG {
                 large_shards_go_in_many_messages(&part, hosts);
                 a_late_rank_is_named(&part, hosts);
@@ -131,6 +133,44 @@ fn a_failure_ends_the_group_on_all_hosts(part: &SimpleCommunicator, hosts: &str)
     let Err(error) = until_failure();
     let Error::ProgramFailed { rank, .. } = error.cause() else {
         panic!("{error}")
+    };
+    assert_eq!(*rank, last);
+}
+
+/// Messages of a different call are longer or shorter than those that MPI expects.
+fn rows_of_a_different_call_end_the_group(part: &SimpleCommunicator, hosts: &str) {
+    for odd in [0, hosts.len() - 1] {
+        let group = group(part, hosts);
+        let m = 4 * group.world_size();
+        let [narrow, wide] = [4, 400].map(|k| {
+            let mut a = group.sharded::<bf16>(m, k).unwrap();
+            a.shard_mut()
+                .copy_from_host(&vec![bf16::ONE; 4 * k])
+                .unwrap();
+            a
+        });
+        let error = all_gather(if group.rank() == odd { &wide } else { &narrow });
+        let error = error.unwrap_err();
+        let Error::CallMismatch { rank, .. } = error.cause() else {
+            panic!("{hosts}: {error}")
+        };
+        // Of two ranks, the lower is right.
+        let named = if hosts.len() == 2 { 1 } else { odd };
+        assert_eq!(*rank, named, "{hosts}");
+        part.barrier();
+    }
+}
+
+fn a_rank_that_leaves_is_named(part: &SimpleCommunicator, hosts: &str) {
+    let group = group(part, hosts);
+    group.barrier().unwrap();
+    let last = group.world_size() - 1;
+    if group.rank() == last {
+        return;
+    }
+    let error = group.barrier().unwrap_err();
+    let Error::RankLeft { rank, .. } = error.cause() else {
+        panic!("{hosts}: {error}")
     };
     assert_eq!(*rank, last);
 }

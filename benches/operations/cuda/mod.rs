@@ -499,9 +499,11 @@ impl<T: Multiplied, O: OnGpus<T>> Timed<Cuda, T> for O {
             true => instruments.product(&peers.problem, Accumulation::Fast)?,
             false => None,
         };
-        let graph = match args.hosts {
-            1 => captured(self, prepared, timer)?,
-            _ => None,
+        // Over hosts there are no graphs.
+        let is_one_host = group.host_count() == 1;
+        let graph = match is_one_host {
+            true => captured(self, prepared, timer)?,
+            false => None,
         };
         let is_refused = |variant| match variant {
             Measured::Cublaslt | Measured::Peers | Measured::Ideal => product.is_none(),
@@ -512,10 +514,10 @@ impl<T: Multiplied, O: OnGpus<T>> Timed<Cuda, T> for O {
             Measured::Nccl | Measured::Peers => nccl.is_some(),
             Measured::Graph => graph.is_some(),
             // No copy engine reaches another host.
-            Measured::Ideal => args.hosts == 1,
+            Measured::Ideal => is_one_host,
             // Over hosts a sum of products has no parts.
             Measured::Matmul | Measured::Collective | Measured::Sequential => {
-                args.hosts == 1 || matches!(peers.communication.collective, Collective::Gather)
+                is_one_host || matches!(peers.communication.collective, Collective::Gather)
             }
             Measured::Fast => args.fast_accumulation,
             _ => true,

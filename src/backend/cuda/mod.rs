@@ -148,7 +148,9 @@ impl sealed::Implementation for Cuda {
         }
         // A failure before the ranks meet is reported to the other ranks when they meet.
         let load = || -> Result<(Gpu, Rates, tuned::Table)> {
-            let mut gpu = Gpu::open(members.rank, options, members.deadlines.call())?;
+            let place = members.hosts.place_of(members.rank);
+            let timeout = members.deadlines.call();
+            let mut gpu = Gpu::open(members.rank, place, options, timeout)?;
             if members.hosts.count() > 1 {
                 gpu.room = network::CTAS;
             }

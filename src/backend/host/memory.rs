@@ -57,10 +57,10 @@ impl HostSymmetric {
         };
         let own = allocate().map_err(Error::out_of_memory(rank, bytes));
         let maps = members.share(call, own, |fds| {
-            let map = |(owner, fd)| {
-                if !members.hosts.share(rank, owner) {
+            let map = |(owner, fd): (usize, &Option<OwnedFd>)| {
+                let Some(fd) = fd else {
                     return Ok(None);
-                }
+                };
                 let mapping = Mapping::shared(fd, bytes).map(Some);
                 mapping.map_err(|error| match error.kind() {
                     io::ErrorKind::InvalidData => Error::Message {

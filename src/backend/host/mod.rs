@@ -36,8 +36,12 @@ use crate::ranks::memfd::Mapping;
 use crate::refusal::{self, Refusal};
 use crate::resources::{explain, require_available};
 use crate::schedule::drive::Produced;
-use crate::schedule::limits::limit;
+use crate::schedule::limits::{limit, require};
 use crate::schedule::{Chunking, Config, Numerics, Problem, Route, Schedule, TileShape};
+
+/// What a group of several hosts must have that moves rows.
+const NEEDS_A_NETWORK: &str = "a group of several hosts that moves rows must be made by Builder::from_mpi or \
+                               Builder::from_communicator, because MPI carries them";
 
 /// The host's processors and shared memory. A rank is a process or a thread.
 ///
@@ -147,7 +151,7 @@ impl sealed::Implementation for Host {
     fn open(members: &Members, options: &OpenOptions) -> Result<Host> {
         let count = options.workers.unwrap_or_else(|| {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
-            (cores / members.world).max(1)
+            (cores * members.hosts.count() / members.world).max(1)
         });
         // The call that opens the group has set the place.
         let refuse =
@@ -211,6 +215,7 @@ impl sealed::Implementation for Host {
         let what = "matrices of a schedule on the host";
         limit(what, matrices, 0, matrices::MAX_MATRICES)?;
         for sent in schedule.sent().chain(schedule.received()) {
+            require(NEEDS_A_NETWORK, self.network.is_some())?;
             let bytes = schedule.bytes_of(sent);
             limit(
                 "the bytes of a message between hosts",

@@ -34,7 +34,10 @@ pub trait Message {
 }
 
 /// The longest message. MPI counts bytes by a C `int`.
-pub const MAX_MESSAGE: usize = i32::MAX as usize;
+pub const MAX_MESSAGE: usize = i32::MAX as usize - KEY;
+
+/// What follows the rows of a message: the key of the sender's call.
+const KEY: usize = size_of::<u64>();
 
 /// How many messages a rank has under way at once, each way. While one is copied, the next ones are on the network.
 const UNDER_WAY: usize = 4;
@@ -122,6 +125,10 @@ impl<'a> Carrier<'a, '_> {
             // began, or `drive::send` has acquired the count of their block.
             unsafe { copy_part(place, &region, bytes.as_mut_ptr(), &packed) };
         }
+        let key = self.members.key_of_operation().to_le_bytes();
+        if let Some(end) = bytes.last_chunk_mut() {
+            *end = key;
+        }
         let message = self.network.send([transfer.from, transfer.to], bytes);
         Ok(Sending {
             transfer,
@@ -178,6 +185,9 @@ impl<'a> Carrier<'a, '_> {
             pulled: false,
         };
         let bytes = self.finish(message, awaited)?;
+        if bytes.last_chunk() != Some(&self.members.key_of_operation().to_le_bytes()) {
+            return Err(self.members.await_mismatch(transfer.from, self.epoch));
+        }
         for (place, region, packed) in self.regions(transfer) {
             // SAFETY: the matrix holds the region, and `bytes` what it was packed to. Nobody reads the rows before their
             // flag, which `drive::receive` writes afterwards. Those who read them in the operation before have ended
@@ -192,8 +202,9 @@ impl<'a> Carrier<'a, '_> {
     fn finish(&self, mut message: Box<dyn Message>, awaited: Awaited) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         let has_ended = || {
+            // The library refuses a message of a different call that is longer.
             let taken = message.take_if_ended();
-            let taken = taken.map_err(|error| self.members.fail(error))?;
+            let taken = taken.map_err(|error| self.members.fail_if_unexplained(error))?;
             let has_ended = taken.is_some();
             if let Some(taken) = taken {
                 bytes = taken;
@@ -207,7 +218,7 @@ impl<'a> Carrier<'a, '_> {
     fn memory_for(&self, transfer: &Transfer) -> Result<Vec<u8>> {
         let last = self.regions(transfer).last();
         let bytes = last.map_or(0, |(.., packed)| packed.offset + packed.rows * packed.width);
-        let memory = self.spares.take(self.members.rank, bytes);
+        let memory = self.spares.take(self.members.rank, bytes + KEY);
         memory.map_err(|error| self.members.fail(error))
     }
 

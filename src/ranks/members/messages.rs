@@ -1,9 +1,9 @@
-//! Exchanges of messages between all ranks, by way of rank 0.
+//! Exchanges of messages between all ranks, by way of the hosts' leaders and rank 0.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, PoisonError};
+use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use super::{FOREVER, GRACE, Members, PeerWait};
@@ -11,16 +11,21 @@ use crate::error::{Call, Deadline, Error, MadeCall, Result, call};
 use crate::json;
 use crate::ranks::deadlines::{Clock, Deadlines};
 use crate::ranks::pidfd;
-use crate::ranks::wire::{Channel, Connection, Frame, MAX_FRAME, WireError};
+use crate::ranks::tree::{Branch, Tree};
+use crate::ranks::wire::{Channel, Frame, MAX_FRAME, WireError};
+use crate::schedule::agreed::hash;
 
 /// Room for what is added around a rank's message.
 const OVERHEAD: usize = 4096;
 
+/// Messages by rank, and descriptors of ranks of this host.
+type Collected = (Vec<Vec<u8>>, io::Result<Vec<OwnedFd>>);
+
 /// The messages of all ranks, by rank.
 pub struct Gathered {
     pub payloads: Vec<Vec<u8>>,
-    /// One descriptor of each rank, if ranks sent descriptors and rank 0 could receive them all. Otherwise none. An
-    /// error if this rank could not receive them.
+    /// One descriptor of each rank of this host, if ranks sent descriptors and the host's leader could receive them all.
+    /// Otherwise none. An error if this rank could not receive them.
     pub fds: io::Result<Vec<OwnedFd>>,
 }
 
@@ -52,28 +57,46 @@ impl Members {
         Ok(gathered)
     }
 
-    /// Shares a descriptor that each rank has made, and returns what `take` makes of all ranks' descriptors, by rank.
+    /// Shares a descriptor that each rank has made, and returns what `take` makes of them. `take` gets them by rank; those
+    /// of other hosts' ranks do not come.
     ///
     /// If a rank could not do its part, all ranks get its error, and the group goes on.
     pub fn share<R>(
         &self,
         call: &MadeCall,
         own: Result<OwnedFd>,
-        take: impl FnOnce(Vec<OwnedFd>) -> Result<R>,
+        take: impl FnOnce(Vec<Option<OwnedFd>>) -> Result<R>,
     ) -> Result<R> {
         let gathered = self.gather_messages(call, own.map(|fd| (Vec::new(), Some(fd))))?;
+        let near: Vec<usize> = self.ranks_of_host().collect();
         let taken = match gathered.fds {
-            Ok(fds) if fds.len() == self.world => take(fds).map(Some),
-            // Rank 0 could not receive them all, and says so.
+            Ok(fds) if fds.len() == near.len() => take(self.by_rank(&near, fds)).map(Some),
+            // The leader could not receive them all, and says so.
             Ok(_) => Ok(None),
             Err(error) => {
-                let action = format!("receive {} descriptors", self.world);
+                let action = format!("receive {} descriptors", near.len());
                 Err(Error::system(self.rank, action)(error))
             }
         };
         let outcome = taken.as_ref().map(|_| (Vec::new(), None));
         self.gather_messages(call, outcome.map_err(Error::clone))?;
-        taken?.ok_or_else(|| self.garbage(0, "a descriptor of each rank"))
+        let leader = self.hosts.leader_of(self.rank);
+        taken?.ok_or_else(|| self.garbage(leader, "a descriptor of each rank"))
+    }
+
+    /// The ranks of this rank's host.
+    fn ranks_of_host(&self) -> impl Iterator<Item = usize> {
+        self.hosts
+            .ranks_of(self.hosts.host_of(self.rank), self.world)
+    }
+
+    /// What ranks of this host have sent, by rank.
+    fn by_rank<T>(&self, near: &[usize], sent: Vec<T>) -> Vec<Option<T>> {
+        let mut all: Vec<Option<T>> = (0..self.world).map(|_| None).collect();
+        for (&rank, sent) in near.iter().zip(sent) {
+            all[rank] = Some(sent);
+        }
+        all
     }
 
     /// Tells the other ranks why this rank has no memory to share with them, in the place of its part in their first
@@ -93,7 +116,7 @@ impl Members {
         }
     }
 
-    /// Sends `payload`, and a descriptor if there is one, to every rank, and returns what all sent.
+    /// Sends `payload` to every rank, and a descriptor, if there is one, to every rank of this host. Returns what all sent.
     ///
     /// # Errors
     /// [`Error::CallMismatch`] unless all ranks make the same `call`; the group's failure if a rank is lost or has
@@ -117,35 +140,24 @@ impl Members {
                 max: longest,
             }));
         }
-        let connections = self
-            .connections
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let tree = self.tree.lock().unwrap_or_else(PoisonError::into_inner);
         // The place that was given for all of a program's call, not one in this library.
         let place = call::place_of_outer();
         let placed = MadeCall {
             place: call::in_words(place),
             ..call.clone()
         };
-        // Calls are compared before anything is sent. So an exchange is complete only if all ranks made it.
+        // Calls are compared before anything is sent, or with what comes from another host. So an exchange is complete
+        // only if all ranks made it.
         let post = |number| self.shared.post_messages(number, call, place);
         let number = self.next_call(&|| placed.in_words(), post)?;
         let messages = MessageCall {
             words: placed.in_words(),
             number,
+            key: [number, hash(call.to_lines().as_bytes())].map(u64::to_le_bytes),
             clock: Clock::start(),
         };
-        let (bytes, fds) = if self.rank == 0 {
-            self.collect(&connections, &messages, payload, fd)?
-        } else {
-            let channel = self.channel(0, &connections[0], &messages);
-            channel
-                .send(payload, fd.as_slice())
-                .map_err(|e| self.wire_failure(0, &messages, e))?;
-            channel
-                .receive(MAX_FRAME)
-                .map_err(|e| self.wire_failure(0, &messages, e))?
-        };
+        let (bytes, fds) = self.exchange(&tree, &messages, payload, fd)?;
         let parts = split(&bytes).filter(|parts| parts.len() == self.world);
         let parts = parts.ok_or_else(|| self.garbage(0, "a list of messages"))?;
         let payloads = parts.into_iter().map(|part| self.copied(part));
@@ -180,60 +192,140 @@ impl Members {
         Ok(all)
     }
 
-    /// Rank 0's part: receives every rank's message, then sends all of them to all.
-    fn collect(
+    /// Sends this rank's message on its way, and returns all ranks' messages, joined, with this host's descriptors.
+    fn exchange(
         &self,
-        connections: &[Arc<Connection>],
+        tree: &Tree,
         messages: &MessageCall,
         payload: &[u8],
         fd: Option<BorrowedFd>,
     ) -> Result<Frame> {
-        let mut parts = vec![self.copied(payload)?];
-        let mut fds = Ok(Vec::new());
-        for (index, connection) in connections.iter().enumerate() {
-            let (part, sent) = self
-                .channel(index + 1, connection, messages)
-                .receive(MAX_FRAME)
-                .map_err(|e| self.wire_failure(index + 1, messages, e))?;
-            parts.push(part);
-            fds = fds.and_then(|mut fds: Vec<OwnedFd>| {
-                fds.extend(sent?);
-                Ok(fds)
-            });
+        let Some(parent) = &tree.parent else {
+            let (parts, fds) = self.collect(tree, messages, payload)?;
+            let all = self.joined(&parts)?;
+            return self.hand_out(tree, messages, all, fd, fds);
+        };
+        if tree.children.is_empty() && self.hosts.share(self.rank, parent.rank) {
+            self.send(tree, messages, parent, payload, fd.as_slice())?;
+            return self.receive(tree, messages, parent);
         }
-        let all = self.joined(&parts)?;
+        // The leader of a host that is not rank 0's.
+        let (mut parts, fds) = self.collect(tree, messages, payload)?;
+        let own = self.ranks_of_host();
+        let own = own.map(|rank| std::mem::take(&mut parts[rank]));
+        let own: Vec<Vec<u8>> = [messages.key.concat()].into_iter().chain(own).collect();
+        self.send(tree, messages, parent, &self.joined(&own)?, &[])?;
+        let (all, _) = self.receive(tree, messages, parent)?;
+        self.hand_out(tree, messages, all, fd, fds)
+    }
+
+    /// Receives what comes from this rank's children. Returns it by rank, with this rank's own message, and the
+    /// descriptors of the host's other ranks.
+    fn collect(&self, tree: &Tree, messages: &MessageCall, payload: &[u8]) -> Result<Collected> {
+        let mut parts = vec![Vec::new(); self.world];
+        parts[self.rank] = self.copied(payload)?;
+        let mut fds = Ok(Vec::new());
+        for child in &tree.children {
+            let (part, sent) = self.receive(tree, messages, child)?;
+            if self.hosts.share(self.rank, child.rank) {
+                parts[child.rank] = part;
+                fds = fds.and_then(|mut fds: Vec<OwnedFd>| {
+                    fds.extend(sent?);
+                    Ok(fds)
+                });
+                continue;
+            }
+            let its = split(&part).filter(|its| its.len() == 1 + child.ranks.len());
+            let its = its.ok_or_else(|| self.garbage(child.rank, "its host's messages"))?;
+            if its[0] != messages.key.concat() {
+                return Err(self.await_differing_call(messages, child.rank));
+            }
+            for (&rank, message) in child.ranks.iter().zip(&its[1..]) {
+                parts[rank] = self.copied(message)?;
+            }
+        }
+        Ok((parts, fds))
+    }
+
+    /// Sends all ranks' messages to this rank's children, and returns them. Its host's ranks get the host's descriptors,
+    /// of which `fds` are those of the other ranks.
+    fn hand_out(
+        &self,
+        tree: &Tree,
+        messages: &MessageCall,
+        all: Vec<u8>,
+        own: Option<BorrowedFd>,
+        fds: io::Result<Vec<OwnedFd>>,
+    ) -> Result<Frame> {
         // A rank gets all descriptors or none, so that it takes none for a different rank's.
         let others = fds.as_ref().map_or(&[][..], |fds| fds);
-        let own = fd.filter(|_| fds.is_ok());
+        // The leader is its host's first rank.
+        let own = own.filter(|_| fds.is_ok());
         let sent: Vec<BorrowedFd> = own
             .into_iter()
             .chain(others.iter().map(AsFd::as_fd))
             .collect();
-        for (index, connection) in connections.iter().enumerate() {
-            self.channel(index + 1, connection, messages)
-                .send(&all, &sent)
-                .map_err(|e| self.wire_failure(index + 1, messages, e))?;
+        for child in &tree.children {
+            let is_near = self.hosts.share(self.rank, child.rank);
+            let fds = if is_near { &sent[..] } else { &[] };
+            self.send(tree, messages, child, &all, fds)?;
         }
         let own = own.map(|fd| fd.try_clone_to_owned()).transpose();
         let fds = fds.and_then(|fds| Ok(own?.into_iter().chain(fds).collect()));
         Ok((all, fds))
     }
 
-    /// The connection to `rank`.
+    /// Waits until the mirror says which call differs. `rank` leads a host that has made a different one.
+    fn await_differing_call(&self, messages: &MessageCall, rank: usize) -> Error {
+        let waiting = PeerWait {
+            clock: &messages.clock,
+            grace: GRACE,
+            is_for_a_peer: false,
+            rank,
+            call: &|| Some(messages.number),
+            what: &|| messages.awaited(self.shared.job_rank(rank)),
+        };
+        loop {
+            if let Err(error) = self.pause(&waiting) {
+                return error;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn send(
+        &self,
+        tree: &Tree,
+        messages: &MessageCall,
+        to: &Branch,
+        payload: &[u8],
+        fds: &[BorrowedFd],
+    ) -> Result<()> {
+        let sent = self.channel(tree, to, messages).send(payload, fds);
+        sent.map_err(|error| self.wire_failure(to.rank, messages, error))
+    }
+
+    fn receive(&self, tree: &Tree, messages: &MessageCall, from: &Branch) -> Result<Frame> {
+        let received = self.channel(tree, from, messages).receive(MAX_FRAME);
+        received.map_err(|error| self.wire_failure(from.rank, messages, error))
+    }
+
     fn channel<'a>(
         &'a self,
-        rank: usize,
-        stream: &'a UnixStream,
+        tree: &'a Tree,
+        branch: &'a Branch,
         messages: &'a MessageCall,
     ) -> Channel<'a, impl Fn() -> Result<(), Error>> {
+        let rank = branch.rank;
         Channel {
-            stream,
+            stream: &branch.connection,
             // The check has the deadlines.
             deadline: Instant::now() + FOREVER,
             check: move || {
                 let late = self.shared.first_late(messages.number);
-                // Rank 0 may wait for another. Unless it shows that, it is given time to say so.
-                let is_silent = || rank == 0 && !self.shared.is_waiting(0, &self.deadlines);
+                // A rank that passes messages on may wait for another. Unless it shows that, it is given time to say so.
+                let is_silent =
+                    || tree.passes_on(rank) && !self.shared.is_waiting(rank, &self.deadlines);
                 let grace = match late.is_none() && is_silent() {
                     true => GRACE,
                     false => Duration::ZERO,
@@ -261,7 +353,7 @@ impl Members {
                 let passed = (Deadline::Call, FOREVER);
                 self.shared.timed_out(passed, rank, waited, what)
             }
-            WireError::Closed if self.shared.has_left(rank) => {
+            WireError::Closed if self.is_known_to_have_left(rank) => {
                 self.left(rank, Some(messages.number), call.clone())
             }
             WireError::Closed => Error::RankLost {
@@ -274,6 +366,18 @@ impl Members {
                 Error::system(self.rank, format!("talk to rank {peer} in {call}"))(error)
             }
         })
+    }
+
+    /// True if `rank`, whose connection has ended, has left in order. What is known of a rank of another host comes by a
+    /// connection of its own, so it may come a little later.
+    fn is_known_to_have_left(&self, rank: usize) -> bool {
+        let is_near = self.hosts.share(self.rank, rank);
+        let deadline = Instant::now() + if is_near { Duration::ZERO } else { GRACE };
+        let is_over = || self.shared.has_left(rank) || self.shared.reporter().is_some();
+        while !is_over() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.shared.has_left(rank)
     }
 
     fn garbage(&self, rank: usize, expected: &str) -> Error {
@@ -289,6 +393,8 @@ struct MessageCall {
     /// The call, in words, with its place.
     words: String,
     number: u64,
+    /// The same for all ranks that make the same call: its number, and the hash of its words.
+    key: [[u8; 8]; 2],
     clock: Clock,
 }
 

@@ -1,20 +1,25 @@
-//! An attempt of rank 0: it listens until all ranks have come, or until they cannot become a group.
+//! An attempt of a leader: it listens until all ranks have come, or until they cannot become a group.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::net;
 
 use super::introduction::{Guest, Hello, Introduced, Stranger};
+use super::leaders::Leader;
 use super::{LINGER, allocate, members};
 use crate::error::{Error, Result};
 use crate::json;
 use crate::ranks::address;
 use crate::ranks::identity::Identity;
+use crate::ranks::meeting::Lobby;
 use crate::ranks::members::Members;
+use crate::ranks::memfd::Mapping;
+use crate::ranks::mirror::Link;
 use crate::ranks::peer::{Peer, User, user_of};
 use crate::ranks::poll;
 use crate::ranks::search::RETRY;
@@ -34,20 +39,26 @@ const ACCEPTED: usize = 64;
 /// as the system keeps by default.
 const LAST_TURNS: usize = 4096 / ACCEPTED;
 
-/// Rank 0 while it waits for the others.
+/// A leader while it waits for the others: rank 0 for its host's ranks and the other leaders, and these for their hosts'
+/// ranks.
 pub struct Rendezvous<'a> {
-    identity: &'a Identity,
-    hello: Hello,
+    pub(super) identity: &'a Identity,
+    pub(super) hello: Hello,
     /// The protocol version that this rank speaks.
-    version: u32,
+    pub(super) version: u32,
     listener: UnixListener,
-    /// A spare descriptor. If there are no others left, rank 0 uses it to hear and tell ranks one after the other.
+    /// A spare descriptor. If there are no others left, the leader uses it to hear and tell ranks one after the other.
     spare: Option<UnixListener>,
     strangers: Vec<Stranger>,
     /// The guests by rank. Rank 0 has none.
     guests: Vec<Option<Guest>>,
     /// Guests that have no place in the group.
     rejected: Vec<Guest>,
+    /// Where the other leaders come, if this is rank 0 and there are any.
+    pub(super) lobby: Option<Lobby>,
+    pub(super) leaders: Vec<Leader>,
+    /// Leaders that have no place in the group.
+    pub(super) rejected_leaders: Vec<Connection>,
     /// By rank, for as many ranks as a guest expects: true if the rank has been told already that there is no group.
     told: Vec<bool>,
     /// Why the user of the latest connection with an unknown user is not known.
@@ -61,11 +72,14 @@ impl<'a> Rendezvous<'a> {
         listener: UnixListener,
         version: u32,
     ) -> Result<Rendezvous<'a>> {
+        let rank = identity.rank;
         listener
             .set_nonblocking(true)
-            .map_err(Error::system(0, "set up a socket"))?;
+            .map_err(Error::system(rank, "set up a socket"))?;
         let spare = listener.try_clone();
-        let spare = spare.map_err(Error::system(0, "accept another rank's connection"))?;
+        let spare = spare.map_err(Error::system(rank, "accept another rank's connection"))?;
+        let mut leaders = identity.hosts.leaders();
+        leaders.retain(|&leader| leader != 0 && rank == 0);
         Ok(Rendezvous {
             identity,
             hello,
@@ -75,6 +89,9 @@ impl<'a> Rendezvous<'a> {
             strangers: Vec::new(),
             guests: (0..identity.world).map(|_| None).collect(),
             rejected: Vec::new(),
+            lobby: None,
+            leaders: leaders.into_iter().map(Leader::expected).collect(),
+            rejected_leaders: Vec::new(),
             told: Vec::new(),
             unknown_user: None,
         })
@@ -82,9 +99,10 @@ impl<'a> Rendezvous<'a> {
 
     /// Makes one attempt, as part of a search that began at `begin`.
     pub fn run(mut self, begin: Instant) -> Result<Members> {
-        let outcome = self.receive_all(begin).and_then(|()| {
+        let outcome = self.open_lobby().and_then(|()| self.receive_all(begin));
+        let outcome = outcome.and_then(|()| {
             self.spare = None;
-            allocate()
+            allocate(self.identity.rank)
         });
         let is_over = |error: &Error| {
             matches!(
@@ -99,39 +117,78 @@ impl<'a> Rendezvous<'a> {
         {
             self.await_late(error);
         }
-        let Rendezvous {
-            identity,
-            guests,
-            rejected,
-            listener,
-            strangers,
-            ..
-        } = self;
         // This comes before the verdict, so that a rank that has heard it and comes again finds the next attempt.
-        close(&listener);
-        drop((listener, strangers));
-        let guests = guests.into_iter().flatten();
+        self.close();
+        let outcome = outcome.map(|memory| (memory, Vec::new()));
+        let outcome = match &self.identity.meeting {
+            Some(meeting) if self.identity.rank != 0 => self.verdict(meeting, outcome, begin),
+            _ => outcome,
+        };
+        self.tell_all(outcome)
+    }
+
+    /// Tells all that have come whether there is a group, and makes this rank's end of it.
+    fn tell_all(self, outcome: Result<Outcome>) -> Result<Members> {
+        let guests = self.guests.into_iter().flatten();
         match outcome {
-            Ok((memory, fd)) => {
+            Ok(((memory, fd), mut links)) => {
                 let mut connections = Vec::new();
                 for guest in guests {
                     tell(&guest.stream, &Ok(()), &[fd.as_fd()]);
                     connections.push(guest.stream);
                 }
-                members(identity, memory, connections)
+                for leader in self.leaders {
+                    if let Leader {
+                        rank,
+                        messages: Some((messages, _)),
+                        mirror: Some(mirror),
+                    } = leader
+                    {
+                        tell(&messages, &Ok(()), &[]);
+                        links.push(Link {
+                            rank,
+                            messages: Arc::new(messages),
+                            mirror,
+                        });
+                    }
+                }
+                members(self.identity, memory, connections, links)
             }
             Err(error) => {
-                for guest in guests.chain(rejected) {
+                for guest in guests.chain(self.rejected) {
                     tell(&guest.stream, &Err(error.clone()), &[]);
+                }
+                let leaders = self
+                    .leaders
+                    .into_iter()
+                    .filter_map(|leader| leader.messages);
+                let leaders = leaders.map(|(stream, _)| stream);
+                for stream in leaders.chain(self.rejected_leaders) {
+                    tell(&stream, &Err(error.clone()), &[]);
                 }
                 Err(error)
             }
         }
     }
 
+    /// Stops listening.
+    fn close(&mut self) {
+        close(&self.listener);
+        self.strangers.clear();
+        if let Some(lobby) = self.lobby.take() {
+            lobby.close();
+        }
+    }
+
     /// Receives guests until each rank has come once.
     fn receive_all(&mut self, begin: Instant) -> Result<()> {
-        let deadline = begin + self.identity.deadlines.rendezvous();
+        // Leaders that lack a rank at their deadline report it a little later.
+        let grace = if self.leaders.is_empty() {
+            Duration::ZERO
+        } else {
+            LINGER
+        };
+        let deadline = begin + self.identity.deadlines.rendezvous() + grace;
         let mut turns = 0;
         while !self.complete() {
             let is_late = Instant::now() >= deadline;
@@ -160,7 +217,7 @@ impl<'a> Rendezvous<'a> {
         match self.unknown_user.take() {
             Some(reason) => Error::UnknownUser {
                 ranks,
-                rank: 0,
+                rank: self.identity.rank,
                 address,
                 reason,
             },
@@ -172,9 +229,13 @@ impl<'a> Rendezvous<'a> {
         }
     }
 
-    /// The ranks that have not come.
+    /// The ranks that have not come. If a leader has not, it is not known which of its host's ranks have.
     fn missing(&self) -> impl Iterator<Item = usize> {
-        (1..self.identity.world).filter(|&rank| self.guests[rank].is_none())
+        let identity = self.identity;
+        let near = identity.neighbours();
+        let near = near.filter(|&rank| rank != identity.rank && self.guests[rank].is_none());
+        let leaders = self.leaders.iter().filter(|leader| !leader.has_come());
+        near.chain(leaders.map(|leader| leader.rank))
     }
 
     fn complete(&self) -> bool {
@@ -202,6 +263,9 @@ impl<'a> Rendezvous<'a> {
         let world = theirs.fold(self.identity.world.max(self.told.len()), usize::max);
         let has_come =
             |rank| self.told.get(rank) == Some(&true) || guests().any(|guest| guest.rank == rank);
+        if self.identity.hosts.count() > 1 {
+            return self.complete();
+        }
         (1..world.min(MAX_WORLD)).all(has_come)
     }
 
@@ -228,13 +292,18 @@ impl<'a> Rendezvous<'a> {
                 .iter()
                 .map(|stranger| PollFd::new(&**stranger.stream, PollFlags::IN)),
         );
+        fds.extend(self.lobby.iter().flat_map(Lobby::events));
         let left = until.saturating_duration_since(Instant::now());
-        poll::poll(&mut fds, left.min(Duration::from_millis(50)))
-            .map_err(Error::system(0, "wait for the other ranks"))?;
+        poll::poll(&mut fds, left.min(Duration::from_millis(50))).map_err(Error::system(
+            self.identity.rank,
+            "wait for the other ranks",
+        ))?;
         drop(fds);
         let accepted = self.accept()?;
-        self.listen()?;
-        Ok(accepted)
+        let heard = self.listen();
+        let (visited, welcomed) = self.welcome();
+        heard.and(welcomed)?;
+        Ok(accepted + visited)
     }
 
     /// Accepts connections of this user.
@@ -250,7 +319,10 @@ impl<'a> Rendezvous<'a> {
                 Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock => return Ok(accepted),
                     io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => continue,
-                    _ => return Err(Error::system(0, "accept another rank's connection")(error)),
+                    _ => {
+                        let action = "accept another rank's connection";
+                        return Err(Error::system(self.identity.rank, action)(error));
+                    }
                 },
             };
             // These calls fail only for sockets that are not connections.
@@ -304,31 +376,45 @@ impl<'a> Rendezvous<'a> {
         verdict
     }
 
-    pub fn judge(&self, guest: &Guest) -> Result<()> {
-        let rank = guest.rank;
-        let mismatch = |what: &str, theirs: String, expected: String| {
-            if theirs == expected {
-                return Ok(());
-            }
-            Err(Error::Mismatch {
-                rank,
-                what: what.into(),
-                theirs,
-                other: 0,
-                expected,
-                call: None,
-            })
-        };
-        mismatch(
-            "protocol version",
-            guest.version.to_string(),
-            self.version.to_string(),
-        )?;
-        let Some(hello) = &guest.hello else {
+    /// The error if what `rank` has is not what this rank expects.
+    pub(super) fn mismatch(
+        &self,
+        rank: usize,
+        what: &str,
+        theirs: String,
+        expected: String,
+    ) -> Result<()> {
+        if theirs == expected {
+            return Ok(());
+        }
+        Err(Error::Mismatch {
+            rank,
+            what: what.into(),
+            theirs,
+            other: self.identity.rank,
+            expected,
+            call: None,
+        })
+    }
+
+    /// Judges what ranks of this host and leaders of others say alike.
+    pub(super) fn judge_hello(
+        &self,
+        rank: usize,
+        version: u32,
+        hello: Option<&Hello>,
+    ) -> Result<()> {
+        let own = &self.hello;
+        let mismatch = |what, theirs, expected| self.mismatch(rank, what, theirs, expected);
+        let own_version = self.version.to_string();
+        mismatch("protocol version", version.to_string(), own_version)?;
+        let Some(hello) = hello else {
             return Ok(());
         };
-        let own = &self.hello;
-        mismatch("host (boot id)", hello.boot_id.clone(), own.boot_id.clone())?;
+        let is_near = rank < own.world && self.identity.hosts.share(rank, self.identity.rank);
+        if is_near || self.identity.hosts.count() == 1 {
+            mismatch("host (boot id)", hello.boot_id.clone(), own.boot_id.clone())?;
+        }
         mismatch("backend", hello.backend.clone(), own.backend.clone())?;
         mismatch("world size", hello.world.to_string(), own.world.to_string())?;
         if rank >= own.world {
@@ -341,8 +427,17 @@ impl<'a> Rendezvous<'a> {
                 max: own.world - 1,
             });
         }
+        Ok(())
+    }
+
+    pub fn judge(&self, guest: &Guest) -> Result<()> {
+        let (rank, own) = (guest.rank, &self.hello);
+        self.judge_hello(rank, guest.version, guest.hello.as_ref())?;
+        let Some(hello) = &guest.hello else {
+            return Ok(());
+        };
         let first = match rank {
-            0 => Some(own.pid),
+            _ if rank == self.identity.rank => Some(own.pid),
             // A rank that has gone and comes again is the same rank.
             _ => self.guests[rank]
                 .as_ref()
@@ -358,6 +453,9 @@ impl<'a> Rendezvous<'a> {
         })
     }
 }
+
+/// The group's memory with its descriptor, and links to other leaders.
+pub type Outcome = ((Mapping, OwnedFd), Vec<Link>);
 
 /// Stops listening, also if a forked child has the socket too. Ranks that have connected and were not heard go on
 /// searching.

@@ -13,12 +13,15 @@ use crate::ranks::deadlines::Deadlines;
 use crate::ranks::identity::Identity;
 use crate::ranks::naming::Arrival;
 use crate::ranks::wire;
+use crate::schedule::Hosts;
 
 fn identity() -> Identity {
     Identity {
         rank: 0,
         world: 4,
         address: String::new(),
+        hosts: Hosts::default(),
+        meeting: None,
         backend: "host",
         deadlines: Deadlines::new(Duration::from_secs(1), None),
         arrival: Arrival {

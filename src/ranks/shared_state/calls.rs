@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{POSTS, Places, SharedState};
+use super::{POSTS, Placed, Places, SharedState};
 use crate::error::call::{self, Place};
 use crate::error::{Error, MadeCall, Result};
 use crate::protocol::board::Post;
@@ -14,7 +14,7 @@ use crate::ranks::call::{FIXED, MESSAGES, PostedCall, WORDS, describe};
 use crate::schedule::agreed::hash;
 
 /// If calls differ, a rank waits this long for ranks that have not called, to learn which call most ranks made.
-const LATE_VOTES: Duration = Duration::from_millis(500);
+pub const LATE_VOTES: Duration = Duration::from_millis(500);
 
 impl SharedState {
     /// Checks that this rank may post its call `number`, because no slower rank needs the slot any more. Otherwise
@@ -26,7 +26,17 @@ impl SharedState {
         // A rank that has posted the call after the one in the slot no longer compares with the slot.
         let oldest = SharedState::needed_for(number);
         let slow = (0..self.world).find(|&rank| !self.has_begun(rank, oldest));
-        slow.map_or(Ok(()), Err)
+        // Nor the mirror, which its host's leader runs.
+        let is_unsent = self.hosts.count() > 1 && !self.has_been_sent(oldest - 1);
+        let mirror = is_unsent.then(|| self.hosts.leader_of(self.rank));
+        slow.or(mirror).map_or(Ok(()), Err)
+    }
+
+    /// True if this rank's call `number` has gone to the other hosts.
+    ///
+    /// Acquire: all reads of the call happen before what the caller does next.
+    fn has_been_sent(&self, number: u64) -> bool {
+        self.block().mirrored[self.rank].load(Ordering::Acquire) >= number
     }
 
     /// The call that every rank must have begun before one may post its call `number`.
@@ -49,7 +59,7 @@ impl SharedState {
         self.first_late(number).is_none()
     }
 
-    fn slot(&self, rank: usize, number: u64) -> &Post<WORDS, FIXED> {
+    pub(super) fn slot(&self, rank: usize, number: u64) -> &Post<WORDS, FIXED> {
         &self.block().posts[rank][(number % POSTS) as usize]
     }
 
@@ -70,7 +80,12 @@ impl SharedState {
     }
 
     fn post(&self, number: u64, words: [u64; WORDS], place: Place) -> Result<()> {
-        self.places()[(number % POSTS) as usize] = (number, place);
+        let made = self.made.load(Ordering::Relaxed);
+        self.places()[(number % POSTS) as usize] = Placed {
+            number,
+            place,
+            made,
+        };
         let others = (0..self.world).filter(|&rank| rank != self.rank);
         let others = others.map(|rank| (rank, self.slot(rank, number)));
         match self.slot(self.rank, number).post(number, words, others) {
@@ -90,17 +105,21 @@ impl SharedState {
         self.made.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The error that names the rank whose call `number` fewer ranks made. In a tie, a rank that was not refused a call
-    /// is right, and then the lowest.
+    /// Waits until all ranks have made their call `number`, and names the odd one.
     fn odd_one_out(&self, number: u64) -> Error {
-        let posted =
-            || (0..self.world).filter_map(|r| Some((r, self.slot(r, number).read(number)?)));
         // The majority is known when all have called. But a late rank is not awaited for long.
         let deadline = Instant::now() + LATE_VOTES;
-        while posted().count() < self.world && Instant::now() < deadline {
+        while !self.all_have_begun(number) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
         }
-        let calls: Vec<(usize, [u64; WORDS])> = posted().collect();
+        self.name_odd_one(number)
+    }
+
+    /// The error that names the rank whose call `number` fewer ranks made. In a tie, a rank that was not refused a call
+    /// is right, and then the lowest.
+    pub(super) fn name_odd_one(&self, number: u64) -> Error {
+        let posted = (0..self.world).filter_map(|r| Some((r, self.slot(r, number).read(number)?)));
+        let calls: Vec<(usize, [u64; WORDS])> = posted.collect();
         let votes = |call| {
             let ranks = calls.iter().filter(|(_, other)| *other == call);
             let refused = |(rank, _): &(usize, _)| self.was_refused(*rank, number).is_some();
@@ -116,8 +135,17 @@ impl SharedState {
             theirs: self.call(rank, number).into(),
             other,
             expected: self.call(other, number).into(),
-            call: self.made.load(Ordering::Relaxed) + 1,
+            call: self.made_before(number) + 1,
             refused: self.was_refused(rank, number).map(Box::new),
+        }
+    }
+
+    /// How many collective calls this rank's program made before its call `number`.
+    fn made_before(&self, number: u64) -> u64 {
+        let placed = self.places()[(number % POSTS) as usize];
+        match placed.number == number {
+            true => placed.made,
+            false => self.made.load(Ordering::Relaxed),
         }
     }
 
@@ -130,9 +158,9 @@ impl SharedState {
             words => words.map(describe),
         };
         let mut call = posted.unwrap_or_else(|| MadeCall::named(&format!("its call {number}")));
-        let (its, place) = self.places()[(number % POSTS) as usize];
-        if rank == self.rank && its == number {
-            call.place = call::in_words(place);
+        let placed = self.places()[(number % POSTS) as usize];
+        if rank == self.rank && placed.number == number {
+            call.place = call::in_words(placed.place);
         }
         call
     }
@@ -164,7 +192,7 @@ impl SharedState {
     /// Where this rank has made its latest call that is equal to `call`.
     fn latest_place_of(&self, call: &MadeCall) -> Option<String> {
         let places = self.places();
-        let mut numbers: Vec<u64> = places.iter().map(|(number, _)| *number).collect();
+        let mut numbers: Vec<u64> = places.iter().map(|placed| placed.number).collect();
         drop(places);
         numbers.sort_unstable_by(|one, other| other.cmp(one));
         let made = numbers.into_iter().filter(|&number| number > 0);

@@ -10,7 +10,7 @@ use crate::json;
 use crate::ranks::deadlines::Deadlines;
 
 /// The time of a refusal that does not stand any more.
-const WITHDRAWN: u64 = u64::MAX;
+pub const WITHDRAWN: u64 = u64::MAX;
 
 /// Why a rank was refused a call.
 struct Refusal {

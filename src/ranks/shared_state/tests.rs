@@ -392,3 +392,135 @@ fn a_wait_is_described_by_the_call_the_peer_and_what_that_has_not_done() {
     says(Awaited::Done { peer }, moved);
     assert_eq!(ranks[1].call_of(epoch.next()), "an operation");
 }
+
+/// Ranks of two hosts, of two ranks each, with their blocks.
+fn ranks_of_two_hosts() -> Vec<SharedState> {
+    let hosts = Hosts::of(&[0, 0, 1, 1]).unwrap();
+    let blocks = [0, 1].map(|_| memfd(SharedState::BYTES).unwrap());
+    let rank = |rank| {
+        let block = &blocks[hosts.host_of(rank)];
+        let memory = Mapping::shared(block, SharedState::BYTES).unwrap();
+        SharedState::new(memory, rank, 4).on_hosts(hosts.clone())
+    };
+    (0..4).map(rank).collect()
+}
+
+/// Tells the host of one rank what is new on the other's. Returns the number of a call that differs.
+fn mirror(from: &SharedState, known: &mut Known, to: &SharedState) -> Option<u64> {
+    let mut differing = None;
+    from.tell_news(known, |record| {
+        differing = differing.or(to.take_news(&record));
+    });
+    differing
+}
+
+#[test]
+fn what_a_rank_writes_is_seen_on_the_other_host() {
+    let ranks = ranks_of_two_hosts();
+    let mut known = Known::new(&ranks[2]);
+    let call = MadeCall::named("barrier");
+    assert_eq!(ranks[3].post_messages(1, &call, None), Ok(()));
+    ranks[3].note_refusal(2, &Error::Capturing { rank: 3 });
+    ranks[2].note_wait(1);
+    assert!(!ranks[0].has_begun(3, 1) && ranks[0].was_refused(3, 2).is_none());
+    assert_eq!(mirror(&ranks[2], &mut known, &ranks[0]), None);
+    assert!(ranks[0].has_begun(3, 1) && !ranks[0].has_begun(2, 1));
+    let refused = Some(Error::Capturing { rank: 3 });
+    assert_eq!(ranks[0].refusal(3, 2), refused);
+    assert_eq!(ranks[0].culprit(2, FRESH), 1);
+    // A withdrawal is news too.
+    ranks[3].withdraw_refusal(2);
+    mirror(&ranks[2], &mut known, &ranks[0]);
+    assert_eq!(ranks[0].refusal(3, 2), None);
+    ranks[3].note_got(refused.as_ref());
+    ranks[3].leave_with_what_it_got();
+    assert!(!ranks[1].has_left(3));
+    mirror(&ranks[2], &mut known, &ranks[0]);
+    assert!(ranks[1].is_gone(3) && !ranks[1].has_left(2));
+    assert_eq!(ranks[1].why_left(3, None), refused);
+    // Nothing is told twice.
+    ranks[2].tell_news(&mut known, |record| {
+        assert!(record.is_minor(), "{record:?}")
+    });
+}
+
+#[test]
+fn calls_that_differ_between_hosts_are_seen_when_they_are_mirrored() {
+    let ranks = ranks_of_two_hosts();
+    let mut known = Known::new(&ranks[2]);
+    for (rank, name) in [
+        (0, "barrier"),
+        (1, "barrier"),
+        (2, "all_gather_bytes"),
+        (3, "barrier"),
+    ] {
+        let call = MadeCall::named(name);
+        let posted = ranks[rank].post_messages(1, &call, None);
+        assert_eq!(posted.is_err(), rank == 3, "of one host");
+    }
+    assert_eq!(mirror(&ranks[2], &mut known, &ranks[0]), Some(1));
+    ranks[0].report_odd_one(1);
+    let Some(Error::CallMismatch { rank, theirs, .. }) = ranks[1].fault() else {
+        panic!("{:?}", ranks[1].fault());
+    };
+    assert_eq!(
+        (rank, theirs.to_string().as_str()),
+        (2, "all_gather_bytes()")
+    );
+}
+
+#[test]
+fn a_call_is_not_overwritten_before_it_is_mirrored() {
+    let ranks = ranks_of_two_hosts();
+    let mut known = Known::new(&ranks[0]);
+    let call = MadeCall::named("barrier");
+    for number in 1..=POSTS {
+        for rank in &ranks {
+            assert_eq!(rank.post_messages(number, &call, None), Ok(()));
+        }
+    }
+    // All ranks have begun the calls that rank 1 needs, but nobody has told the other host.
+    let mut others = Known::new(&ranks[2]);
+    mirror(&ranks[2], &mut others, &ranks[0]);
+    assert_eq!(ranks[1].may_post(POSTS + 1), Err(0));
+    mirror(&ranks[0], &mut known, &ranks[2]);
+    assert_eq!(ranks[1].may_post(POSTS + 1), Ok(()));
+    assert!(ranks[3].has_begun(1, POSTS));
+}
+
+#[test]
+fn rank_0_s_host_says_which_failure_is_the_first() {
+    let ranks = ranks_of_two_hosts();
+    let lost = |rank| Error::RankLost {
+        rank,
+        noticed_by: rank,
+    };
+    let mut known = [Known::new(&ranks[0]), Known::new(&ranks[2])];
+    let [of_first, of_second] = &mut known;
+    std::thread::scope(|scope| {
+        let far = scope.spawn(|| ranks[2].fail(lost(2)));
+        let begin = Instant::now();
+        while ranks[2].block().proposal.reporter().is_none() {
+            assert!(begin.elapsed() < VERDICT, "nothing is proposed");
+            std::thread::yield_now();
+        }
+        assert_eq!(ranks[2].fault(), None, "it is not decided");
+        assert_eq!(ranks[1].fail(lost(1)), lost(1));
+        mirror(&ranks[2], of_second, &ranks[0]);
+        mirror(&ranks[0], of_first, &ranks[2]);
+        assert_eq!(far.join().unwrap(), lost(1));
+    });
+    assert_eq!(ranks[3].fault(), Some(lost(1)));
+}
+
+#[test]
+fn a_host_that_hears_nothing_of_rank_0_s_decides_alone() {
+    let ranks = ranks_of_two_hosts();
+    let lost = Error::RankLost {
+        rank: 0,
+        noticed_by: 2,
+    };
+    assert_eq!(ranks[3].fail(lost.clone()), lost);
+    assert_eq!(ranks[2].fault(), Some(lost));
+    assert_eq!(ranks[0].fault(), None);
+}

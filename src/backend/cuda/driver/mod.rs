@@ -104,12 +104,18 @@ pub use stream::{Event, Priority, Stream, StreamMemOp};
 use symbols::Symbols;
 
 impl Device {
-    /// Opens the visible GPU with this ordinal. Without one, the ranks take the visible GPUs in turn.
+    /// Opens the visible GPU with this ordinal. Without one, the ranks of a host take the visible GPUs in turn; `place` is
+    /// this rank's among them.
     ///
     /// # Errors
     /// [`Error::NoGpu`] without a driver or a GPU; [`Error::DriverTooOld`]; [`Error::UnsupportedGpu`] unless it is a
     /// Hopper GPU.
-    pub fn open(rank: usize, ordinal: Option<usize>, timeout: Duration) -> Result<Arc<Device>> {
+    pub fn open(
+        rank: usize,
+        place: usize,
+        ordinal: Option<usize>,
+        timeout: Duration,
+    ) -> Result<Arc<Device>> {
         refuse_fork(rank)?;
         let none = |reason: String| Error::NoGpu { rank, reason };
         // cudarc panics if it does not find the library or a function of it; so look first.
@@ -124,7 +130,7 @@ impl Device {
         if count < 1 {
             return Err(none("the driver shows none".into()));
         }
-        let ordinal = ordinal.unwrap_or(rank % count);
+        let ordinal = ordinal.unwrap_or(place % count);
         if ordinal >= count {
             return Err(none(format!(
                 "there is no GPU {ordinal}, {count} are visible"

@@ -50,16 +50,21 @@ pub struct Gpu {
 }
 
 impl Gpu {
-    /// Opens the visible GPU that `options` name or, if they name none, the GPU that falls to `rank`. `timeout`: how long
-    /// an allocation may take.
+    /// Opens the visible GPU that `options` name or, if they name none, the GPU that falls to the rank's `place` on its
+    /// host. `timeout`: how long an allocation may take.
     ///
     /// # Errors
     /// As [`Device::open`] and [`Kernels::load`]; [`Error::Limit`]; [`Error::QueuedTogether`]; [`Error::OutOfMemory`].
-    pub fn open(rank: usize, options: &OpenOptions, timeout: Duration) -> Result<Gpu> {
+    pub fn open(
+        rank: usize,
+        place: usize,
+        options: &OpenOptions,
+        timeout: Duration,
+    ) -> Result<Gpu> {
         let most = options.max_ctas.unwrap_or(MAX_EXTENT);
         limit("the most CTAs of a kernel", most, 1, MAX_EXTENT)
             .map_err(Refusal::of(rank, "Builder::max_ctas"))?;
-        let device = Device::open(rank, options.device, timeout)?;
+        let device = Device::open(rank, place, options.device, timeout)?;
         let kernels = Kernels::load(&device)?;
         let queues = Queues::found(device.priorities()?);
         queues.check(rank)?;

@@ -59,12 +59,13 @@ impl Symmetric {
                 Ok(fd)
             };
             let offered = offer();
-            let (rank, hosts) = (members.rank, &members.hosts);
+            let rank = members.rank;
             let peers = members.share(call, offered, |fds| {
+                // Those of other hosts' ranks do not come.
                 let maps = fds.iter().enumerate().map(|(peer, fd)| {
-                    let is_near = peer != rank && hosts.share(peer, rank);
-                    let import = || peers.import(device, members, peer, fd, bytes);
-                    is_near.then(import).transpose()
+                    let near = fd.as_ref().filter(|_| peer != rank);
+                    let import = |fd| peers.import(device, members, peer, fd, bytes);
+                    near.map(import).transpose()
                 });
                 maps.collect()
             })?;

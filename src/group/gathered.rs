@@ -1,0 +1,107 @@
+//! What ranks without a common address tell one another to meet.
+
+use std::net::{IpAddr, SocketAddr, TcpListener};
+
+use super::GATHERED_BYTES;
+use crate::error::{Error, Result};
+use crate::ranks::meeting::{Key, Meeting, Place};
+use crate::ranks::{address, host, tcp};
+
+/// What a rank sends in the gather of [`Builder::connect_with`](super::Builder::connect_with), as words with spaces between them.
+#[derive(Default)]
+pub struct Gathered {
+    /// Rank 0's; a dash on other ranks. Empty if it could not be made.
+    pub address: String,
+    /// The host's tag.
+    pub host: String,
+    /// Where leaders of other hosts find rank 0, if it listens for them.
+    port: u16,
+    places: Vec<IpAddr>,
+}
+
+impl Gathered {
+    /// What `rank` sends, and what it listens with if it is rank 0 and there may be `several` hosts.
+    pub fn of(rank: usize, several: bool) -> Result<(Gathered, Option<TcpListener>)> {
+        let host = format!("{:016x}", host::tag(&host::boot_id(rank)?));
+        if rank != 0 {
+            let address = "-".into();
+            let its = Gathered {
+                address,
+                host,
+                ..Gathered::default()
+            };
+            return Ok((its, None));
+        }
+        let address = address::draw().map_err(Error::system(rank, "draw a random address"))?;
+        // Without a network there may still be a group on this host.
+        let listener = several.then(|| tcp::listen(0).ok()).flatten();
+        let port = listener
+            .as_ref()
+            .and_then(|listener| listener.local_addr().ok());
+        let its = Gathered {
+            address,
+            host,
+            port: port.map_or(0, |address| address.port()),
+            places: tcp::addresses().unwrap_or_default(),
+        };
+        Ok((its, listener))
+    }
+
+    /// As many addresses as there is room for.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut text = format!("{} {} {}", self.address, self.host, self.port);
+        for place in &self.places {
+            let more = format!("{text} {place}");
+            if more.len() <= GATHERED_BYTES {
+                text = more;
+            }
+        }
+        text.into_bytes()
+    }
+
+    pub fn decode(bytes: &[u8]) -> Gathered {
+        let text = String::from_utf8_lossy(bytes);
+        let mut words = text.split_whitespace();
+        let mut word = || words.next().unwrap_or_default();
+        Gathered {
+            address: word().into(),
+            host: word().into(),
+            port: word().parse().unwrap_or_default(),
+            places: words.filter_map(|word| word.parse().ok()).collect(),
+        }
+    }
+
+    /// Where leaders meet, if these are rank 0's words. Rank 0 has the `listener`.
+    pub fn meeting(&self, listener: Option<TcpListener>) -> Meeting {
+        let places = self.places.iter();
+        let places = places.map(|&place| SocketAddr::new(place, self.port));
+        Meeting {
+            key: Key::of(&self.address, "leaders"),
+            place: listener.map_or_else(|| Place::At(places.collect()), Place::Listening),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv6Addr;
+
+    use super::*;
+
+    #[test]
+    fn what_rank_0_tells_is_read_as_it_was_written_and_fits() {
+        let (mut told, _) = Gathered::of(0, false).unwrap();
+        told.port = 65535;
+        told.places = vec![Ipv6Addr::from([0x2001; 8]).into(); 20];
+        let bytes = told.encode();
+        assert!(bytes.len() <= GATHERED_BYTES);
+        let read = Gathered::decode(&bytes);
+        assert_eq!((&read.address, &read.host), (&told.address, &told.host));
+        assert_eq!(read.port, told.port);
+        assert!(read.places.len() >= 3 && told.places.starts_with(&read.places));
+        let (other, _) = Gathered::of(1, true).unwrap();
+        assert_eq!(Gathered::decode(&other.encode()).host, told.host);
+        assert!(Gathered::decode(&[b' '; GATHERED_BYTES]).address.is_empty());
+        assert!(Gathered::decode(&[0xff; GATHERED_BYTES]).places.is_empty());
+    }
+}

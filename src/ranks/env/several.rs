@@ -1,0 +1,139 @@
+//! Ranks of several hosts, as their launcher's environment and the user's describe them.
+
+use super::{Launcher, SRUN, first_of, number, text};
+use crate::error::{Error, Result};
+use crate::ranks::meeting::Key;
+use crate::ranks::surroundings::Surroundings;
+use crate::schedule::Hosts;
+use crate::schedule::layout::MAX_WORLD;
+
+/// The key of a job of several hosts.
+const KEY: &str = "GEMMESH_KEY";
+/// A shorter key could be guessed.
+const SHORTEST_KEY: usize = 16;
+/// The port at which rank 0 listens for other hosts. Without it, it is the one after `MASTER_PORT`.
+const PORT: &str = "GEMMESH_PORT";
+const MASTER_ADDR: &str = "MASTER_ADDR";
+const MASTER_PORT: &str = "MASTER_PORT";
+/// How srun numbers ranks.
+const DISTRIBUTION: &str = "SLURM_DISTRIBUTION";
+
+/// Where leaders meet, as the environment says it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamedMeeting {
+    pub name: String,
+    pub port: u16,
+    pub key: Key,
+}
+
+/// Which ranks share a host. If there are several hosts, this rank must be where their numbers say.
+pub fn hosts(
+    process: &impl Surroundings,
+    launcher: &Launcher,
+    rank: usize,
+    world: usize,
+) -> Result<Hosts> {
+    let Some(name) = launcher.local_world else {
+        return Ok(Hosts::default());
+    };
+    let value = text(process, name)?;
+    let Some(value) = value.filter(|value| value.parse() != Ok(world)) else {
+        return Ok(Hosts::default());
+    };
+    let wrong = |reason| Error::EnvironmentValue {
+        name: name.into(),
+        value: value.clone(),
+        reason,
+    };
+    let Some(place) = launcher.place else {
+        return Err(wrong(format!("all {world} ranks must be on one host")));
+    };
+    if process.variable(KEY).is_none() {
+        let reason = format!("all {world} ranks must be on one host, unless {KEY} is set");
+        return Err(wrong(reason));
+    }
+    if world > MAX_WORLD {
+        // The rendezvous refuses it.
+        return Ok(Hosts::default());
+    }
+    let own =
+        ranks_of_a_host(&value).filter(|&own| own > 0 && world.is_multiple_of(own) && world > own);
+    let own = own.ok_or_else(|| {
+        wrong(format!(
+            "each host must have as many of the {world} ranks as the others"
+        ))
+    })?;
+    let is_cyclic = launcher.name == SRUN
+        && text(process, DISTRIBUTION)?.is_some_and(|how| how.starts_with("cyclic"));
+    let host_and_place = |rank: usize| match is_cyclic {
+        true => [rank % (world / own), rank / (world / own)],
+        false => [rank / own, rank % own],
+    };
+    let (_, found) = number(process, &[place])?;
+    let [_, expected] = host_and_place(rank);
+    if found != expected {
+        return Err(Error::EnvironmentValue {
+            name: place.into(),
+            value: found.to_string(),
+            reason: format!(
+                "rank {rank} must be the rank {expected} of its host, because ranks are numbered host by host"
+            ),
+        });
+    }
+    let names: Vec<usize> = (0..world).map(|rank| host_and_place(rank)[0]).collect();
+    // The numbers of ranks are equal.
+    Ok(Hosts::of(&names).unwrap_or_default())
+}
+
+/// The number of ranks of each host, if it is the same for all: 4, or srun's 4(x2).
+fn ranks_of_a_host(value: &str) -> Option<usize> {
+    let Some((ranks, hosts)) = value.split_once("(x") else {
+        return value.parse().ok();
+    };
+    hosts.strip_suffix(')')?.parse::<usize>().ok()?;
+    ranks.parse().ok()
+}
+
+/// Where the leaders of the hosts of job `address` meet.
+pub fn meeting(
+    process: &impl Surroundings,
+    launcher: &Launcher,
+    address: &str,
+) -> Result<NamedMeeting> {
+    let missing = |names: &str| Error::Environment {
+        launcher: launcher.name.into(),
+        missing: names.into(),
+    };
+    let key = text(process, KEY)?.ok_or_else(|| missing(KEY))?;
+    if key.len() < SHORTEST_KEY {
+        return Err(Error::EnvironmentValue {
+            name: KEY.into(),
+            value: "…".into(),
+            reason: format!(
+                "it must have {SHORTEST_KEY} characters or more, so that nobody guesses it"
+            ),
+        });
+    }
+    let name = text(process, MASTER_ADDR)?.ok_or_else(|| missing(MASTER_ADDR))?;
+    let port = match first_of(process, &[PORT, MASTER_PORT]) {
+        None => Err(missing(PORT)),
+        Some(variable) => {
+            let (_, port) = number(process, &[variable])?;
+            // The launcher's own store listens at MASTER_PORT.
+            let port = port + usize::from(variable == MASTER_PORT);
+            u16::try_from(port)
+                .ok()
+                .filter(|&port| port > 0)
+                .ok_or_else(|| Error::EnvironmentValue {
+                    name: variable.into(),
+                    value: port.to_string(),
+                    reason: "rank 0 cannot listen at that port for other hosts".into(),
+                })
+        }
+    };
+    Ok(NamedMeeting {
+        name,
+        port: port?,
+        key: Key::of(&key, address),
+    })
+}

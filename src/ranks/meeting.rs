@@ -1,0 +1,97 @@
+//! The meeting of the leaders of several hosts, at rank 0 by TCP.
+//!
+//! The ranks of a host meet their leader as those of one host meet rank 0. When they have all come, or when they can't
+//! become a group, the leader reports that to rank 0, and passes rank 0's verdict on. A leader has two connections to
+//! rank 0, one for messages and one for the mirror.
+//!
+//! All ranks of a job have a key. `handshake` says how the two ends of a connection prove that they have it. A process
+//! without the key learns nothing. It gets a place among a bounded number of strangers for two seconds, and nobody waits
+//! for it.
+
+mod dial;
+mod handshake;
+mod lobby;
+
+use std::fmt;
+use std::io;
+use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+
+use serde::{Deserialize, Serialize};
+
+pub use self::dial::report;
+pub use self::handshake::Key;
+pub use self::lobby::{Lobby, Visitor};
+use super::rendezvous::Hello;
+use super::tcp;
+
+/// The longest report: an error, with its words.
+pub const MAX_REPORT: usize = 64 << 10;
+
+/// Where the leaders meet.
+#[derive(Debug)]
+pub struct Meeting {
+    pub key: Key,
+    pub place: Place,
+}
+
+#[derive(Debug)]
+pub enum Place {
+    /// This process is rank 0, and listens.
+    Listening(TcpListener),
+    /// Rank 0 listens at this port, of this name's addresses.
+    Named(String, u16),
+    /// Rank 0 listens at one of these addresses.
+    At(Vec<SocketAddr>),
+}
+
+impl Meeting {
+    /// What rank 0 listens with.
+    pub fn listener(&self) -> io::Result<TcpListener> {
+        match &self.place {
+            Place::Listening(listener) => listener.try_clone(),
+            Place::Named(_, port) => tcp::listen(*port),
+            Place::At(addresses) => tcp::listen(addresses.first().map_or(0, SocketAddr::port)),
+        }
+    }
+
+    /// The addresses at which rank 0 may listen.
+    fn addresses(&self) -> io::Result<Vec<SocketAddr>> {
+        match &self.place {
+            Place::Listening(listener) => Ok(vec![listener.local_addr()?]),
+            Place::Named(name, port) => Ok((name.as_str(), *port).to_socket_addrs()?.collect()),
+            Place::At(addresses) => Ok(addresses.clone()),
+        }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Place::Listening(_) => f.write_str("this process"),
+            Place::Named(name, port) if name.contains(':') => write!(f, "[{name}]:{port}"),
+            Place::Named(name, port) => write!(f, "{name}:{port}"),
+            Place::At(addresses) => {
+                let words: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
+                f.write_str(&words.join(" or "))
+            }
+        }
+    }
+}
+
+/// What a leader says when it has proved that it has the key.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Report {
+    pub line: Line,
+    pub hello: Hello,
+    /// The ranks of its host.
+    pub ranks: Vec<usize>,
+    /// Whether they have come: a result as JSON.
+    pub outcome: String,
+}
+
+/// What a connection is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Line {
+    Messages,
+    Mirror,
+}

@@ -1,0 +1,561 @@
+//! The mirror, by which each host's block shows what ranks of other hosts have written in theirs.
+//!
+//! Each host's leader has a thread that tells rank 0's host of the ranks of its own, and rank 0's thread passes that on
+//! to the other hosts. Nobody waits for it to go on. So it looks at intervals, and ranks do not wake it.
+//!
+//! The leaders' connections are also how hosts are seen to have ended. A connection that ends before its leader has left
+//! is a lost host. So is a host whose system acknowledges nothing any more. A leader that is stopped does not look so,
+//! because its system goes on: only deadlines tell.
+
+pub mod record;
+
+use std::io::{self, Read};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::{self, SendFlags};
+
+use self::record::Record;
+use super::poll;
+use super::shared_state::{Known, LATE_VOTES, SharedState};
+use super::tcp;
+use super::wire::{self, Connection};
+use crate::error::{Error, Result};
+
+/// The time between two looks, while something happens and else.
+const PACE: Duration = Duration::from_millis(1);
+const LULL: Duration = Duration::from_millis(10);
+/// Something may follow what has happened for this long.
+const LIVELY: Duration = Duration::from_millis(50);
+/// A host that has nothing to tell says so this often.
+const BEAT: Duration = Duration::from_millis(250);
+/// A host whose system has acknowledged nothing for this long is lost.
+const CUT_OFF: Duration = Duration::from_millis(1250);
+/// So many bytes that have not been sent are many.
+const CROWDED: usize = 64 << 10;
+/// A thread that has not run for this long knows nothing of what was acknowledged meanwhile.
+const ASLEEP: Duration = Duration::from_millis(500);
+/// How long a leader that has left waits for the ranks that it speaks for, and then for the other ends to close.
+const PARTING: Duration = Duration::from_secs(1);
+
+/// A leader's connections to the leader of another host.
+#[derive(Debug)]
+pub struct Link {
+    pub rank: usize,
+    /// For calls that exchange messages. Non-blocking.
+    pub messages: Arc<Connection>,
+    /// For the mirror. Non-blocking.
+    pub mirror: Connection,
+}
+
+impl Link {
+    /// Both ends of a link between the leaders `ranks`, which are threads of this process.
+    pub fn pair(ranks: [usize; 2]) -> io::Result<[Link; 2]> {
+        let (messages, mirrors) = (tcp::pair()?, tcp::pair()?);
+        let [one, other] = ranks;
+        let link = |(rank, messages, mirror)| Link {
+            rank,
+            messages: Arc::new(messages),
+            mirror,
+        };
+        Ok([
+            link((other, messages.0, mirrors.0)),
+            link((one, messages.1, mirrors.1)),
+        ])
+    }
+}
+
+/// A leader's thread.
+#[derive(Debug)]
+pub struct Mirror {
+    /// The thread ends when this connection ends.
+    stop: Option<Connection>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Mirror {
+    /// Starts the thread of the leader whose view is `shared`.
+    pub fn spawn(shared: Arc<SharedState>, links: Vec<Link>) -> Result<Mirror> {
+        let rank = shared.rank();
+        let (stop, stopped) = wire::pair().map_err(Error::system(rank, "open a socket pair"))?;
+        let mut teller = Teller::new(shared, links);
+        let thread = std::thread::Builder::new()
+            .name(format!("gemmesh-mirror-{rank}"))
+            .spawn(move || teller.run(&stopped))
+            .map_err(Error::not_started(rank, "a thread"))?;
+        Ok(Mirror {
+            stop: Some(stop),
+            thread: Some(thread),
+        })
+    }
+}
+
+impl Drop for Mirror {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            // The thread can't panic, and there would be nothing to do if it did.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What the thread knows.
+struct Teller {
+    shared: Arc<SharedState>,
+    known: Known,
+    lines: Vec<Line>,
+    /// A call that differs between ranks, and since when that is known.
+    differing: Option<(u64, Instant)>,
+    /// When something was last told or heard.
+    lively: Instant,
+    /// When the thread last looked, and since when it has not been asleep.
+    looked: Instant,
+    awake: Instant,
+    /// True if this rank has left, so that ends of connections say nothing.
+    is_parting: bool,
+}
+
+impl Teller {
+    fn new(shared: Arc<SharedState>, links: Vec<Link>) -> Teller {
+        let now = Instant::now();
+        Teller {
+            known: Known::new(&shared),
+            lines: links.into_iter().map(Line::new).collect(),
+            shared,
+            differing: None,
+            lively: now,
+            looked: now,
+            awake: now,
+            is_parting: false,
+        }
+    }
+
+    fn run(&mut self, stopped: &Connection) {
+        while !self.lines.is_empty() && !wire::has_hung_up(stopped) {
+            self.look();
+            self.pause(Some(stopped));
+        }
+        self.part();
+    }
+
+    /// Waits until something may have happened.
+    fn pause(&self, stopped: Option<&Connection>) {
+        let pace = match self.lively.elapsed() < LIVELY {
+            true => PACE,
+            false => LULL,
+        };
+        let mut events: Vec<PollFd> = self.lines.iter().map(Line::event).collect();
+        events.extend(stopped.map(|stopped| PollFd::new(&**stopped, PollFlags::RDHUP)));
+        if poll::poll(&mut events, pace).is_err() {
+            std::thread::sleep(pace);
+        }
+    }
+
+    /// Tells and hears what there is, without waiting.
+    fn look(&mut self) {
+        if self.looked.elapsed() > ASLEEP {
+            self.awake = Instant::now();
+        }
+        self.looked = Instant::now();
+        // This end of the lines is closed when this rank parts.
+        if !self.is_parting {
+            self.tell();
+        }
+        self.hear();
+        self.judge();
+        let lines = std::mem::take(&mut self.lines).into_iter();
+        let (ended, going_on): (Vec<Line>, Vec<Line>) = lines.partition(|line| line.end.is_some());
+        self.lines = going_on;
+        ended.iter().for_each(|line| self.lose(line));
+    }
+
+    /// Tells the other hosts of this one.
+    fn tell(&mut self) {
+        let (lines, lively) = (&mut self.lines, &mut self.lively);
+        self.shared.tell_news(&mut self.known, |record| {
+            if !record.is_minor() {
+                *lively = Instant::now();
+            }
+            lines.iter_mut().for_each(|line| line.say(&record));
+        });
+        for line in &mut self.lines {
+            line.send();
+            if line.is_cut_off(self.awake) {
+                line.end = Some(End::CutOff);
+            }
+        }
+    }
+
+    /// Hears what the other hosts tell.
+    fn hear(&mut self) {
+        for index in 0..self.lines.len() {
+            for record in self.lines[index].receive() {
+                if !self.may_tell(self.lines[index].rank, &record) {
+                    let reason = "a record that is not its host's".into();
+                    self.lines[index].end = Some(End::Garbage(reason));
+                    break;
+                }
+                self.take(index, &record);
+            }
+        }
+    }
+
+    /// True if the leader `sender` may tell this one what a record says.
+    fn may_tell(&self, sender: usize, record: &Record) -> bool {
+        let hosts = self.shared.hosts();
+        let is_known = |rank: usize| rank < self.shared.world();
+        let leads = self.shared.rank() == 0;
+        match record {
+            Record::Beat => true,
+            Record::Fault { rank, .. } => !leads && is_known(*rank),
+            Record::Proposal { rank, .. } if !leads || !is_known(*rank) => false,
+            record => record.rank().is_some_and(|rank| {
+                let is_its = |rank: usize| match leads {
+                    true => hosts.share(rank, sender),
+                    false => !hosts.share(rank, self.shared.rank()),
+                };
+                is_known(rank) && is_its(rank)
+            }),
+        }
+    }
+
+    /// Writes a record into this host's block. Rank 0's host passes it on.
+    fn take(&mut self, from: usize, record: &Record) {
+        if !record.is_minor() {
+            self.lively = Instant::now();
+        }
+        if let Some(number) = self.shared.take_news(record) {
+            self.differing.get_or_insert((number, Instant::now()));
+        }
+        if let Record::Beat | Record::Proposal { .. } = record {
+            return;
+        }
+        // Only rank 0's host has several lines.
+        let others = self.lines.iter_mut().enumerate();
+        for (_, line) in others.filter(|(index, _)| *index != from) {
+            line.say(record);
+        }
+    }
+
+    /// Reports calls that differ, when all ranks have called or a late one has had its time.
+    fn judge(&mut self) {
+        let Some((number, since)) = self.differing else {
+            return;
+        };
+        if self.shared.all_have_begun(number) || since.elapsed() >= LATE_VOTES {
+            self.shared.report_odd_one(number);
+            self.differing = None;
+        }
+    }
+
+    /// Says what the end of a line means.
+    fn lose(&self, line: &Line) {
+        if self.is_parting {
+            return;
+        }
+        let (rank, noticed_by) = (line.rank, self.shared.rank());
+        let hosts = self.shared.hosts();
+        if self.shared.has_left(rank) {
+            let its = hosts.ranks_of(hosts.host_of(rank), self.shared.world());
+            its.for_each(|rank| self.shared.note_left(rank));
+            return;
+        }
+        let error = match &line.end {
+            Some(End::Garbage(reason)) => Error::Message {
+                rank,
+                reason: reason.clone(),
+            },
+            Some(End::CutOff) => Error::HostLost {
+                rank,
+                noticed_by,
+                silent_ms: CUT_OFF.as_millis() as u64,
+            },
+            Some(End::Closed) | None => Error::RankLost { rank, noticed_by },
+        };
+        self.shared.report(error, false);
+    }
+
+    /// Waits for the ranks that this leader speaks for, and closes the lines when all is told.
+    fn part(&mut self) {
+        self.until(PARTING, |teller| {
+            teller.shared.reporter().is_some() || teller.have_gone()
+        });
+        self.until(PARTING, |teller| {
+            teller.lines.iter().all(|line| line.out.is_empty())
+        });
+        self.is_parting = true;
+        for line in &self.lines {
+            // The other end closes when it has heard all. If this end closed first, some might be lost on the way.
+            let _ = net::shutdown(&*line.stream, net::Shutdown::Write);
+        }
+        self.until(PARTING, |_| false);
+    }
+
+    /// Looks until `is_done`, or until there are no lines any more, at most for `longest`.
+    fn until(&mut self, longest: Duration, is_done: impl Fn(&Teller) -> bool) {
+        let deadline = Instant::now() + longest;
+        while !self.lines.is_empty() && Instant::now() < deadline {
+            self.look();
+            if is_done(self) {
+                return;
+            }
+            self.pause(None);
+        }
+    }
+
+    /// True if all ranks have gone of which other hosts hear by this leader.
+    fn have_gone(&self) -> bool {
+        let (rank, world) = (self.shared.rank(), self.shared.world());
+        let hosts = self.shared.hosts();
+        let mut its = (0..world).filter(|&other| rank == 0 || hosts.share(other, rank));
+        its.all(|rank| self.shared.is_gone(rank))
+    }
+}
+
+/// The connection to another leader.
+struct Line {
+    rank: usize,
+    stream: Connection,
+    /// What has not been sent.
+    out: Vec<u8>,
+    /// What has come and is no whole record yet.
+    input: Vec<u8>,
+    /// The latest calls that were said and heard.
+    said: Option<Record>,
+    heard: Option<Record>,
+    /// When something was last sent.
+    spoken: Instant,
+    /// Why it has ended, if it has.
+    end: Option<End>,
+}
+
+/// Why a line has ended.
+enum End {
+    Closed,
+    CutOff,
+    Garbage(String),
+}
+
+impl Line {
+    fn new(link: Link) -> Line {
+        Line {
+            rank: link.rank,
+            stream: link.mirror,
+            out: Vec::new(),
+            input: Vec::new(),
+            said: None,
+            heard: None,
+            spoken: Instant::now(),
+            end: None,
+        }
+    }
+
+    fn event(&self) -> PollFd<'_> {
+        let out = match self.out.is_empty() {
+            true => PollFlags::empty(),
+            false => PollFlags::OUT,
+        };
+        PollFd::new(&*self.stream, PollFlags::IN | out)
+    }
+
+    /// Adds a record to what will be sent. If the other end takes nothing, it is not told of waits that go on.
+    fn say(&mut self, record: &Record) {
+        if record.is_minor() && self.out.len() >= CROWDED {
+            return;
+        }
+        let before = self.said.as_ref();
+        match (record, record.rank()) {
+            (_, Some(rank)) if before.is_some_and(|before| record.is_again(before)) => {
+                Record::Again { rank }.encode(&mut self.out);
+            }
+            (Record::Post { .. }, _) => {
+                record.encode(&mut self.out);
+                self.said = Some(record.clone());
+            }
+            _ => record.encode(&mut self.out),
+        }
+    }
+
+    /// Sends what can be sent, or that this host is there.
+    fn send(&mut self) {
+        if self.out.is_empty() && self.spoken.elapsed() >= BEAT {
+            Record::Beat.encode(&mut self.out);
+        }
+        let mut sent = 0;
+        while sent < self.out.len() {
+            match net::send(&*self.stream, &self.out[sent..], SendFlags::NOSIGNAL) {
+                Ok(count) => sent += count,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => break,
+                // What has come is still to be heard.
+                Err(_) => {
+                    self.end = Some(End::Closed);
+                    break;
+                }
+            }
+        }
+        if sent > 0 {
+            self.spoken = Instant::now();
+            self.out.drain(..sent);
+        }
+    }
+
+    /// The records that have come whole.
+    fn receive(&mut self) -> Vec<Record> {
+        let mut piece = [0; 4096];
+        loop {
+            match (&*self.stream).read(&mut piece) {
+                Ok(0) => {
+                    self.end.get_or_insert(End::Closed);
+                    break;
+                }
+                Ok(count) => self.input.extend(&piece[..count]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(_) => {
+                    self.end.get_or_insert(End::Closed);
+                    break;
+                }
+            }
+        }
+        let (mut records, mut rest) = (Vec::new(), &self.input[..]);
+        loop {
+            match Record::take(&mut rest) {
+                Ok(Some(record)) => records.push(record),
+                Ok(None) => break,
+                Err(reason) => {
+                    self.end = Some(End::Garbage(reason));
+                    break;
+                }
+            }
+        }
+        let taken = self.input.len() - rest.len();
+        self.input.drain(..taken);
+        records
+            .into_iter()
+            .filter_map(|record| self.whole(record))
+            .collect()
+    }
+
+    /// The record, as a call if it says that a call was made again.
+    fn whole(&mut self, record: Record) -> Option<Record> {
+        match record {
+            Record::Post { .. } => self.heard = Some(record.clone()),
+            Record::Again { rank } => {
+                let again = self.heard.as_ref().and_then(|heard| heard.again_by(rank));
+                if again.is_none() {
+                    self.end = Some(End::Garbage("no call before this one".into()));
+                }
+                return again;
+            }
+            _ => {}
+        }
+        Some(record)
+    }
+
+    /// True if the other system has acknowledged nothing for too long. This thread has been awake since `awake`.
+    fn is_cut_off(&self, awake: Instant) -> bool {
+        awake.elapsed() > CUT_OFF && tcp::is_silent(&self.stream, CUT_OFF)
+    }
+}
+
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    //! The bytes that come from another host's leader.
+    use std::io::Write;
+    use std::net::Shutdown;
+
+    use super::*;
+    use crate::ranks::call::WORDS;
+    use crate::ranks::memfd::{Mapping, memfd};
+    use crate::schedule::Hosts;
+
+    thread_local! {
+        // Rank 0's host, and another's.
+        static SHARED: [Arc<SharedState>; 2] = [0, 2].map(|rank| {
+            let memory = memfd(SharedState::BYTES).expect("memory");
+            let memory = Mapping::shared(memory, SharedState::BYTES).expect("memory");
+            let hosts = Hosts::of(&[0, 0, 1, 1]).expect("two hosts");
+            Arc::new(SharedState::new(memory, rank, 4).on_hosts(hosts))
+        });
+    }
+
+    /// The first byte says on which host they come.
+    pub fn parse(data: &[u8]) {
+        let Some((host, sent)) = data.split_first() else {
+            return;
+        };
+        let (Ok((other, mirror)), Ok((messages, _))) = (wire::pair(), wire::pair()) else {
+            return;
+        };
+        // Bytes that do not fit in the socket's buffer are not sent.
+        let _ = (&*other).write(sent);
+        let _ = other.shutdown(Shutdown::Write);
+        let shared = SHARED.with(|shared| shared[usize::from(host % 2)].clone());
+        let rank = if shared.rank() == 0 { 2 } else { 0 };
+        let messages = Arc::new(messages);
+        let link = Link {
+            rank,
+            messages,
+            mirror,
+        };
+        let mut teller = Teller::new(shared.clone(), vec![link]);
+        teller.hear();
+        if let Some((number, _)) = teller.differing {
+            shared.report_odd_one(number);
+        }
+        for rank in 0..shared.world() {
+            drop((shared.refusal(rank, 1), shared.is_gone(rank)));
+        }
+        drop(shared.fault().map(|fault| fault.to_string()));
+    }
+
+    /// What rank 2 tells.
+    pub fn seeds() -> Vec<Vec<u8>> {
+        let rank = 2;
+        let failure = br#"{"RankLost":{"rank":3,"noticed_by":2}}"#.to_vec();
+        let records = [
+            Record::Beat,
+            Record::Post {
+                rank,
+                number: 1,
+                words: Box::new([u64::MAX; WORDS]),
+                lines: Some(b"barrier".to_vec()),
+            },
+            Record::Refusal {
+                rank,
+                number: 1,
+                age: Some(5),
+                note: [&1_u64.to_le_bytes(), &failure[..]].concat(),
+            },
+            Record::Wait {
+                rank,
+                peer: 1,
+                age: 3,
+            },
+            Record::Proposal {
+                rank,
+                failure: failure.clone(),
+            },
+            Record::Fault {
+                rank,
+                failure: failure.clone(),
+            },
+            Record::Left {
+                rank,
+                is_gone: true,
+                reason: Some(failure),
+            },
+        ];
+        let seed = |record: &Record| {
+            let mut bytes = vec![0];
+            record.encode(&mut bytes);
+            bytes
+        };
+        records.iter().map(seed).collect()
+    }
+}

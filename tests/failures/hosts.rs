@@ -1,0 +1,610 @@
+//! Ranks of several hosts, as torchrun starts them. The hosts are one machine, or network namespaces of it.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use gemmesh::{Deadline, Error, Group, Host, bf16};
+use rustix::process::Signal;
+
+use crate::support::forks::{end, fork};
+use crate::support::processes::{
+    Outcome, Processes, Rank, Setting, is_rank, start_with, this_program,
+};
+use crate::support::products::Arguments;
+use crate::support::tested::{all_done, assert_call_mismatch, poisoned, same_error};
+use crate::{SHORT, TIMEOUT, test_name};
+
+/// Survivors know within this, on a machine as busy as it may be.
+const NOTICED: Duration = Duration::from_secs(4);
+const KEY: &str = "a key that nobody guesses";
+
+/// A job of several hosts.
+struct Job {
+    /// The hosts, of so many ranks each.
+    hosts: usize,
+    places: usize,
+    port: u16,
+}
+
+impl Job {
+    /// A job whose port nobody has at this moment.
+    fn new(hosts: usize, places: usize) -> Job {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        Job {
+            hosts,
+            places,
+            port: listener.local_addr().unwrap().port(),
+        }
+    }
+
+    fn world(&self) -> usize {
+        self.hosts * self.places
+    }
+
+    /// The variables that torchrun sets for a rank, and the user for all.
+    fn variables(&self, rank: usize) -> Vec<(&'static str, String)> {
+        let [world, places, port] = [self.world(), self.places, self.port.into()];
+        [
+            ("RANK", rank.to_string()),
+            ("WORLD_SIZE", world.to_string()),
+            ("LOCAL_RANK", (rank % places).to_string()),
+            ("LOCAL_WORLD_SIZE", places.to_string()),
+            ("MASTER_ADDR", "localhost".into()),
+            ("MASTER_PORT", "1".into()),
+            ("TORCHELASTIC_RUN_ID", format!("job {port}")),
+            ("GEMMESH_PORT", port.to_string()),
+            ("GEMMESH_KEY", KEY.into()),
+        ]
+        .into()
+    }
+
+    /// Starts all ranks, with other values of some variables.
+    fn start_with(
+        &self,
+        test: &str,
+        others: &dyn Fn(usize) -> Vec<(&'static str, String)>,
+        part: impl FnOnce(&Rank) -> Result<String, Error>,
+    ) -> Processes {
+        let places: Vec<_> = (0..self.world()).map(|rank| (rank, self.world())).collect();
+        let variables = |rank| [self.variables(rank), others(rank)].concat();
+        let setting = Setting {
+            variables: &variables,
+            ..Setting::default()
+        };
+        start_with(test, &places, &setting, part)
+    }
+
+    fn start(&self, test: &str, part: impl FnOnce(&Rank) -> Result<String, Error>) -> Processes {
+        self.start_with(test, &|_| Vec::new(), part)
+    }
+}
+
+fn join(timeout: Duration) -> Result<Group<Host>, Error> {
+    let builder = Group::builder().workers(1).timeout(timeout);
+    builder.arrival_timeout(timeout).from_env()
+}
+
+/// A call that must fail does.
+fn fails(rank: &Rank, group: &Group<Host>) -> Result<String, Error> {
+    let result = group.barrier();
+    rank.say("failed");
+    poisoned(group, result)
+}
+
+#[track_caller]
+fn meet(test: &str, hosts: usize, places: usize) {
+    all_done(Job::new(hosts, places).start(test, |rank| {
+        let group = join(TIMEOUT)?;
+        assert_eq!((group.rank(), group.world_size()), (rank.rank, rank.world));
+        for length in [0, 1, 70_000] {
+            let own = vec![rank.rank as u8; length];
+            let all = group.all_gather_bytes(&own)?;
+            for (sender, bytes) in all.iter().enumerate() {
+                assert_eq!(*bytes, vec![sender as u8; length]);
+            }
+        }
+        // A part of one host is a group as any other.
+        let part = group.split(rank.rank / places, 0)?;
+        Arguments::small(&part)?.verify(&part)?;
+        let a = group.sharded::<bf16>(2 * rank.world, 4)?;
+        let error = gemmesh::all_gather(&a).unwrap_err().to_string();
+        assert!(error.contains("Builder::from_mpi"), "{error}");
+        Ok("met".into())
+    }));
+}
+
+#[test]
+fn ranks_of_two_hosts_meet_and_exchange_messages() {
+    meet(test_name!(), 2, 3);
+}
+
+#[test]
+fn ranks_that_are_alone_on_their_hosts_meet() {
+    meet(test_name!(), 4, 1);
+}
+
+/// All ranks but `victim` have heard of its end in time.
+#[track_caller]
+fn assert_lost(ranks: Processes, world: usize, victim: usize, since: Instant) -> Vec<Outcome> {
+    for place in (0..world).filter(|&place| place != victim) {
+        let heard = ranks.heard(place, "failed");
+        let took = heard.saturating_duration_since(since);
+        assert!(took < NOTICED, "rank {place} took {took:?}");
+    }
+    let outcomes = ranks.outcomes();
+    for outcome in outcomes.iter().filter(|outcome| outcome.rank != victim) {
+        let error = outcome.error();
+        assert!(
+            matches!(error, Error::RankLost { rank, .. } if *rank == victim),
+            "{error}"
+        );
+    }
+    outcomes
+}
+
+#[track_caller]
+fn kill(test: &str, victim: usize) {
+    let job = Job::new(3, 2);
+    let ranks = job.start(test, |rank| {
+        let group = join(TIMEOUT)?;
+        group.barrier()?;
+        rank.say("here");
+        if rank.rank == victim {
+            rank.hear();
+        }
+        fails(rank, &group)
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(200));
+    let killed = ranks.signal(victim, Signal::KILL);
+    let outcomes = assert_lost(ranks, job.world(), victim, killed);
+    outcomes[victim].assert_killed();
+}
+
+#[test]
+fn a_killed_rank_of_another_host_is_named_on_all_hosts() {
+    kill(test_name!(), 3);
+}
+
+#[test]
+fn a_killed_leader_is_named_on_all_hosts() {
+    kill(test_name!(), 2);
+}
+
+#[test]
+fn a_killed_rank_0_is_named_on_all_hosts() {
+    kill(test_name!(), 0);
+}
+
+#[test]
+fn a_killed_rank_of_the_first_host_is_named_on_all_hosts() {
+    kill(test_name!(), 1);
+}
+
+#[test]
+fn a_leader_that_is_killed_between_calls_is_named_on_all_hosts() {
+    let (victim, job) = (2, Job::new(3, 1));
+    let ranks = job.start(test_name!(), |rank| {
+        let group = join(TIMEOUT)?;
+        group.barrier()?;
+        rank.say("here");
+        while group.check().is_ok() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        fails(rank, &group)
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(200));
+    let killed = ranks.signal(victim, Signal::KILL);
+    assert_lost(ranks, job.world(), victim, killed);
+}
+
+/// A child that has a copy of all of a killed leader's sockets lives on.
+#[test]
+fn a_killed_leader_is_named_while_a_child_of_it_lives() {
+    let (victim, lives) = (2, Duration::from_secs(6));
+    let job = Job::new(3, 1);
+    let ranks = job.start(test_name!(), |rank| {
+        let group = join(TIMEOUT)?;
+        group.barrier()?;
+        if rank.rank == victim && fork().is_none() {
+            std::thread::sleep(lives);
+            end(true);
+        }
+        rank.say("here");
+        if rank.rank == victim {
+            rank.hear();
+        }
+        fails(rank, &group)
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(200));
+    let killed = ranks.signal(victim, Signal::KILL);
+    assert_lost(ranks, job.world(), victim, killed);
+}
+
+/// A stopped process is as one that is slow: its system answers for it.
+#[track_caller]
+fn stop(test: &str, victim: usize) {
+    let mut ranks = Job::new(2, 2).start(test, |rank| {
+        let patient = join(TIMEOUT)?;
+        patient.barrier()?;
+        let group = join_again(&patient)?;
+        group.barrier()?;
+        rank.say("here");
+        if rank.rank == victim {
+            rank.hear();
+        }
+        fails(rank, &group)
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(300));
+    let stopped = ranks.signal(victim, Signal::STOP);
+    for place in (0..4).filter(|&place| place != victim) {
+        let took = ranks.heard(place, "failed") - stopped;
+        assert!(took > SHORT / 2, "rank {place} took {took:?}");
+        assert!(took < 5 * SHORT, "rank {place} took {took:?}");
+    }
+    ranks.signal(victim, Signal::CONT);
+    ranks.tell(victim);
+    for outcome in ranks.outcomes() {
+        let Error::Timeout { rank, deadline, .. } = outcome.error().cause() else {
+            panic!("{}", outcome.error());
+        };
+        assert_eq!((*rank, *deadline), (victim, Deadline::Arrival));
+    }
+}
+
+/// A group of short deadlines of the same ranks.
+fn join_again(_patient: &Group<Host>) -> Result<Group<Host>, Error> {
+    join(2 * SHORT)
+}
+
+#[test]
+fn a_stopped_leader_is_named_at_the_deadline() {
+    stop(test_name!(), 2);
+}
+
+#[test]
+fn a_stopped_rank_of_another_host_is_named_at_the_deadline() {
+    stop(test_name!(), 3);
+}
+
+#[test]
+fn a_stopped_rank_0_is_named_at_the_deadline() {
+    stop(test_name!(), 0);
+}
+
+#[test]
+fn a_call_that_differs_on_another_host_is_named() {
+    let ranks = Job::new(2, 2).start(test_name!(), |rank| {
+        let group = join(TIMEOUT)?;
+        let result = match rank.rank {
+            3 => group.all_gather_bytes(&[]).map(drop),
+            _ => group.barrier(),
+        };
+        poisoned(&group, result)
+    });
+    let outcomes = ranks.outcomes();
+    assert_call_mismatch(same_error(&outcomes), 3, "all_gather_bytes()", "barrier()");
+}
+
+#[test]
+fn a_rank_that_is_missing_on_another_host_is_named_on_all_hosts() {
+    let ranks = Job::new(2, 2).start(test_name!(), |rank| {
+        if rank.rank == 3 {
+            return Ok("away".into());
+        }
+        join(SHORT).map(|_| "met".into())
+    });
+    for outcome in ranks.outcomes().iter().filter(|outcome| outcome.rank != 3) {
+        let Error::RanksMissing { ranks, .. } = outcome.error() else {
+            panic!("{}", outcome.error());
+        };
+        assert_eq!(ranks[..], [3]);
+    }
+}
+
+#[track_caller]
+fn miss_a_host(test: &str, away: usize) {
+    let ranks = Job::new(2, 2).start(test, |rank| {
+        if rank.rank / 2 == away {
+            return Ok("away".into());
+        }
+        join(SHORT).map(|_| "met".into())
+    });
+    let outcomes = ranks.outcomes();
+    for outcome in outcomes.iter().filter(|outcome| outcome.rank / 2 != away) {
+        let Error::RanksMissing { ranks, .. } = outcome.error() else {
+            panic!("{}", outcome.error());
+        };
+        assert_eq!(ranks[..], [2 * away]);
+    }
+}
+
+#[test]
+fn a_host_that_does_not_come_is_named_by_its_lowest_rank() {
+    miss_a_host(test_name!(), 1);
+}
+
+#[test]
+fn the_first_host_is_named_if_it_does_not_come() {
+    miss_a_host(test_name!(), 0);
+}
+
+#[test]
+fn a_rank_with_another_key_is_turned_away_before_the_deadline() {
+    let others = |rank| match rank {
+        2 => vec![("GEMMESH_KEY", "another key, of an earlier job".into())],
+        _ => Vec::new(),
+    };
+    let ranks = Job::new(3, 1).start_with(test_name!(), &others, |rank| {
+        let begin = Instant::now();
+        let patience = if rank.rank == 2 { TIMEOUT } else { 8 * SHORT };
+        let joined = join(patience);
+        assert!(rank.rank != 2 || begin.elapsed() < TIMEOUT / 2);
+        joined.map(|_| "met".into())
+    });
+    for outcome in ranks.outcomes() {
+        match (outcome.rank, outcome.error()) {
+            (2, Error::KeyRefused { rank: 2, .. }) => {}
+            (0 | 1, Error::RanksMissing { ranks, .. }) => assert_eq!(ranks[..], [2]),
+            (rank, error) => panic!("rank {rank}: {error}"),
+        }
+    }
+}
+
+#[test]
+fn a_name_without_an_address_is_told_before_the_deadline() {
+    let others = |rank| match rank {
+        0 => Vec::new(),
+        _ => vec![("MASTER_ADDR", "no-such-host.invalid".into())],
+    };
+    let ranks = Job::new(2, 1).start_with(test_name!(), &others, |rank| {
+        let patience = if rank.rank == 1 { TIMEOUT } else { SHORT };
+        join(patience).map(|_| "met".into())
+    });
+    let outcomes = ranks.outcomes();
+    let error = outcomes[1].error().to_string();
+    assert!(error.contains("no-such-host.invalid"), "{error}");
+    assert!(error.contains("MASTER_ADDR"), "{error}");
+}
+
+#[test]
+fn a_port_that_is_taken_is_told() {
+    let job = Job::new(2, 2);
+    let _taken = TcpListener::bind(("0.0.0.0", job.port));
+    let ranks = job.start(test_name!(), |_| join(2 * SHORT).map(|_| "met".into()));
+    for outcome in ranks.outcomes().iter().filter(|outcome| outcome.rank < 2) {
+        let error = outcome.error().to_string();
+        assert!(error.contains("GEMMESH_PORT"), "{error}");
+        assert!(error.contains("in use"), "{error}");
+    }
+}
+
+/// Whoever does not have the key gets no byte, and delays nobody.
+#[test]
+fn strangers_at_the_port_get_nothing_and_delay_nobody() {
+    let job = Job::new(2, 2);
+    let port = job.port;
+    let mut ranks = job.start(test_name!(), |rank| {
+        if rank.rank == 3 {
+            rank.hear();
+        }
+        let group = join(TIMEOUT)?;
+        group.barrier()?;
+        Ok("met".into())
+    });
+    let begin = Instant::now();
+    let connect = || loop {
+        match TcpStream::connect(("127.0.0.1", port)) {
+            Ok(stream) => return stream,
+            Err(error) => assert!(begin.elapsed() < TIMEOUT, "{error}"),
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    let mut silent: Vec<TcpStream> = (0..300).map(|_| connect()).collect();
+    let sayings = [
+        &b"GET / HTTP/1.1\r\n\r\n"[..],
+        b"gemmesh\x01",
+        &[0; 4096],
+        &[b"gemmesh\x01".as_slice(), &[7; 104]].concat(),
+    ];
+    for saying in sayings {
+        let mut stream = connect();
+        // It may have been turned away before it has said all.
+        let _ = stream.write_all(saying);
+        silent.push(stream);
+    }
+    ranks.tell(3);
+    let told = Instant::now();
+    all_done(ranks);
+    assert!(told.elapsed() < NOTICED, "{:?}", told.elapsed());
+    for mut stream in silent {
+        stream
+            .set_read_timeout(Some(Duration::from_secs(5)))
+            .unwrap();
+        let mut byte = [0];
+        assert!(
+            !matches!(stream.read(&mut byte), Ok(1)),
+            "a stranger was answered"
+        );
+    }
+}
+
+/// Two network namespaces of this machine, with a cable between them. They are gone when this is dropped.
+struct Machines {
+    names: [String; 2],
+}
+
+impl Machines {
+    /// None, said in a line, where they are not permitted. A rank of the test makes none.
+    fn new() -> Option<Machines> {
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let (own, made) = (std::process::id(), MADE.fetch_add(1, Ordering::Relaxed));
+        let names = ["a", "b"].map(|end| format!("gemmesh-{own}-{made}-{end}"));
+        let machines = Machines { names };
+        if is_rank() {
+            return Some(machines);
+        }
+        let [a, b] = &machines.names;
+        let lines = [
+            format!("netns add {a}"),
+            format!("netns add {b}"),
+            format!("-n {a} link add cable type veth peer name cable netns {b}"),
+            format!("-n {a} address add {}/24 dev cable", Self::ADDRESSES[0]),
+            format!("-n {b} address add {}/24 dev cable", Self::ADDRESSES[1]),
+            format!(
+                "-n {a} address add {}/64 dev cable nodad",
+                Self::ADDRESSES_6[0]
+            ),
+            format!(
+                "-n {b} address add {}/64 dev cable nodad",
+                Self::ADDRESSES_6[1]
+            ),
+            format!("-n {a} link set cable up"),
+            format!("-n {b} link set cable up"),
+        ];
+        for line in lines {
+            if !ip(&line) {
+                println!("not tested: ip {line} is not permitted here");
+                return None;
+            }
+        }
+        Some(machines)
+    }
+
+    const ADDRESSES: [&str; 2] = ["10.213.7.1", "10.213.7.2"];
+    const ADDRESSES_6: [&str; 2] = ["fd13:7::1", "fd13:7::2"];
+
+    fn command(&self, host: usize) -> Command {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &self.names[host]]);
+        command.arg(this_program());
+        command
+    }
+
+    /// Unplugs the cable, which tells neither end.
+    fn cut(&self) -> Instant {
+        assert!(ip(&format!("-n {} link set cable down", self.names[0])));
+        Instant::now()
+    }
+
+    fn remove(&self) {
+        for name in &self.names {
+            ip(&format!("netns delete {name}"));
+        }
+    }
+}
+
+impl Drop for Machines {
+    fn drop(&mut self) {
+        if !is_rank() {
+            self.remove();
+        }
+    }
+}
+
+fn ip(line: &str) -> bool {
+    let output = Command::new("ip").args(line.split(' ')).output();
+    output.is_ok_and(|output| output.status.success())
+}
+
+/// All ranks hear within two seconds that the other machine does not answer.
+#[track_caller]
+fn cut(
+    test: &str,
+    variables: &dyn Fn(usize) -> Vec<(&'static str, String)>,
+    join: fn(&Rank) -> Result<Group<Host>, Error>,
+    fails: fn(&Rank, &Group<Host>) -> Result<String, Error>,
+) {
+    let Some(machines) = Machines::new() else {
+        return;
+    };
+    let command = |rank: usize| machines.command(rank / 2);
+    let setting = Setting {
+        variables,
+        command: &command,
+        ..Setting::default()
+    };
+    let places: Vec<_> = (0..4).map(|rank| (rank, 4)).collect();
+    let ranks = start_with(test, &places, &setting, |rank| {
+        let group = join(rank)?;
+        group.barrier()?;
+        rank.say("here");
+        fails(rank, &group)
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(600));
+    let cut = machines.cut();
+    for place in 0..4 {
+        let took = ranks.heard(place, "failed").saturating_duration_since(cut);
+        println!("rank {place} took {took:?}");
+        assert!(took < NOTICED, "rank {place} took {took:?}");
+    }
+    for outcome in ranks.outcomes() {
+        let Error::HostLost { rank, .. } = outcome.error().cause() else {
+            panic!("{}", outcome.error());
+        };
+        let lost = if outcome.rank < 2 { 2 } else { 0 };
+        assert_eq!(*rank, lost, "rank {}", outcome.rank);
+    }
+}
+
+#[test]
+fn a_machine_that_is_cut_off_in_a_call_is_named() {
+    // Rank 3 stays away, so that all others wait in the call.
+    let fails = |rank: &Rank, group: &Group<Host>| {
+        while rank.rank == 3 && group.check().is_ok() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        fails(rank, group)
+    };
+    let job = Job {
+        hosts: 2,
+        places: 2,
+        port: 29555,
+    };
+    let variables = |rank| {
+        let master = ("MASTER_ADDR", Machines::ADDRESSES_6[0].to_string());
+        [job.variables(rank), vec![master]].concat()
+    };
+    cut(test_name!(), &variables, |_| join(TIMEOUT), fails);
+}
+
+/// Machines are told apart by themselves, and rank 0's addresses are found.
+#[test]
+fn an_idle_machine_that_is_cut_off_is_named() {
+    let join = |rank: &Rank| {
+        let folder = std::env::temp_dir().join(&rank.address);
+        let builder = Group::builder().workers(1).timeout(TIMEOUT);
+        let builder = builder.arrival_timeout(TIMEOUT);
+        builder.connect_with(rank.rank, rank.world, |mine| {
+            std::fs::create_dir_all(&folder)?;
+            let (draft, own) = (format!("draft {}", rank.rank), rank.rank.to_string());
+            std::fs::write(folder.join(&draft), mine)?;
+            std::fs::rename(folder.join(&draft), folder.join(own))?;
+            let read = |other: usize| loop {
+                match std::fs::read(folder.join(other.to_string())) {
+                    Ok(bytes) => return bytes,
+                    Err(_) => std::thread::sleep(Duration::from_millis(5)),
+                }
+            };
+            Ok((0..rank.world).map(read).collect())
+        })
+    };
+    let fails = |rank: &Rank, group: &Group<Host>| {
+        if rank.rank == 0 {
+            let folder = std::env::temp_dir().join(&rank.address);
+            std::fs::remove_dir_all(folder).unwrap();
+        }
+        while group.check().is_ok() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        fails(rank, group)
+    };
+    cut(test_name!(), &|_| Vec::new(), join, fails);
+}
