@@ -43,9 +43,9 @@ pub fn report(
         hello,
         version,
         outcome,
+        begin: Instant::now(),
         deadline,
     };
-    let begin = Instant::now();
     // Since when each of these has been so.
     let (mut turned_away, mut nameless) = (None, None);
     loop {
@@ -78,11 +78,7 @@ pub fn report(
             }
         }
         if Instant::now() >= deadline {
-            return Err(Error::RanksMissing {
-                ranks: vec![0],
-                address: meeting.place.to_string(),
-                waited_ms: begin.elapsed().as_millis() as u64,
-            });
+            return Err(caller.missing());
         }
         std::thread::sleep(4 * RETRY);
     }
@@ -95,6 +91,7 @@ struct Caller<'a> {
     hello: &'a Hello,
     version: u32,
     outcome: &'a Result<()>,
+    begin: Instant,
     deadline: Instant,
 }
 
@@ -124,11 +121,7 @@ impl Caller<'_> {
         let verdict = channel(&messages, self.deadline).receive(MAX_VERDICT);
         match verdict {
             Ok((verdict, _)) => Called::Verdict(self.verdict(&verdict, messages, mirror)),
-            Err(WireError::Late) => Called::Verdict(Err(Error::RanksMissing {
-                ranks: vec![0],
-                address: address.to_string(),
-                waited_ms: self.identity.deadlines.rendezvous().as_millis() as u64,
-            })),
+            Err(WireError::Late) => Called::Verdict(Err(self.missing())),
             Err(_) => Called::Answered,
         }
     }
@@ -177,7 +170,11 @@ impl Caller<'_> {
     }
 
     fn report(&self, line: Line) -> Report {
-        let outcome = self.outcome.clone();
+        // The verdict comes on the line for messages, so the outcome goes there.
+        let outcome = match line {
+            Line::Messages => self.outcome.clone(),
+            Line::Mirror => Ok(()),
+        };
         // JSON within JSON is longer.
         let outcome = outcome.map_err(|error| json::fitted(error, super::MAX_REPORT / 4));
         Report {
@@ -185,6 +182,15 @@ impl Caller<'_> {
             hello: self.hello.clone(),
             ranks: self.identity.neighbours().collect(),
             outcome: String::from_utf8_lossy(&json::of_outcome(&outcome)).into_owned(),
+        }
+    }
+
+    /// The error that rank 0 has not come.
+    fn missing(&self) -> Error {
+        Error::RanksMissing {
+            ranks: vec![0],
+            address: self.meeting.place.to_string(),
+            waited_ms: self.begin.elapsed().as_millis() as u64,
         }
     }
 

@@ -57,6 +57,8 @@ pub struct Rendezvous<'a> {
     /// Where the other leaders come, if this is rank 0 and there are any.
     pub(super) lobby: Option<Lobby>,
     pub(super) leaders: Vec<Leader>,
+    /// Ranks that have not come to leaders that have.
+    pub(super) missing_elsewhere: Vec<usize>,
     /// Leaders that have no place in the group.
     pub(super) rejected_leaders: Vec<Connection>,
     /// By rank, for as many ranks as a guest expects: true if the rank has been told already that there is no group.
@@ -91,6 +93,7 @@ impl<'a> Rendezvous<'a> {
             rejected: Vec::new(),
             lobby: None,
             leaders: leaders.into_iter().map(Leader::expected).collect(),
+            missing_elsewhere: Vec::new(),
             rejected_leaders: Vec::new(),
             told: Vec::new(),
             unknown_user: None,
@@ -203,6 +206,9 @@ impl<'a> Rendezvous<'a> {
             }
             turns += usize::from(is_late);
         }
+        if !self.missing_elsewhere.is_empty() {
+            return Err(self.incomplete(begin));
+        }
         let last_call = Instant::now() + LAST_CALL;
         while Instant::now() < last_call {
             self.receive(last_call)?;
@@ -212,7 +218,9 @@ impl<'a> Rendezvous<'a> {
 
     /// The error that ranks are missing at the deadline.
     fn incomplete(&mut self, begin: Instant) -> Error {
-        let ranks = self.missing().collect();
+        let ranks = self.missing().chain(self.missing_elsewhere.iter().copied());
+        let mut ranks: Vec<usize> = ranks.collect();
+        ranks.sort_unstable();
         let address = address::shown(&self.identity.address);
         match self.unknown_user.take() {
             Some(reason) => Error::UnknownUser {

@@ -88,7 +88,14 @@ impl Rendezvous<'_> {
 
     /// Gives a leader its place, or says why it has none, or why there is no group.
     fn seat_leader(&mut self, visitor: Visitor) -> Result<()> {
-        let verdict = self.judge_leader(&visitor);
+        let verdict = match self.judge_leader(&visitor) {
+            // Other hosts may lack ranks too, and all are named.
+            Err(Error::RanksMissing { ranks, .. }) => {
+                self.missing_elsewhere.extend(ranks);
+                Ok(())
+            }
+            verdict => verdict,
+        };
         let line = visitor.report.as_ref().map(|report| report.line);
         let mut leaders = self.leaders.iter_mut();
         let leader = leaders.find(|leader| leader.rank == visitor.rank);
