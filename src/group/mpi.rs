@@ -8,7 +8,8 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, CommunicatorCollectives};
 
 use super::{Builder, GATHERED_BYTES, Group};
-use crate::backend::{Backend, Mpi};
+use crate::backend::sealed::Implementation;
+use crate::backend::{Backend, Host, Mpi};
 use crate::error::{Error, Result};
 use crate::ranks::host;
 use crate::refusal::Refusal;
@@ -23,16 +24,17 @@ impl<B: Backend> Builder<B> {
     /// Joins the group of the ranks of `communicator`, on one host or on several. Collective.
     ///
     /// The ranks learn rank 0's address in an MPI_Allgather, which has no deadline: see [`Builder::connect_with`]. If
-    /// there are several hosts, MPI carries rows from host to host on the host backend.
+    /// there are several hosts, MPI carries rows from host to host on the host backend. On GPUs NCCL does.
     ///
     /// # Errors
-    /// As [`Builder::connect_with`]; [`Error::Unsupported`] if there are several hosts and MPI was not initialised by
+    /// As [`Builder::connect_with`]; [`Error::Unsupported`] if MPI is to carry rows and was not initialised by
     /// `mpi::initialize_with_threading(mpi::Threading::Multiple)`.
     #[track_caller]
     pub fn from_communicator(mut self, communicator: &impl Communicator) -> Result<Group<B>> {
         let (rank, world) = (communicator.rank() as usize, communicator.size() as usize);
-        self.hosts = hosts(communicator)?;
-        if self.hosts.count() > 1 {
+        let carries_rows = B::NAME == Host::NAME;
+        self.hosts = hosts(communicator, carries_rows)?;
+        if carries_rows && self.hosts.count() > 1 {
             self.network = Some(Arc::new(Mpi::new(communicator)));
         }
         let hosts = self.hosts.clone();
@@ -43,8 +45,8 @@ impl<B: Backend> Builder<B> {
         })
     }
 
-    /// Joins the group of all ranks that mpirun started. MPI must be initialised. A group of one host does not need MPI
-    /// afterwards.
+    /// Joins the group of all ranks that mpirun started. MPI must be initialised. A group of one host, or of GPUs, does not
+    /// need MPI afterwards.
     ///
     /// ```no_run
     /// use gemmesh::{Group, Host};
@@ -71,11 +73,11 @@ impl<B: Backend> Builder<B> {
 /// What a rank tells the others: its host's tag, and whether any of its threads may call MPI.
 const TOLD: usize = size_of::<u64>() + 1;
 
-/// The hosts of the communicator's ranks. Collective.
+/// The hosts of the communicator's ranks. Collective. `carries_rows`: whether MPI does, if there are several.
 ///
 /// # Errors
 /// On all ranks or on none, except if this rank has no descriptors left.
-fn hosts(communicator: &impl Communicator) -> Result<Hosts> {
+fn hosts(communicator: &impl Communicator, carries_rows: bool) -> Result<Hosts> {
     let (rank, world) = (communicator.rank() as usize, communicator.size() as usize);
     let id = host::boot_id(rank);
     // Also without an id, because the other ranks wait in the gather. They take it for another host's.
@@ -89,7 +91,7 @@ fn hosts(communicator: &impl Communicator) -> Result<Hosts> {
     let tags: Vec<&[u8]> = told.iter().map(|told| &told[..TOLD - 1]).collect();
     let hosts = Hosts::of(&tags).map_err(Refusal::of(rank, CALL))?;
     let single = told.iter().position(|told| told[TOLD - 1] == 0);
-    if let Some(rank) = single.filter(|_| hosts.count() > 1) {
+    if let Some(rank) = single.filter(|_| carries_rows && hosts.count() > 1) {
         let what = "for a group of several hosts MPI must be initialised by \
                     mpi::initialize_with_threading(mpi::Threading::Multiple), because several threads call it";
         let refused = Refusal::Unsupported { what: what.into() };
