@@ -14,7 +14,7 @@ use crate::backend::cuda::abi::GemmeshPushEpoch;
 use crate::backend::cuda::driver::{DevicePtr, NcclMessage, Stream, StreamMemOp};
 use crate::backend::cuda::gpu::streams::LANES;
 use crate::backend::cuda::program::operands::Operand;
-use crate::backend::cuda::shared::network::Network;
+use crate::backend::cuda::shared::network::{EXPLAINED, Network};
 use crate::backend::cuda::shared::words::Signals;
 use crate::error::{Error, Result};
 use crate::profile::span::Lane;
@@ -131,7 +131,6 @@ impl Carrier<'_, '_, '_> {
     /// The error of a turn that NCCL refuses with `error`. A rank that has died is named by whoever sees that, and a
     /// rank that has left by this rank.
     fn blame(&self, error: Error, turn: &Turn) -> Error {
-        const MOMENT: Duration = Duration::from_millis(500);
         let members = self.at.members;
         let received = turn.received.map(|moved| {
             let awaited = self.schedule.awaited(moved.flag);
@@ -146,7 +145,7 @@ impl Carrier<'_, '_, '_> {
             peers.find_map(|(peer, awaited)| members.has_left(peer, self.call.epoch, awaited))
         };
         let begin = Instant::now();
-        while begin.elapsed() < MOMENT {
+        while begin.elapsed() < EXPLAINED {
             if let Some(cause) = members.fault().or_else(has_left) {
                 return cause;
             }

@@ -31,6 +31,10 @@ pub const CTAS: usize = LANES * LANE_CTAS;
 /// How long NCCL may take to connect ranks, at least.
 const LONG: Duration = Duration::from_secs(60);
 
+/// How long after a failure of NCCL it is known that a rank has died or has left. A rank that leaves closes its
+/// communicators first, and then says so.
+pub const EXPLAINED: Duration = Duration::from_millis(2500);
+
 /// This rank's ends of the communicators.
 #[derive(Debug)]
 pub struct Network {

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::{GRACE, Running, Watch, lock};
+use crate::backend::cuda::shared::network::EXPLAINED;
 use crate::error::Error;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::deadlines::{Clock, Deadlines};
@@ -81,7 +82,7 @@ impl Watch {
             *since = None;
             return;
         };
-        if since.get_or_insert_with(Instant::now).elapsed() > GRACE {
+        if since.get_or_insert_with(Instant::now).elapsed() > EXPLAINED {
             self.failures.fail(failure);
         }
     }
