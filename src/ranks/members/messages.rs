@@ -151,10 +151,16 @@ impl Members {
         // only if all ranks made it.
         let post = |number| self.shared.post_messages(number, call, place);
         let number = self.next_call(&|| placed.in_words(), post)?;
+        let key = match self.hosts.count() {
+            1 => Vec::new(),
+            _ => [number, hash(call.to_lines().as_bytes())]
+                .map(u64::to_le_bytes)
+                .concat(),
+        };
         let messages = MessageCall {
             words: placed.in_words(),
             number,
-            key: [number, hash(call.to_lines().as_bytes())].map(u64::to_le_bytes),
+            key,
             clock: Clock::start(),
         };
         let (bytes, fds) = self.exchange(&tree, &messages, payload, fd)?;
@@ -213,7 +219,7 @@ impl Members {
         let (mut parts, fds) = self.collect(tree, messages, payload)?;
         let own = self.ranks_of_host();
         let own = own.map(|rank| std::mem::take(&mut parts[rank]));
-        let own: Vec<Vec<u8>> = [messages.key.concat()].into_iter().chain(own).collect();
+        let own: Vec<Vec<u8>> = [messages.key.clone()].into_iter().chain(own).collect();
         self.send(tree, messages, parent, &self.joined(&own)?, &[])?;
         let (all, _) = self.receive(tree, messages, parent)?;
         self.hand_out(tree, messages, all, fd, fds)
@@ -237,7 +243,7 @@ impl Members {
             }
             let its = split(&part).filter(|its| its.len() == 1 + child.ranks.len());
             let its = its.ok_or_else(|| self.garbage(child.rank, "its host's messages"))?;
-            if its[0] != messages.key.concat() {
+            if its[0] != messages.key {
                 return Err(self.await_differing_call(messages, child.rank));
             }
             for (&rank, message) in child.ranks.iter().zip(&its[1..]) {
@@ -393,8 +399,8 @@ struct MessageCall {
     /// The call, in words, with its place.
     words: String,
     number: u64,
-    /// The same for all ranks that make the same call: its number, and the hash of its words.
-    key: [[u8; 8]; 2],
+    /// If there are several hosts, the same for all ranks that make the same call: its number, and the hash of its words.
+    key: Vec<u8>,
     clock: Clock,
 }
 

@@ -54,6 +54,14 @@ impl Way {
         let come = self.come.map(|first| first + index);
         come.map_or(0..0, |flag| flag..flag + 1)
     }
+
+    /// The turn of chunk `index`, if it comes over a network.
+    fn turn_of(&self, index: usize) -> usize {
+        match self.route {
+            Route::Net => self.turn + index,
+            _ => 0,
+        }
+    }
 }
 
 /// Rows, or a range of their columns.
@@ -169,10 +177,7 @@ impl<'a> Cutter<'a> {
             produced: None,
             flag: first + index,
             route: way.route,
-            turn: match way.route {
-                Route::Net => way.turn + index,
-                _ => 0,
-            },
+            turn: way.turn_of(index),
         })
     }
 
