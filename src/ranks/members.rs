@@ -67,7 +67,7 @@ pub struct Members {
     _watcher: Option<Watcher>,
 }
 
-/// A rank's control connections, to all of [`Shape::peers`](super::tree::Shape::peers).
+/// A rank's control connections, to its parent and its children in the tree ([`Shape`](super::tree::Shape)).
 #[derive(Debug, Default)]
 pub struct Connections {
     /// Those within its host.

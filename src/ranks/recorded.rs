@@ -272,7 +272,7 @@ fn what_several_hosts_lack_is_named() {
         ),
         (
             &["MASTER_PORT=65535", TORCHRUN_2, SECRET],
-            "cannot listen at that port",
+            "\"65535\": rank 0 cannot listen at the port after it",
         ),
         (&["GEMMESH_PORT=x", TORCHRUN_2, SECRET], "GEMMESH_PORT"),
         (

@@ -54,7 +54,7 @@ impl Shape {
 }
 
 impl Tree {
-    /// The tree at `rank`. `connections` are those to all of [`Shape::peers`].
+    /// The tree at `rank`. `connections` are those to all of its peers: the parent and the children of [`Shape`].
     pub fn new(
         hosts: &Hosts,
         world: usize,

@@ -16,6 +16,14 @@ use crate::route::Route;
 /// N and K of fp8 operands are multiples of this.
 const FP8_MULTIPLE: usize = 16;
 
+/// Checks that transfers over a network have increasing turns.
+fn check_turns(transfers: &[Transfer]) -> Result<()> {
+    let over_network = transfers.iter().filter(|moved| moved.route == Route::Net);
+    let turns = over_network.map(|moved| moved.turn);
+    let what = "transfers over a network must have increasing turns";
+    require(what, turns.is_sorted_by(|one, next| one < next))
+}
+
 impl Parts {
     /// Checks that every part is in bounds and of a supported type. Returns, by chunk flag, whether tiles wait for it.
     pub(super) fn check(&self) -> Result<Vec<bool>> {
@@ -31,6 +39,8 @@ impl Parts {
         limit("blocks that a rank makes", blocks, 0, MAX_BLOCKS)?;
         self.check_requests()?;
         self.check_pushes(blocks)?;
+        check_turns(&self.arrivals)?;
+        check_turns(&self.departures)?;
         if let Some(reduction) = &self.reduction {
             self.check_reduction(reduction)?;
         }

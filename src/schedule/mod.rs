@@ -231,6 +231,11 @@ impl Schedule {
         self.routes.contains(&route)
     }
 
+    /// True if a copy stream waits for the kernel's permit: to push rows, or to say that rows have come over a network.
+    pub fn awaits_permit(&self) -> bool {
+        self.uses(Route::Push) || self.uses(Route::Net)
+    }
+
     /// The routes by which rows come to this rank or go from it.
     pub fn routes(&self) -> &[Route] {
         &self.routes

@@ -118,16 +118,19 @@ pub fn meeting(
     let port = match first_of(process, &[PORT, MASTER_PORT]) {
         None => Err(missing(PORT)),
         Some(variable) => {
-            let (_, port) = number(process, &[variable])?;
+            let (_, value) = number(process, &[variable])?;
             // The launcher's own store listens at MASTER_PORT.
-            let port = port + usize::from(variable == MASTER_PORT);
-            u16::try_from(port)
-                .ok()
-                .filter(|&port| port > 0)
+            let port = value.checked_add(usize::from(variable == MASTER_PORT));
+            let port = port.and_then(|port| u16::try_from(port).ok());
+            port.filter(|&port| port > 0)
                 .ok_or_else(|| Error::EnvironmentValue {
                     name: variable.into(),
-                    value: port.to_string(),
-                    reason: "rank 0 cannot listen at that port for other hosts".into(),
+                    value: value.to_string(),
+                    reason: match variable {
+                        MASTER_PORT => "rank 0 cannot listen at the port after it for other hosts",
+                        _ => "rank 0 cannot listen at that port for other hosts",
+                    }
+                    .into(),
                 })
         }
     };

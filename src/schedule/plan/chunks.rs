@@ -26,9 +26,21 @@ pub(super) struct Cutter<'a> {
     rail_chunks: Vec<Vec<StagedChunk>>,
 }
 
+/// The number of the first turn of a step, in which a rank sends to one rank and receives from one. The numbers alternate
+/// between even and odd from step to step, too.
+pub(super) fn first_turn(step: usize) -> usize {
+    step * (MAX_FLAGS + 1)
+}
+
 /// About how many bytes of a shard cross the network at a time: enough to make its latency small, and little enough
 /// that passing them on ends soon after the last have come.
 pub(super) const RAIL_BYTES: usize = 2 << 20;
+
+/// The most chunks of a shard on the network, if it goes to so many ranks. A rank then has about as many turns as a shard may
+/// have chunks, for which the queues of a GPU have room.
+pub(super) fn most_on_rail(ranks: usize) -> usize {
+    (MAX_CHUNKS / ranks.max(1)).max(1)
+}
 
 /// A part of a shard that one transfer moves.
 struct StagedChunk {
@@ -89,7 +101,10 @@ impl<'a> Cutter<'a> {
                 .then(|| cut(true)),
             rail_chunks: match is_one_host {
                 true => Vec::new(),
-                false => all(&|source| cut_for_rail(layout, width, source)),
+                false => {
+                    let most = most_on_rail(hosts.count() - 1) / layout.stages();
+                    all(&|source| cut_for_rail(layout, width, most.max(1), source))
+                }
             },
         }
     }
@@ -198,7 +213,7 @@ impl<'a> Cutter<'a> {
             from,
             route: self.hosts.route(from, peer, near),
             come,
-            turn: step * MAX_FLAGS,
+            turn: first_turn(step),
         }
     }
 
@@ -274,9 +289,8 @@ fn cut_shard(layout: &Layout, config: &Config, source: usize, is_last: bool) -> 
 }
 
 /// Cuts each block of a shard into chunks for the network.
-fn cut_for_rail(layout: &Layout, width: usize, source: usize) -> Vec<StagedChunk> {
+fn cut_for_rail(layout: &Layout, width: usize, most: usize, source: usize) -> Vec<StagedChunk> {
     let (k, stages) = (layout.k(), layout.stages());
-    let most = (MAX_CHUNKS / stages).max(1);
     let blocks = (0..stages).map(|stage| (stage, layout.block(source, stage)));
     let chunks = blocks.flat_map(|(stage, block)| {
         let bytes = block.len().saturating_mul(k).saturating_mul(width);

@@ -13,15 +13,17 @@ use crate::error::of_configuration;
 use crate::refusal::Result;
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config, TileShape};
-use crate::schedule::layout::{MAX_CHUNKS, MAX_EXTENT, MAX_WORLD, chunk_rows};
+use crate::schedule::layout::{MAX_EXTENT, MAX_WORLD, chunk_rows};
 use crate::schedule::limits::limit;
-use crate::schedule::plan::chunks::{Cutter, Part, RAIL_BYTES, stored_parts};
+use crate::schedule::plan::chunks::{
+    Cutter, Part, RAIL_BYTES, first_turn, most_on_rail, stored_parts,
+};
 use crate::schedule::plan::matrices::{self, A, OUT, PARTIALS};
 use crate::schedule::plan::partials::{Incoming, Partials, Piece, among_others};
 use crate::schedule::plan::tile_order::ring;
 use crate::schedule::{
-    Activation, Addend, Agreed, DTypes, MAX_FLAGS, MatrixSpec, Move, Operation, Parts, Problem,
-    Reduction, Region, Request, Schedule, Sum, Transfer,
+    Activation, Addend, Agreed, DTypes, MatrixSpec, Move, Operation, Parts, Problem, Reduction,
+    Region, Request, Schedule, Sum, Transfer,
 };
 
 /// Cuts each block into `chunks` chunks.
@@ -172,7 +174,10 @@ impl<'a> CollectivePlan<'a> {
         }
         let bytes = rows.len().saturating_mul(n * dtypes.operands.bytes());
         let least = match blocks {
-            Blocks::Had if hosts.count() > 1 => (bytes / RAIL_BYTES).min(MAX_CHUNKS),
+            Blocks::Had if hosts.count() > 1 => {
+                let places = self.world() / hosts.count();
+                (bytes / RAIL_BYTES).min(most_on_rail(self.world() - places))
+            }
             _ => 1,
         };
         let count = self.config.chunking.count.max(least);
@@ -229,7 +234,7 @@ impl<'a> CollectivePlan<'a> {
             flag,
             route,
             turn: match route {
-                Route::Net => step * MAX_FLAGS + part,
+                Route::Net => first_turn(step) + part,
                 _ => 0,
             },
         }

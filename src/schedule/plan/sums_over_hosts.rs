@@ -15,18 +15,15 @@ use std::ops::Range;
 
 use smallvec::smallvec;
 
-use super::chunks::RAIL_BYTES;
+use super::chunks::{RAIL_BYTES, first_turn, most_on_rail};
 use super::pieces::{SumPlan, chunk_rows_of_block};
 use crate::refusal::Result;
 use crate::route::Route;
-use crate::schedule::layout::MAX_CHUNKS;
 use crate::schedule::limits::require;
 use crate::schedule::plan::matrices::{A, PARTIALS};
 use crate::schedule::plan::partials::{Incoming, Partial, Piece};
 use crate::schedule::plan::tile_order;
-use crate::schedule::{
-    Addend, Hosts, Layout, MAX_FLAGS, Move, OutputBlock, Schedule, Sum, Transfer,
-};
+use crate::schedule::{Addend, Hosts, Layout, Move, OutputBlock, Schedule, Sum, Transfer};
 
 /// Gives each rank its rows of the sum. If all ranks get all rows, a gather has to follow.
 ///
@@ -125,7 +122,8 @@ impl<'a> SumsOverHosts<'a> {
         let width = self.planner.problem.dtypes.partials.bytes();
         let row = self.planner.partials.columns().saturating_mul(width);
         let bytes = self.layout.rows_of(owner).len().saturating_mul(row);
-        self.cut_into(owner, (bytes / RAIL_BYTES).clamp(1, MAX_CHUNKS))
+        let most = most_on_rail(self.hosts.count() - 1);
+        self.cut_into(owner, (bytes / RAIL_BYTES).clamp(1, most))
     }
 
     fn cut_into(&self, owner: usize, count: usize) -> impl Iterator<Item = Piece> + use<> {
@@ -191,7 +189,7 @@ impl<'a> SumsOverHosts<'a> {
             flag: incoming.flag(from, block),
             route,
             turn: match route {
-                Route::Net => self.hosts.steps(from, to) * MAX_FLAGS + self.part(from, block),
+                Route::Net => first_turn(self.hosts.steps(from, to)) + self.part(from, block),
                 _ => 0,
             },
         }

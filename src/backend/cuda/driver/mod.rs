@@ -104,7 +104,7 @@ pub use stream::{Event, Priority, Stream, StreamMemOp};
 use symbols::Symbols;
 
 impl Device {
-    /// Opens the visible GPU with this ordinal. Without one, the ranks of a host take the visible GPUs in turn; `place` is
+    /// Opens the visible GPU with this ordinal. Without one, the ranks of a host take the visible GPUs in turn. `place` is
     /// this rank's among them.
     ///
     /// # Errors

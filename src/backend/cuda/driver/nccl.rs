@@ -265,7 +265,7 @@ impl Communicator {
         }
     }
 
-    /// Frees it when what was sent has gone.
+    /// Frees it when what was sent has gone. What was to be received has come.
     pub fn destroy(self) {
         self.end(self.nccl.functions.destroy);
     }

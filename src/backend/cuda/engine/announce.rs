@@ -21,8 +21,8 @@ use crate::protocol::epoch::Epoch;
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::{MAX_FLAGS, Move, Region, Schedule, Transfer};
 
-/// Tells every peer of this host, on the main stream, that this rank's own rows are final. Refreshes flags first if the epoch asks
-/// for it.
+/// Tells every peer of this host, on the main stream, that this rank's own rows are final. Refreshes flags first if the
+/// epoch asks for it.
 ///
 /// Does what [`announce`](crate::schedule::drive::announce) does on the host. `and`: a word operation in front of the
 /// others.
@@ -46,8 +46,7 @@ pub fn announce(at: &EnqueueContext, epoch: Epoch, and: Option<StreamMemOp>) -> 
         }
     }
     let mut words = [StreamMemOp::Write(0, 0); MAX_WORLD + 1];
-    let hosts = &members.hosts;
-    let near = (0..members.world).filter(|&peer| peer != rank && hosts.share(peer, rank));
+    let near = members.hosts.neighbours(rank, members.world);
     let ready = near.map(|peer| flags.signal(flags.ready(peer, rank)));
     let mut count = 0;
     for word in and.into_iter().chain(ready) {

@@ -135,7 +135,7 @@ pub(super) fn produce(
     let mut up_to = |block: usize| make(at, requests, producer, callers, block);
     let copies = copies::enqueue(at, &streams.copies, schedule, call, Some(&mut up_to))?;
     let flags = Flags::Streams(*signals);
-    let carried = network::enqueue(at, schedule, call, flags, Some(&mut up_to))?;
+    let carried = network::enqueue(at, program, call, flags, Some(&mut up_to))?;
     let own = |request: &&Request| request.owner == rank;
     let first = requests.iter().find(own).map_or(0, |own| own.rows.start);
     if at.recorded {

@@ -27,8 +27,7 @@ pub fn check_peers(gpu: &Gpu, shared: &Shared, members: &Members) -> Result<()> 
     if main.is_capturing()? {
         return Err(Error::Capturing { rank });
     }
-    let hosts = &members.hosts;
-    let peers = || (0..world).filter(|&peer| peer != rank && hosts.share(peer, rank));
+    let peers = || members.hosts.neighbours(rank, world);
     let inbox = |of: usize, by: usize| shared.control.inbox(of, by);
     // Box p of rank r belongs to this pair. First r writes it and p reads it ...
     for peer in peers() {

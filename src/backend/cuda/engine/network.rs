@@ -13,14 +13,15 @@ use super::stamps::Stamps;
 use crate::backend::cuda::abi::GemmeshPushEpoch;
 use crate::backend::cuda::driver::{DevicePtr, NcclMessage, Stream, StreamMemOp};
 use crate::backend::cuda::gpu::streams::LANES;
+use crate::backend::cuda::program::Program;
 use crate::backend::cuda::program::operands::Operand;
+use crate::backend::cuda::program::staging::Staging;
 use crate::backend::cuda::shared::network::{EXPLAINED, Network};
 use crate::backend::cuda::shared::words::Signals;
 use crate::error::{Error, Result};
 use crate::profile::span::Lane;
 use crate::protocol::flag::Awaited;
-use crate::refusal::Refusal;
-use crate::schedule::{Agreed, Move, Region, Schedule, Transfer, Turn};
+use crate::schedule::{Extent, Move, Schedule, Transfer, Turn};
 
 /// Whose flags say that chunks have come.
 #[derive(Clone, Copy)]
@@ -58,14 +59,16 @@ pub fn join(at: &EnqueueContext, schedule: &Schedule) -> Result<()> {
 /// The kernel may run already. It leaves NCCL's kernels multiprocessors.
 pub fn enqueue<'a, 'm>(
     at: &'a EnqueueContext<'a>,
-    schedule: &'a Schedule,
+    program: &'a Program,
     call: &'a ProgramCall<'_>,
     flags: Flags<'a>,
     make: Option<&'a mut Make<'m>>,
 ) -> Result<Stamps> {
+    let schedule = &program.schedule;
     let mut carrier = Carrier {
         at,
         schedule,
+        staging: &program.staging,
         call,
         flags,
         make,
@@ -82,10 +85,42 @@ pub fn enqueue<'a, 'm>(
     Ok(carrier.stamps)
 }
 
+type Messages = SmallVec<[NcclMessage; 2]>;
+type Gaps = SmallVec<[RowsWithGaps; 2]>;
+
+/// Rows with gaps between them, which NCCL moves without the gaps.
+struct RowsWithGaps {
+    /// Where they stand without gaps.
+    packed: DevicePtr,
+    /// Their first byte.
+    place: DevicePtr,
+    extent: Extent,
+}
+
+impl RowsWithGaps {
+    fn pack(&self, stream: &Stream) -> Result<()> {
+        let Extent {
+            width, pitch, rows, ..
+        } = self.extent;
+        // SAFETY: the staging memory has room for them, and lives until the stream has passed. All messages that use it
+        // are on this stream.
+        unsafe { stream.copy_rows((self.packed, width), (self.place, pitch), width, rows) }
+    }
+
+    fn unpack(&self, stream: &Stream) -> Result<()> {
+        let Extent {
+            width, pitch, rows, ..
+        } = self.extent;
+        // SAFETY: as in `pack`.
+        unsafe { stream.copy_rows((self.place, pitch), (self.packed, width), width, rows) }
+    }
+}
+
 /// The transfers of a call that go over the network.
 struct Carrier<'a, 'm, 'c> {
     at: &'a EnqueueContext<'a>,
     schedule: &'a Schedule,
+    staging: &'a Staging,
     call: &'a ProgramCall<'c>,
     flags: Flags<'a>,
     /// Makes the rows, if a producer does.
@@ -109,14 +144,16 @@ impl Carrier<'_, '_, '_> {
             self.await_block(lane, sent)?;
             delay(stream, sent.to, sent.flag, self.call.epoch)?;
         }
-        let sent = self.messages(turn.sent)?;
-        let received = self.messages(turn.received)?;
+        let (sent, packed) = self.messages(lane, turn.sent)?;
+        let (received, come) = self.messages(lane, turn.received)?;
         let before = self.stamps.now(stream)?;
+        packed.iter().try_for_each(|gaps| gaps.pack(stream))?;
         // SAFETY: this rank's memory holds the regions. What is sent is final: the lane has waited for the main stream,
         // and for its block if that is made during the operation. What is received is read after its flag alone, and
         // the kernels of earlier operations are in front of the lane. The memory lives until the streams have passed.
         let exchanged = unsafe { network.exchange(at.members, lane, stream, &sent, &received) };
         exchanged.map_err(|error| self.blame(error, turn))?;
+        come.iter().try_for_each(|gaps| gaps.unpack(stream))?;
         if let Some(moved) = turn.received.or(turn.sent) {
             let work = || moved.work(at.members.rank);
             self.stamps.add(Lane::Network, before, stream, work)?;
@@ -170,39 +207,33 @@ impl Carrier<'_, '_, '_> {
         unsafe { self.lane(lane).words(&[StreamMemOp::Wait(word, 1)]) }
     }
 
-    /// This rank's side of a transfer.
-    fn messages(&self, moved: Option<&Transfer>) -> Result<SmallVec<[NcclMessage; 2]>> {
-        let rank = self.at.members.rank;
+    /// This rank's side of a transfer: its messages, and the rows with gaps that they stand for.
+    fn messages(&self, lane: usize, moved: Option<&Transfer>) -> Result<(Messages, Gaps)> {
+        let (mut messages, mut gaps) = (Messages::new(), Gaps::new());
         let Some(moved) = moved else {
-            return Ok(SmallVec::new());
+            return Ok((messages, gaps));
         };
-        let (peer, is_sent) = match moved.from == rank {
-            true => (moved.to, true),
-            false => (moved.from, false),
-        };
-        let regions = moved.regions.iter();
-        let own = regions.map(|Move { from, to }| if is_sent { from } else { to });
-        let message = |region: &Region| {
+        let is_sent = moved.from == self.at.members.rank;
+        let peer = if is_sent { moved.to } else { moved.from };
+        let mut room = self.staging.room(lane, is_sent);
+        for Move { from, to } in &moved.regions {
+            let region = if is_sent { from } else { to };
             let Operand { ptr, pitch, .. } = self.call.operands.require(region.matrix)?;
             let extent = self.schedule.matrices()[region.matrix].extent_of(region, pitch);
-            let bytes = extent
-                .contiguous()
-                .ok_or_else(|| self.not_contiguous(pitch))?;
-            Ok(NcclMessage {
-                peer,
-                place: ptr + extent.offset as u64,
-                bytes,
-            })
-        };
-        own.map(message).collect()
-    }
-
-    fn not_contiguous(&self, pitch: usize) -> Error {
-        let name = self.schedule.agreed().map_or("", Agreed::name);
-        let what = format!(
-            "rows with gaps (they begin {pitch} bytes apart) that go to other hosts: copy them to a matrix without gaps"
-        );
-        Refusal::of(self.at.members.rank, name)(Refusal::Unsupported { what })
+            let mut place = ptr + extent.offset as u64;
+            let bytes = extent.width * extent.rows;
+            if extent.contiguous().is_none() {
+                gaps.push(RowsWithGaps {
+                    packed: room,
+                    place,
+                    extent,
+                });
+                place = room;
+                room += bytes as u64;
+            }
+            messages.push(NcclMessage { peer, place, bytes });
+        }
+        Ok((messages, gaps))
     }
 
     /// Counts a turn that has ended. Writes the flag of what has come, if streams wait for it.

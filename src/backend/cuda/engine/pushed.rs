@@ -58,8 +58,7 @@ pub fn enqueue_product(
         align::align(gpu, shared, members, main)?;
     }
     let schedule = &program.schedule;
-    // The copy stream has the kernel's permit, for which the network waits too.
-    let by_copies = schedule.uses(Route::Push) || schedule.uses(Route::Net);
+    let by_copies = schedule.awaits_permit();
     network::fork(at, schedule)?;
     if by_copies {
         push::enqueue(at, program, call)?;
@@ -69,7 +68,7 @@ pub fn enqueue_product(
         false => None,
     };
     product::launch(main, &launch)?;
-    let carried = network::enqueue(at, schedule, call, Flags::Mailbox, None)?;
+    let carried = network::enqueue(at, program, call, Flags::Mailbox, None)?;
     // The kernel has waited for the flags that no tile awaits, and copies only read the addends.
     collective::reduce(main, program, None, &call.operands)?;
     if by_copies {

@@ -135,8 +135,8 @@ impl<'a> Streamed<'a> {
         Ok(beside)
     }
 
-    /// Enqueues the transfers, and lets a producer make their rows on the callers' streams. Returns the consumer, if there
-    /// is one.
+    /// Enqueues the transfers, and lets a producer make their rows on the callers' streams. Returns the consumer, if
+    /// there is one.
     fn copy<'c>(
         &self,
         call: &ProgramCall,
@@ -166,7 +166,7 @@ impl<'a> Streamed<'a> {
         let schedule = &self.program.schedule;
         let copies = copies::enqueue(at, stream, schedule, call, None)?;
         let flags = Flags::Streams(self.signals);
-        let carried = network::enqueue(at, schedule, call, flags, None)?;
+        let carried = network::enqueue(at, self.program, call, flags, None)?;
         Ok((copies, carried, consumer))
     }
 

@@ -9,6 +9,11 @@ use crate::backend::cuda::shared::monitor::Monitor;
 use crate::error::{Deadline, Error, Result};
 use crate::ranks::members::Members;
 
+/// How much longer than the deadline the operations of a group that ends may last.
+const GRACE: Duration = Duration::from_secs(2);
+/// How long the network may take to close.
+const CLOSED: Duration = Duration::from_secs(2);
+
 /// Waits until the operations on the main stream are done.
 ///
 /// The monitor ends an operation that is stuck. The wait for the caller's own work in front of the operations ends with
@@ -36,8 +41,6 @@ fn report(shared: &Shared, members: &Members) -> Result<()> {
 pub fn poll(shared: &Shared, members: &Members, is_done: impl Fn() -> Result<bool>) -> Result<()> {
     const SPINS: u32 = 1000;
     const NAP: Duration = Duration::from_micros(50);
-    /// Longer than the monitor waits.
-    const GRACE: Duration = Duration::from_secs(2);
     let mut progress = Progress::of(&shared.monitor);
     let mut turn = 0;
     while !is_done().map_err(|e| members.fail(e))? {
@@ -69,8 +72,6 @@ pub fn poll(shared: &Shared, members: &Members, is_done: impl Fn() -> Result<boo
 /// now on a rank that has not come is waited for no longer than a rank that has, so that dropping a group always ends.
 pub fn for_the_end(gpu: &Gpu, shared: &mut Shared, members: &Members, has_graphs: bool) {
     shared.monitor.hurry();
-    /// How much longer than the deadline the operations may last, and how long the network may take to close.
-    const GRACE: Duration = Duration::from_secs(2);
     let longest = members.deadlines.call() + GRACE;
     if has_graphs && !gpu.main().is_capturing().unwrap_or(true) {
         // No mark follows replays yet. If marking fails, the device has failed.
@@ -87,9 +88,9 @@ pub fn for_the_end(gpu: &Gpu, shared: &mut Shared, members: &Members, has_graphs
     }
     let (arrived, reports) = shared.monitor.stop();
     if let Some(network) = &shared.network {
-        match members.fault() {
-            Some(_) => network.abort(),
-            None => network.close(members.rank, GRACE),
+        match members.fault().is_none() && at_rest() {
+            true => network.close(members.rank, CLOSED),
+            false => network.abort(),
         }
     }
     if arrived {

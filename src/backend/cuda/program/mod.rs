@@ -12,6 +12,7 @@ pub mod quantized;
 pub mod reduction;
 pub mod sends;
 mod sm90;
+pub mod staging;
 pub mod support;
 mod tables;
 pub mod waits;
@@ -34,6 +35,7 @@ use operands::Operands;
 use params::CallNumbers;
 use product::{Chosen, ProductKernel};
 use reduction::ReductionKernel;
+use staging::Staging;
 use support::Destination;
 use tables::ProgramTables;
 
@@ -45,6 +47,8 @@ pub struct Program {
     pub waits: Waits,
     /// What its operations do over the network.
     pub turns: Arc<NetworkTurns>,
+    /// Memory for rows that go over the network.
+    pub staging: Staging,
     kernel: ProgramKernel,
     /// The kernel that adds rows behind copies or behind a product's kernel.
     reduction: Option<ReductionKernel>,
@@ -146,6 +150,7 @@ impl Program {
         Ok(Program {
             waits,
             turns: Arc::new(NetworkTurns::of(&schedule)),
+            staging: Staging::new(gpu, &schedule)?,
             kernel,
             reduction,
             _held: held,
@@ -204,8 +209,7 @@ fn ends_with_kernel(schedule: &Schedule, reduction: Option<&ReductionKernel>) ->
 
 /// Checks that pushes can run beside the kernel that waits for them. Without a product, no kernel waits.
 fn check_pushes(gpu: &Gpu, schedule: &Schedule) -> refusal::Result<()> {
-    let is_beside = schedule.uses(Route::Push) || schedule.uses(Route::Net);
-    if !(schedule.is_pushed() && is_beside) {
+    if !(schedule.is_pushed() && schedule.awaits_permit()) {
         return Ok(());
     }
     if let Some(cause) = &gpu.queues.together {

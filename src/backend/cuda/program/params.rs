@@ -16,7 +16,7 @@ use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::plan::matrices::BESIDE;
-use crate::schedule::{Activation, MAX_WEIGHTS, Route, Schedule};
+use crate::schedule::{Activation, MAX_WEIGHTS, Schedule};
 
 /// Kernel parameters that are the same at each call.
 #[derive(Debug)]
@@ -98,8 +98,7 @@ fn peers(
     completes: bool,
 ) -> GemmeshPeers {
     let (control, monitor) = (&shared.control, &shared.monitor);
-    // The copy stream also has the permit for which the network waits.
-    let copies = schedule.uses(Route::Push) || schedule.uses(Route::Net);
+    let copies = schedule.awaits_permit();
     let mut mailboxes = [std::ptr::null_mut(); MAX_WORLD];
     let near = |peer: &usize| members.hosts.share(*peer, members.rank);
     for peer in (0..members.world).filter(near) {

@@ -24,9 +24,7 @@ use crate::refusal::Result;
 use crate::schedule::config::CUT_COLUMNS;
 use crate::schedule::limits::limit;
 use crate::schedule::product::PROMOTED;
-use crate::schedule::{
-    MAX_WEIGHTS, OutputBlock, Product, Reduction, Route, Schedule, Tile, WeightLayout,
-};
+use crate::schedule::{MAX_WEIGHTS, OutputBlock, Product, Reduction, Schedule, Tile, WeightLayout};
 
 /// A product's kernel, with all its parameters except the addresses of a call's operands.
 #[derive(Debug)]
@@ -116,10 +114,7 @@ fn clusters(instance: &Instance, shared: &Shared, most: usize) -> usize {
 /// It gains by that only if it can read its weights meanwhile. Nor does it if its copies are put on streams.
 fn begins_early(gpu: &Gpu, shared: &Shared, schedule: &Schedule, product: &Product) -> bool {
     let follows_kernels = match schedule.handshake() {
-        true => {
-            let has_copies = schedule.uses(Route::Push) || schedule.uses(Route::Net);
-            schedule.is_pushed() && !has_copies
-        }
+        true => schedule.is_pushed() && !schedule.awaits_permit(),
         false => true,
     };
     product.constant_weights && may_begin_early(gpu, shared, product) && follows_kernels

@@ -29,6 +29,8 @@ pub fn check(schedule: &Schedule) -> Result<Destination> {
         check_quantised(schedule)?;
     }
     check_routes(schedule)?;
+    let turns = schedule.turns().count();
+    limit("turns of an operation over the network", turns, 0, TURNS)?;
     if !is_quantised {
         check_sums(schedule)?;
     }
@@ -131,6 +133,9 @@ fn check_sums(schedule: &Schedule) -> Result<()> {
 
 /// The commands that a queue of the device holds.
 pub const COMMANDS: usize = 1024;
+
+/// The most turns of an operation over the network. NCCL puts some commands on a lane at each.
+pub const TURNS: usize = 128;
 
 /// The most commands that an operation puts on one stream. Stores by kernels need none.
 pub fn commands(schedule: &Schedule) -> usize {

@@ -2,15 +2,16 @@
 //!
 //! NCCL moves a message by a kernel with a few CTAs, so the library's own kernels leave it multiprocessors
 //! ([`CTAS`]). Such a kernel ends when its messages have come or gone, or when its communicator is aborted. Messages of
-//! one communicator are moved one after the other. So there are two communicators, the **lanes**, which have every
-//! second turn ([`Transfer::turn`](crate::schedule::Transfer::turn)).
+//! one communicator are moved one after the other. So there are two communicators, the **lanes**, which have even and odd
+//! turns ([`Transfer::turn`](crate::schedule::Transfer::turn)).
 //!
-//! What waits for other ranks, opening and closing, is done by a thread, so that the caller's wait has a deadline. If the
-//! group has failed, the monitor aborts the communicators.
+//! Opening and closing wait for other ranks. A thread does them, so that the caller's wait has a deadline. (If a rank dies
+//! while NCCL opens a communicator, the thread may never end.) Putting a message on a lane waits for nobody, because each
+//! lane's queue has room for what is under way. If the group has failed, the monitor aborts the communicators.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::backend::cuda::driver::{
@@ -58,7 +59,9 @@ impl Network {
     pub fn open(gpu: &Gpu, members: &Members) -> Result<Network> {
         let nccl = Nccl::load(members.rank);
         let ids = agree(members, &nccl)?;
+        let waiting = Arc::new(());
         let opening = Opening {
+            waiting: Arc::downgrade(&waiting),
             nccl: nccl?,
             device: gpu.device.clone(),
             reclaimer: gpu.reclaimer.clone(),
@@ -104,14 +107,15 @@ impl Network {
 
     /// Counts a turn of a lane, and returns the new count.
     pub fn count_turn(&self, lane: usize) -> u32 {
-        self.turns[lane].fetch_add(1, Ordering::Relaxed) + 1
+        let before = self.turns[lane].fetch_add(1, Ordering::Relaxed);
+        before.wrapping_add(1)
     }
 
-    /// What NCCL says has failed, if anything has.
+    /// What NCCL says has failed, if anything has. A lane in use is not asked.
     pub fn failure(&self) -> Option<Error> {
-        let asked = self.lanes.iter();
-        let asked = asked.filter_map(|lane| lane.with(Communicator::require_alive));
-        asked.filter_map(Result::err).next()
+        let idle = self.lanes.iter().filter_map(|lane| lane.0.try_lock().ok());
+        let mut failures = idle.filter_map(|lane| lane.as_ref()?.require_alive().err());
+        failures.next()
     }
 
     /// Ends all messages that are under way. It takes half a second.
@@ -146,6 +150,8 @@ struct Opening {
     /// This rank and the number of ranks.
     ends: (usize, usize),
     hosts: Hosts,
+    /// Dead once the wait for this was given up.
+    waiting: Weak<()>,
 }
 
 impl Opening {
@@ -206,6 +212,13 @@ impl Opening {
         }
         for stream in streams {
             while !stream.is_idle()? {
+                if self.waiting.strong_count() == 0 {
+                    // Nobody gets the error. The lanes are aborted when they are dropped.
+                    return Err(Error::Internal {
+                        rank: self.ends.0,
+                        what: "the group did not open".into(),
+                    });
+                }
                 std::thread::yield_now();
             }
         }
@@ -233,11 +246,12 @@ fn slowest(members: &Members, own: f64) -> Result<f64> {
     let own = own.to_le_bytes().to_vec();
     let gathered = members.gather_messages(&opening(), Ok((own, None)))?;
     let rates = gathered.payloads.iter().enumerate().map(|(rank, bytes)| {
-        let rate = bytes.as_slice().try_into().map(f64::from_le_bytes);
-        rate.map_err(|_| {
+        let rate = bytes.as_slice().try_into().ok().map(f64::from_le_bytes);
+        let rate = rate.filter(|rate| rate.is_finite() && *rate > 0.0);
+        rate.ok_or_else(|| {
             members.fail(Error::Message {
                 rank,
-                reason: format!("{} bytes of a rate", bytes.len()),
+                reason: format!("{bytes:?} is no rate of a network"),
             })
         })
     });

@@ -90,6 +90,7 @@ impl Control {
     }
 
     fn at(base: DevicePtr, word: usize) -> DevicePtr {
+        debug_assert_ne!(base, 0, "a rank of another host");
         base + 4 * word as u64
     }
 
