@@ -371,16 +371,16 @@ typedef struct GemmeshStore {
     uint32_t flag; /* its chunk flag, written when the whole block is there; or GEMMESH_UNTOLD or GEMMESH_COPIED */
 } GemmeshStore;
 
-/* Rows of the product that go to the same places. Tiles are counted from the first row, and end with the last.
- *
- * The rows are stored as rounded partials, or as a sum. A sum adds rounded addends in the order of the ranks: peers'
- * partials, the product, and further peers' partials. It may be a partial of a further sum, which is stored like one.
- * Otherwise bias, activation and residual follow. Then sums of another type than partials are not stored in these places
- * but in outputs[0], and nobody waits for them. */
-/* GemmeshBlock.sum: the product alone is stored, or with addends, or as a sum that is finished. */
+/* GemmeshBlock.sum: the rows are stored as rounded partials. */
 #define GEMMESH_PARTIAL 0
+/* Rounded addends are added in the order of the ranks: peers' partials, the product, and further peers' partials. Their sum
+ * is a partial of a further sum, and is stored as one. */
 #define GEMMESH_ADDED 1
+/* Addends are added likewise, and bias, activation and residual follow. A sum of another type than partials is not stored
+ * in the block's places but in outputs[0], and nobody waits for it. */
 #define GEMMESH_FINISHED 2
+
+/* Rows of the product that go to the same places. Tiles are counted from the first row, and end with the last. */
 typedef struct GemmeshBlock {
     uint32_t row;         /* the first: row of `a` */
     uint32_t rows;        /* how many */
