@@ -81,17 +81,22 @@ pub fn main() -> ExitCode {
             .timeout(timeout / 3)
             .arrival_timeout(timeout / 3)
             .from_env()
-            .and_then(|group| group.barrier());
+            .and_then(|group| group.barrier().map(|()| group.host_count()));
         let failed = met.is_err();
         findings.push(match met {
-            Ok(()) => Finding::ok(
-                "launcher",
-                format!("the {} ranks have met", launcher.world_size),
-            ),
+            Ok(hosts) => {
+                let met = format!("the {} ranks have met", launcher.world_size);
+                let on_hosts = match hosts {
+                    1 => met,
+                    _ => format!("{met}, on {hosts} hosts"),
+                };
+                Finding::ok("launcher", on_hosts)
+            }
             Err(error) => Finding::problem(
                 "launcher",
                 error.to_string(),
-                "Start all ranks of the job on this host, or unset the launcher's variables.",
+                "Start all ranks of the job (with GEMMESH_KEY if they are on several hosts), or unset the launcher's \
+                 variables.",
             ),
         });
         if launcher.rank > 0 {

@@ -149,7 +149,11 @@ def check_launcher(report: Report) -> int | None:
         report.ok("launcher", f"{launcher}: rank {rank} has met the others of {world}")
         return rank
     except gemmesh.Error as error:
-        report.problem("launcher", error, "Start all ranks of the job on this host, or unset the launcher's variables.")
+        advice = (
+            "Start all ranks of the job (with GEMMESH_KEY if they are on several hosts),"
+            " or unset the launcher's variables."
+        )
+        report.problem("launcher", error, advice)
         return 0
 
 

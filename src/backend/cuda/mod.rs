@@ -115,10 +115,10 @@ const MOST_STORED: usize = 16 << 20;
 ///
 /// # Several hosts
 ///
-/// NCCL carries rows to GPUs of other hosts. A group that spans hosts loads it when it opens (libnccl.so.2, version 2.18
-/// or newer), and NCCL's own variables say which network it takes. NCCL's kernels need multiprocessors, so this library's
-/// kernels leave them four. Other kernels must leave them some too, as in rule 1: an operation waits for NCCL's kernels.
-/// Within a host rows are pushed. Operations cannot be captured into graphs.
+/// NCCL carries rows to GPUs of other hosts. A group that spans hosts loads it when it opens (libnccl.so.2, version
+/// 2.18 or newer). NCCL's own variables say which network it takes. NCCL's kernels need multiprocessors, so this
+/// library's kernels leave them four. Other kernels must leave them some too, because an operation waits for NCCL's
+/// kernels. Within a host rows are pushed. Operations cannot be captured into graphs.
 #[derive(Debug)]
 pub struct Cuda {
     /// Dropped first, because its monitor's thread uses the GPU.

@@ -6,8 +6,8 @@
 //! | answer | rank 0 | a random number, a MAC of both numbers |
 //! | proof | the leader | a MAC of both numbers and of what follows; the length of that; a report as JSON |
 //!
-//! Each MAC (HMAC-SHA256) is of its message's name too, so that none can be used as another. Who does not have the key
-//! gets no byte: rank 0 answers only to greetings with a right MAC. A greeting that somebody has recorded and sends again
+//! Each MAC (HMAC-SHA256) is of its message's name too, so that none can be used as another. Rank 0 sends no byte to who
+//! does not have the key: it answers only to greetings with a right MAC. A greeting that somebody has recorded and sends again
 //! gets an answer, which is of no use without the key. What follows the handshake is neither encrypted nor authenticated.
 
 use std::fmt;

@@ -104,8 +104,8 @@ pub use stream::{Event, Priority, Stream, StreamMemOp};
 use symbols::Symbols;
 
 impl Device {
-    /// Opens the visible GPU with this ordinal. Without one, the ranks of a host take the visible GPUs in turn. `place` is
-    /// this rank's among them.
+    /// Opens the visible GPU with this ordinal. Without one, the ranks of a host take the visible GPUs in turn. `place`
+    /// is this rank's among them.
     ///
     /// # Errors
     /// [`Error::NoGpu`] without a driver or a GPU; [`Error::DriverTooOld`]; [`Error::UnsupportedGpu`] unless it is a

@@ -1,8 +1,8 @@
 //! NCCL, as far as this library calls it: communicators, and messages between two ranks of one.
 //!
 //! Opening and closing a communicator, and the first message between two ranks, wait for other ranks. Further messages
-//! are only put on a stream. (A communicator that does not block starts a thread for each of them, which takes 100 µs and
-//! not 14.)
+//! are only put on a stream. (A communicator that does not block starts a thread for each of them, which takes 100 µs
+//! instead of 14.)
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::offset_of;

@@ -266,8 +266,8 @@ impl Carrier<'_, '_, '_> {
         let control = &shared.control;
         let epoch = control.push_epoch() + offset_of!(GemmeshPushEpoch, current) as u64;
         let flag = control.pushed(members.rank, received.flag);
-        // SAFETY: both words are in this rank's control block, which is unmapped when the streams have passed. The flag is
-        // written after the rows, because NCCL's kernel stands in front of this copy.
+        // SAFETY: both words are in this rank's control block, which is unmapped when the streams have passed. The flag
+        // is written after the rows, because NCCL's kernel stands in front of this copy.
         unsafe { stream.copy(flag, epoch, size_of::<u32>())? };
         let is_next = |moved: &&Transfer| moved.after.contains(&received.flag);
         let mut onward = self.schedule.moves().filter(is_next).peekable();
