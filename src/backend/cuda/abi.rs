@@ -29,11 +29,11 @@ pub const GEMMESH_COLLECTIVE_THREADS: u32 = 512;
 pub const GEMMESH_MAX_TARGETS: u32 = 8;
 pub const GEMMESH_LOW_LATENCY_BYTES: u32 = 8388608;
 pub const GEMMESH_SCALE_BLOCK: u32 = 128;
+pub const GEMMESH_UNTOLD: u32 = 4294967295;
+pub const GEMMESH_COPIED: u32 = 4294967294;
 pub const GEMMESH_PARTIAL: u32 = 0;
 pub const GEMMESH_ADDED: u32 = 1;
 pub const GEMMESH_FINISHED: u32 = 2;
-pub const GEMMESH_UNTOLD: u32 = 4294967295;
-pub const GEMMESH_COPIED: u32 = 4294967294;
 pub const GEMMESH_REDUCE_THREADS: u32 = 256;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
