@@ -5,6 +5,7 @@ mod contract;
 mod cuda;
 mod delays;
 mod host;
+mod work;
 
 #[doc(hidden)]
 pub use contract::KEPT_PROGRAMS;

@@ -5,7 +5,6 @@ use std::ops::Range;
 use smallvec::SmallVec;
 
 use crate::element::DType;
-use crate::profile::span::Work;
 use crate::route::Route;
 
 /// The type and extents of a matrix, which a call binds to memory.
@@ -147,18 +146,6 @@ impl Transfer {
         match self.route {
             Route::Pull => self.from,
             Route::Push | Route::Store | Route::Net => self.to,
-        }
-    }
-
-    /// What `rank`, which moves the regions or receives them, does.
-    pub(crate) fn work(&self, rank: usize) -> Work {
-        let rows = self.regions[0].to.rows.clone();
-        match self.to == rank {
-            true => Work::Pull {
-                source: self.source,
-                rows,
-            },
-            false => Work::Push { to: self.to, rows },
         }
     }
 

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use super::matrices::BoundMatrices;
 use super::recorder::Recorder;
 use crate::backend::delays::chunk_delay;
+use crate::backend::work::work_of;
 use crate::profile::nvtx::range;
 use crate::profile::span::Lane;
 use crate::protocol::epoch::Epoch;
@@ -32,7 +33,7 @@ impl Copier<'_, '_> {
             let time = Duration::from_secs_f64(bytes as f64 / rate as f64);
             pace(self.members, begun, time);
         }
-        let work = || transfer.work(self.members.rank);
+        let work = || work_of(transfer, self.members.rank);
         self.recorder.end(begin, Lane::Copy, work);
     }
 

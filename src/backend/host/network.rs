@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use super::copies::{copy_part, delay};
 use super::matrices::BoundMatrices;
 use super::recorder::Recorder;
+use crate::backend::work::work_of;
 use crate::error::{Error, Result};
 use crate::profile::nvtx::range;
 use crate::profile::span::Lane;
@@ -146,7 +147,7 @@ impl<'a> Carrier<'a, '_> {
         } = sending;
         let bytes = self.finish(message, Awaited::Taken { peer: transfer.to })?;
         self.spares.put(bytes);
-        let work = || transfer.work(self.members.rank);
+        let work = || work_of(transfer, self.members.rank);
         self.recorder.end(begin.max(free), Lane::Network, work);
         Ok(self.recorder.begin())
     }

@@ -6,6 +6,7 @@ use super::stamps::Stamps;
 use crate::backend::cuda::driver::{Event, Stream, StreamMemOp};
 use crate::backend::cuda::program::operands::Operands;
 use crate::backend::cuda::shared::words::{Signals, close};
+use crate::backend::work::work_of;
 use crate::error::{Error, Result};
 use crate::profile::span::Lane;
 use crate::protocol::epoch::Epoch;
@@ -153,7 +154,7 @@ impl CopyEngine for Copies<'_, '_, '_> {
         unsafe {
             copy_regions(self.stream, self.schedule, self.operands, moved)?;
         }
-        let work = || moved.work(self.at.members.rank);
+        let work = || work_of(moved, self.at.members.rank);
         self.stamps.add(Lane::Copy, before, self.stream, work)
     }
 

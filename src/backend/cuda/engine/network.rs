@@ -18,6 +18,7 @@ use crate::backend::cuda::program::operands::Operand;
 use crate::backend::cuda::program::staging::Staging;
 use crate::backend::cuda::shared::network::{EXPLAINED, Network};
 use crate::backend::cuda::shared::words::Signals;
+use crate::backend::work::work_of;
 use crate::error::{Error, Result};
 use crate::profile::span::Lane;
 use crate::protocol::flag::Awaited;
@@ -155,7 +156,7 @@ impl Carrier<'_, '_, '_> {
         exchanged.map_err(|error| self.blame(error, turn))?;
         come.iter().try_for_each(|gaps| gaps.unpack(stream))?;
         if let Some(moved) = turn.received.or(turn.sent) {
-            let work = || moved.work(at.members.rank);
+            let work = || work_of(moved, at.members.rank);
             self.stamps.add(Lane::Network, before, stream, work)?;
         }
         self.count(network, lane, turn.received)?;
