@@ -145,17 +145,22 @@ fn assert_lost(ranks: Processes, world: usize, victim: usize, since: Instant) ->
     outcomes
 }
 
+/// Says that this rank is here, and fails when the others have lost `victim`. That rank waits until it is told.
+fn fails_but(victim: usize, rank: &Rank, group: &Group<Host>) -> Result<String, Error> {
+    rank.say("here");
+    if rank.rank == victim {
+        rank.hear();
+    }
+    fails(rank, group)
+}
+
 #[track_caller]
 fn kill(test: &str, victim: usize) {
     let job = Job::new(3, 2);
     let ranks = job.start(test, |rank| {
         let group = join(TIMEOUT)?;
         group.barrier()?;
-        rank.say("here");
-        if rank.rank == victim {
-            rank.hear();
-        }
-        fails(rank, &group)
+        fails_but(victim, rank, &group)
     });
     ranks.all_heard("here");
     std::thread::sleep(Duration::from_millis(200));
@@ -214,11 +219,7 @@ fn a_killed_leader_is_named_while_a_child_of_it_lives() {
             std::thread::sleep(lives);
             end(true);
         }
-        rank.say("here");
-        if rank.rank == victim {
-            rank.hear();
-        }
-        fails(rank, &group)
+        fails_but(victim, rank, &group)
     });
     ranks.all_heard("here");
     std::thread::sleep(Duration::from_millis(200));
@@ -234,11 +235,7 @@ fn stop(test: &str, victim: usize) {
         patient.barrier()?;
         let group = join_again(&patient)?;
         group.barrier()?;
-        rank.say("here");
-        if rank.rank == victim {
-            rank.hear();
-        }
-        fails(rank, &group)
+        fails_but(victim, rank, &group)
     });
     ranks.all_heard("here");
     std::thread::sleep(Duration::from_millis(300));
