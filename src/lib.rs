@@ -169,14 +169,14 @@ pub use {backend::Cuda, interop::stream::StreamGuard};
 #[cfg(not(loom))]
 #[doc(hidden)]
 pub mod testing {
-    //! Items for this library's own tests and benchmarks.
+    //! Items for this library's own tests, benchmarks and doctor.
     pub use crate::backend::KEPT_PROGRAMS;
     pub use crate::backend::delay_chunks;
     #[cfg(feature = "cuda")]
-    pub use crate::backend::{Sample, Variant, Winner};
+    pub use crate::backend::{NcclLibrary, Sample, Variant, Winner};
     #[cfg(feature = "cuda")]
     pub use crate::interop::stream::{
-        align_streams, calibrate, ranks_share_gpus, with_each_kernel,
+        align_streams, calibrate, network_gb_per_s, ranks_share_gpus, with_each_kernel,
     };
     pub use crate::json::{of_outcome, outcome};
     pub use crate::ops::run_schedule;

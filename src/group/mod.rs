@@ -219,6 +219,25 @@ impl<B: Backend> Group<B> {
         self.inner().members.hosts.count()
     }
 
+    /// The ranks of each host. Hosts are in the order of their lowest ranks, and the ranks of a host are in order.
+    ///
+    /// Ranks of the same index in these lists are a rail: what goes from one host to another goes between two of them.
+    ///
+    /// ```
+    /// use gemmesh::{Error, Group, Host};
+    ///
+    /// Group::<Host>::threads(3, |group| {
+    ///     assert_eq!(group.hosts(), [[0, 1, 2]]);
+    ///     Ok::<_, Error>(())
+    /// })?;
+    /// # Ok::<_, Error>(())
+    /// ```
+    pub fn hosts(&self) -> Vec<Vec<usize>> {
+        let Members { hosts, world, .. } = &self.inner().members;
+        let ranks_of = |host| hosts.ranks_of(host, *world).collect();
+        (0..hosts.count()).map(ranks_of).collect()
+    }
+
     /// The number of ranks.
     pub fn world_size(&self) -> usize {
         self.inner.members.world
@@ -424,7 +443,7 @@ impl<B: Backend> Group<B> {
 
 impl<B: Backend> Group<B> {
     /// Which ranks share a host.
-    pub(crate) fn hosts(&self) -> &Hosts {
+    pub(crate) fn host_map(&self) -> &Hosts {
         &self.inner.members.hosts
     }
 

@@ -236,6 +236,15 @@ pub fn calibrate(group: &Group<Cuda>, samples: &[Sample]) -> Result<(String, f64
     group.inner().backend.calibrate(group.rank(), samples)
 }
 
+/// By rank: 10⁹ bytes that the network carries each way in a second, as measured when the group opened; for the doctor.
+///
+/// A rank sends to a rank of its rail and receives from one. Empty if all ranks share a host.
+#[doc(hidden)]
+pub fn network_gb_per_s(group: &Group<Cuda>) -> Vec<f64> {
+    let rates = group.inner().backend.network_rates();
+    rates.iter().map(|rate| rate / 1e3).collect()
+}
+
 /// True if some ranks share a GPU; for benchmarks.
 #[doc(hidden)]
 pub fn ranks_share_gpus(group: &Group<Cuda>) -> bool {

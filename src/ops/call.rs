@@ -355,7 +355,7 @@ pub fn explain<B: Backend>(group: &Group<B>, problem: &Problem, config: Config) 
         0 => Vec::new(),
         _ => group.inner().backend.predict(problem, &config),
     };
-    Explanation::new(problem, group.hosts().count() > 1, config, predicted)
+    Explanation::new(problem, group.host_map().count() > 1, config, predicted)
 }
 
 /// Checks that a type is the planned one.

@@ -62,7 +62,7 @@ impl Which {
     ) -> refusal::Result<Problem> {
         limit("N", n, 1, MAX_EXTENT)?;
         let problem = Problem {
-            hosts: group.hosts().clone(),
+            hosts: group.host_map().clone(),
             ..options.problem::<B>(self.operation(), layout, &[n], call)?
         };
         addends.check(group, &problem, self.rows(group, &problem))?;

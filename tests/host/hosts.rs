@@ -33,6 +33,16 @@ fn over_hosts<T: Send>(rank: impl Fn(&Group<Host>, &str, &[usize]) -> T + Sync) 
 }
 
 #[test]
+fn ranks_know_the_ranks_of_each_host() {
+    let hosts = Hosts::of(&["a", "b", "b", "a"]).unwrap();
+    let builder = Group::<Host>::builder().workers(1).play_hosts(hosts);
+    let ranks = builder.threads(4, |group| Ok::<_, Error>(group.hosts()));
+    for hosts in ranks.unwrap() {
+        assert_eq!(hosts, [[0, 3], [1, 2]]);
+    }
+}
+
+#[test]
 fn products_over_hosts_have_the_bits_of_one_host() {
     let of_hosts = over_hosts(|group, _, rows| products(group, rows));
     let mut of_one = Vec::new();

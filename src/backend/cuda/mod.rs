@@ -13,6 +13,7 @@ mod program;
 mod shared;
 
 #[doc(hidden)]
+pub use driver::NcclLibrary;
 pub use gpu::kernels::Variant;
 #[doc(hidden)]
 pub use model::calibrate::Sample;
@@ -211,7 +212,7 @@ impl sealed::Implementation for Cuda {
         let chosen = self.choices.of(problem, numerics, measured, |problem| {
             let (rates, pushes) = (&peers.rates, peers.can_push());
             match self.network_of(problem) {
-                Some(network) => model::over_hosts(rates, problem, numerics, network.rate),
+                Some(network) => model::over_hosts(rates, problem, numerics, network.rate()),
                 None => model::choose(rates, problem, numerics, pushes, measured),
             }
         });
@@ -225,7 +226,7 @@ impl sealed::Implementation for Cuda {
     fn predict(&self, problem: &Problem, config: &Config) -> Vec<Prediction> {
         let rates = &self.shared.peers.rates;
         match self.network_of(problem) {
-            Some(network) => model::predict_over_hosts(rates, problem, config, network.rate),
+            Some(network) => model::predict_over_hosts(rates, problem, config, network.rate()),
             None => model::predict(rates, problem, config),
         }
     }
@@ -420,6 +421,12 @@ impl Cuda {
     /// The stream that operations are put on.
     pub(crate) fn stream(&self) -> *mut c_void {
         self.gpu.main().raw()
+    }
+
+    /// By rank: bytes per microsecond that the network carries each way. Empty if all ranks share a host.
+    pub(crate) fn network_rates(&self) -> &[f64] {
+        let network = self.shared.network.as_ref();
+        network.map_or(&[], |network| &network.rates)
     }
 
     /// Whether each rank has a GPU to itself.

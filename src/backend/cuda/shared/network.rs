@@ -42,8 +42,8 @@ pub struct Network {
     lanes: Vec<Lane>,
     /// By lane: the turns of all operations that were enqueued.
     turns: [AtomicU32; LANES],
-    /// Bytes per microsecond that every rank sends and receives at the same time, as measured.
-    pub rate: f64,
+    /// By rank: bytes per microsecond that it sends and receives at the same time, as measured.
+    pub rates: Vec<f64>,
 }
 
 /// A communicator. None once it was closed or aborted.
@@ -74,8 +74,13 @@ impl Network {
         Ok(Network {
             lanes,
             turns: Default::default(),
-            rate: slowest(members, rate)?,
+            rates: gather_rates(members, rate)?,
         })
+    }
+
+    /// The lowest of all ranks' rates, by which they choose alike.
+    pub fn rate(&self) -> f64 {
+        self.rates.iter().copied().fold(f64::INFINITY, f64::min)
     }
 
     /// Puts messages on a lane's stream. They are sent and received at the same time.
@@ -241,8 +246,8 @@ fn begin<T: Send + 'static>(
     Ok(told)
 }
 
-/// The least of all ranks' rates, by which they choose alike. Collective.
-fn slowest(members: &Members, own: f64) -> Result<f64> {
+/// The rates that the ranks have measured, by rank. Collective.
+fn gather_rates(members: &Members, own: f64) -> Result<Vec<f64>> {
     let own = own.to_le_bytes().to_vec();
     let gathered = members.gather_messages(&opening(), Ok((own, None)))?;
     let rates = gathered.payloads.iter().enumerate().map(|(rank, bytes)| {
@@ -255,9 +260,7 @@ fn slowest(members: &Members, own: f64) -> Result<f64> {
             })
         })
     });
-    rates
-        .reduce(|one, other| Ok(one?.min(other?)))
-        .unwrap_or(Ok(1.0))
+    rates.collect()
 }
 
 /// Waits for what a thread does.
