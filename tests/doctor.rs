@@ -16,6 +16,8 @@ use serde_json::Value;
 const DOCTOR: &str = "GEMMESH_TEST_DOCTOR";
 /// Set where the driver is that of tests/cpu_driver.
 const CPU_DRIVER: &str = "GEMMESH_TEST_CPU_DRIVER";
+/// The key of a job of several hosts.
+const SECRET: &str = "a key that nobody guesses";
 /// What the environment of a test says of ranks, and what it must not.
 static TORCHRUN: LazyLock<[(&str, &str); 4]> = LazyLock::new(|| {
     // Of this program alone, because its ranks must not meet those of a different one.
@@ -45,6 +47,7 @@ const TESTS: &[Test] = tests! {
         nobody_need_read_it
         a_broken_environment_is_a_finding
         variables_that_do_nothing_are_named
+        variables_of_hosts_are_named_and_the_key_is_not_shown
         a_step_that_fails_is_a_finding_and_the_next_go_on
         the_ranks_of_a_launcher_meet
         a_rank_that_is_alone_does_not_wait_for_ever;
@@ -247,7 +250,6 @@ fn variables_that_do_nothing_are_named() {
     let variables = [
         ("GEMMESH_TUND", "none"),
         ("GEMMESH_TUNED", "/nonexistent/winners"),
-        ("NCCL_P2P_DISABLE", "1"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
         ("CUDA_LAUNCH_BLOCKING", "0"),
     ];
@@ -269,6 +271,25 @@ fn variables_that_do_nothing_are_named() {
             "{name}"
         );
     }
+}
+
+fn variables_of_hosts_are_named_and_the_key_is_not_shown() {
+    let variables = [
+        ("GEMMESH_KEY", SECRET),
+        ("GEMMESH_PORT", "7000"),
+        ("GEMMESH_HOST", "a"),
+        ("NCCL_SOCKET_IFNAME", "lo"),
+    ];
+    let (report, code) = json(&["--backend", "host"], &variables);
+    assert_eq!(code, 0, "{report:#}");
+    assert_eq!(severity(&report, "gemmesh reads no variable"), None);
+    let all = report["variables"].as_array().unwrap();
+    for (name, _) in variables {
+        let found = all.iter().find(|variable| variable["name"] == name);
+        let effect = found.unwrap()["effect"].as_str().unwrap();
+        assert!(!effect.starts_with("none"), "{name}: {effect}");
+    }
+    assert!(!report.to_string().contains(SECRET), "{report:#}");
 }
 
 fn a_step_that_fails_is_a_finding_and_the_next_go_on() {

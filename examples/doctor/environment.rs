@@ -8,6 +8,11 @@ use gemmesh::{Error, launch};
 
 use super::report::{Backend, Finding, Launcher, Variable};
 
+/// The key of a job of several hosts, which is a secret.
+const KEY: &str = "GEMMESH_KEY";
+/// Makes this process's host a different one than those of other names.
+pub const HOST: &str = "GEMMESH_HOST";
+
 /// The launcher's description of this process, as the library reads it.
 pub fn launcher(findings: &mut Vec<Finding>) -> Option<Launcher> {
     match launch::rank_environment() {
@@ -49,9 +54,14 @@ pub fn variables(backend: Backend, findings: &mut Vec<Finding>) -> Vec<Variable>
             true => Some("tells a rank who it is"),
             false => effect(name, &value, backend, findings),
         };
+        let value = match name {
+            // Reports are shown to others.
+            KEY => "(not shown)".into(),
+            _ => value.to_string_lossy().into(),
+        };
         variables.extend(effect.map(|effect| Variable {
             name: name.into(),
-            value: value.to_string_lossy().into(),
+            value,
             effect,
         }));
     }
@@ -104,8 +114,11 @@ fn effect(
             Some("measured configurations of products")
         }
         "GEMMESH_NO_KERNELS" => Some("a build with it has no GPU kernels"),
+        KEY => Some("the secret by which hosts let one another in"),
+        "GEMMESH_PORT" => Some("the port at which rank 0 listens for other hosts"),
+        HOST => Some("ranks with another value are on another host"),
         _ if name.starts_with("NCCL_") => {
-            Some("none: gemmesh uses no NCCL; the benchmark's baselines do")
+            Some("configures NCCL, which carries rows only from host to host")
         }
         // Only tests read it.
         "GEMMESH_REQUIRE_GPU" => None,
