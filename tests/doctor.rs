@@ -5,12 +5,18 @@
 #[path = "../examples/doctor/main.rs"]
 mod doctor;
 
+use std::collections::BTreeSet;
+use std::fs;
+use std::net::TcpListener;
 use std::panic::catch_unwind;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
+use doctor::report::Via;
+use doctor::routes::{self, Rates};
+use serde_json::{Value, json as value};
 
 /// Makes this program the doctor. Inherited by the processes that it starts.
 const DOCTOR: &str = "GEMMESH_TEST_DOCTOR";
@@ -50,17 +56,26 @@ const TESTS: &[Test] = tests! {
         variables_of_hosts_are_named_and_the_key_is_not_shown
         a_step_that_fails_is_a_finding_and_the_next_go_on
         the_ranks_of_a_launcher_meet
+        network_devices_are_shown
+        two_hosts_are_shown
+        uneven_network_devices_are_a_note
+        ranks_of_a_host_meet_in_pairs
+        routes_go_along_rails
         a_rank_that_is_alone_does_not_wait_for_ever;
     no_gpu:
         what_is_missing_for_gpus_is_said;
     cuda:
-        what_is_not_the_driver_is_a_finding;
+        what_is_not_the_driver_is_a_finding
+        hosts_without_nccl_are_named;
     cpu_driver:
         two_gpus_are_measured
+        gpus_of_a_launcher_s_ranks_are_measured
         what_takes_stores_away_is_named
         rates_that_cannot_be_read_are_a_finding
         a_driver_without_gpus_is_a_finding
         a_driver_that_hangs_is_a_finding;
+    gpu:
+        gpus_of_two_hosts_are_measured;
 };
 
 fn main() -> ExitCode {
@@ -97,9 +112,14 @@ fn cpu_driver() -> bool {
     cfg!(feature = "cuda") && std::env::var_os(CPU_DRIVER).is_some()
 }
 
+/// Whether a real GPU is there.
+fn gpu() -> bool {
+    cfg!(feature = "cuda") && !cpu_driver() && Path::new("/dev/nvidia0").exists()
+}
+
 /// Whether no GPU of any kind is there.
 fn no_gpu() -> bool {
-    !cpu_driver() && !std::path::Path::new("/dev/nvidia0").exists()
+    !cpu_driver() && !Path::new("/dev/nvidia0").exists()
 }
 
 fn start(arguments: &[&str], variables: &[(&str, &str)]) -> Child {
@@ -322,6 +342,253 @@ fn the_ranks_of_a_launcher_meet() {
     );
 }
 
+/// A folder that is removed in the end, with libraries or with files as /sys has them.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Folder {
+        let name = format!("gemmesh-doctor-{}-{name}", std::process::id());
+        Folder(std::env::temp_dir().join(name))
+    }
+
+    fn path(&self) -> &str {
+        self.0.to_str().unwrap()
+    }
+
+    /// Gives the C library other names, under which programs look for other libraries.
+    fn with_libc_as(self, names: &[&str]) -> Folder {
+        let maps = fs::read_to_string("/proc/self/maps").unwrap();
+        let mut paths = maps
+            .lines()
+            .filter_map(|line| line.split_whitespace().nth(5));
+        let libc = paths.find(|path| path.contains("libc.so.6")).unwrap();
+        fs::create_dir(&self.0).unwrap();
+        for name in names {
+            std::os::unix::fs::symlink(libc, self.0.join(name)).unwrap();
+        }
+        self
+    }
+
+    /// Adds files of a folder, each with what it holds.
+    fn with(self, folder: &str, files: &[(&str, &str)]) -> Folder {
+        let folder = self.0.join("class").join(folder);
+        fs::create_dir_all(&folder).unwrap();
+        for (name, text) in files {
+            fs::write(folder.join(name), format!("{text}\n")).unwrap();
+        }
+        self
+    }
+
+    /// Adds an interface of hardware that is up, and its active RDMA port.
+    fn with_nic(self, number: usize, gbit: usize) -> Folder {
+        let (interface, device) = (format!("net/ib{number}"), format!("mlx5_{number}"));
+        let (mbit, rate) = (format!("{gbit}000"), format!("{gbit} Gb/sec (4X NDR)"));
+        let port = [
+            ("state", "4: ACTIVE"),
+            ("rate", &rate),
+            ("link_layer", "InfiniBand"),
+        ];
+        self.with(
+            &interface,
+            &[("operstate", "up"), ("speed", &mbit), ("type", "32")],
+        )
+        .with(&format!("{interface}/device/infiniband/{device}"), &[])
+        .with(&format!("infiniband/{device}/ports/1"), &port)
+    }
+
+    fn arguments(&self) -> [&str; 4] {
+        ["--backend", "host", "--sys", self.path()]
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn network_devices_are_shown() {
+    let sys = Folder::new("devices")
+        .with(
+            "net/lo",
+            &[("operstate", "unknown"), ("carrier", "1"), ("type", "772")],
+        )
+        .with("net/docker0", &[("operstate", "down"), ("type", "1")])
+        .with(
+            "net/eth0",
+            &[("operstate", "unknown"), ("carrier", "1"), ("type", "1")],
+        )
+        .with("net/eno1/device", &[])
+        .with(
+            "net/eno1",
+            &[("operstate", "down"), ("speed", "-1"), ("type", "1")],
+        )
+        .with(
+            "infiniband/mlx5_1/ports/1",
+            &[("state", "1: DOWN"), ("rate", "2.5 Gb/sec (1X SDR)")],
+        )
+        .with_nic(0, 400);
+    let (report, code) = json(&sys.arguments(), &[]);
+    assert_eq!(code, 0, "{report:#}");
+    let host = &report["hosts"][0];
+    assert_eq!(report["hosts"].as_array().unwrap().len(), 1);
+    assert_eq!(host["ranks"], value!([]));
+    let interface = |name, up, is_virtual, mbit_per_s: Option<u64>, rdma: &[&str]| {
+        value!({
+            "name": name, "up": up, "is_virtual": is_virtual, "mbit_per_s": mbit_per_s, "rdma": rdma,
+        })
+    };
+    let expected = value!([
+        interface("eno1", false, false, None, &[]),
+        interface("eth0", true, true, None, &[]),
+        interface("ib0", true, false, Some(400_000), &["mlx5_0"]),
+    ]);
+    assert_eq!(host["interfaces"], expected);
+    let expected = value!([
+        {
+            "device": "mlx5_0", "port": "1", "active": true, "state": "active",
+            "link_layer": "InfiniBand", "mbit_per_s": 400_000,
+        },
+        {
+            "device": "mlx5_1", "port": "1", "active": false, "state": "down",
+            "link_layer": null, "mbit_per_s": 2_500,
+        },
+    ]);
+    assert_eq!(host["rdma_ports"], expected);
+    // It has one or says why not.
+    assert_ne!(
+        host["nccl"].is_null(),
+        host["no_nccl"].is_null(),
+        "{host:#}"
+    );
+}
+
+/// Starts the doctor on two hosts, named a and b, with arguments for each, and more variables. Returns what rank 0
+/// prints, and its exit code.
+fn two_hosts(places: usize, arguments: [&[&str]; 2], others: &[(&str, &str)]) -> (String, i32) {
+    let free = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = free.local_addr().unwrap().port().to_string();
+    drop(free);
+    let [world, of_host] = [2 * places, places].map(|count| count.to_string());
+    let ranks = (0..2 * places).map(|rank| {
+        let host = rank / places;
+        let [own, place] = [rank, rank % places].map(|number| number.to_string());
+        let name = ["a", "b"][host];
+        let variables = [
+            ("RANK", &*own),
+            ("WORLD_SIZE", &world),
+            ("LOCAL_RANK", &place),
+            ("LOCAL_WORLD_SIZE", &of_host),
+            ("MASTER_ADDR", "localhost"),
+            ("MASTER_PORT", "1"),
+            ("TORCHELASTIC_RUN_ID", &port),
+            ("GEMMESH_PORT", &port),
+            ("GEMMESH_KEY", SECRET),
+            ("GEMMESH_HOST", name),
+            // NCCL's name of a host.
+            ("NCCL_HOSTID", name),
+        ];
+        start(arguments[host], &[&variables, others].concat())
+    });
+    let ranks: Vec<Child> = ranks.collect();
+    let mut ends = ranks.into_iter().map(end);
+    let (said, complained, code) = ends.next().unwrap();
+    for (rank, end) in ends.enumerate() {
+        assert_eq!(end, (String::new(), String::new(), 0), "rank {}", rank + 1);
+    }
+    assert_eq!(complained, "", "{said}");
+    (said, code)
+}
+
+fn two_hosts_are_shown() {
+    let [a, b] =
+        ["equal-a", "equal-b"].map(|name| Folder::new(name).with_nic(0, 400).with_nic(1, 400));
+    let (said, code) = two_hosts(2, [&a.arguments(), &b.arguments()], &[]);
+    assert_eq!(code, 0, "{said}");
+    let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+    let name = name.trim();
+    for words in [
+        "launcher: the 4 ranks have met, on 2 hosts",
+        &format!("{name} as a  0 to 1"),
+        &format!("{name} as b  2 to 3"),
+        "ib1        up     400   hardware  mlx5_1",
+        "mlx5_0:1   active  400   InfiniBand",
+    ] {
+        assert!(said.contains(words), "no {words:?} in {said}");
+    }
+    assert!(!said.contains("slowest rail"), "{said}");
+}
+
+fn uneven_network_devices_are_a_note() {
+    let a = Folder::new("uneven-a").with_nic(0, 400).with_nic(1, 400);
+    let interface = [("operstate", "up"), ("speed", "100000")];
+    let slower = Folder::new("slower").with_nic(0, 400).with_nic(1, 200);
+    let fewer = Folder::new("fewer")
+        .with_nic(0, 400)
+        .with("net/eth0", &interface);
+    let none = Folder::new("none")
+        .with("net/eth0/device", &[])
+        .with("net/eth0", &interface);
+    for (b, words) in [
+        (&slower, "as b of 1 × 200 Gb/s and 1 × 400 Gb/s"),
+        (&fewer, "as b of 1 × 400 Gb/s"),
+        (&none, "as b of none"),
+    ] {
+        let arguments = [&a, b].map(|sys| [&["--json"], &sys.arguments()[..]].concat());
+        let (said, code) = two_hosts(1, [&arguments[0], &arguments[1]], &[]);
+        assert_eq!(code, 0, "{said}");
+        let report = serde_json::from_str(&said).unwrap();
+        assert_severity(
+            &report,
+            "as a has active RDMA ports of 2 × 400 Gb/s",
+            "note",
+        );
+        assert_severity(&report, words, "note");
+        assert_eq!(report["hosts"][1]["ranks"], value!([1]));
+    }
+}
+
+fn ranks_of_a_host_meet_in_pairs() {
+    for places in 1..10 {
+        let mut pairs = BTreeSet::new();
+        for round in 0..routes::rounds(places) {
+            for place in 0..places {
+                let Some(partner) = routes::partner(place, round, places) else {
+                    continue;
+                };
+                assert_eq!(routes::partner(partner, round, places), Some(place));
+                assert!(partner != place && pairs.insert((place, partner)));
+            }
+        }
+        assert_eq!(pairs.len(), places * (places - 1));
+    }
+}
+
+fn routes_go_along_rails() {
+    let hosts = [vec![0, 3], vec![1, 2]];
+    let within = |from: usize| (0..4).map(move |to| Some((10 * from + to) as f64));
+    let rates = Rates {
+        near: Via::Push,
+        within: (0..4).map(|rank| within(rank).collect()).collect(),
+        rails: vec![40.0, 50.0, 60.0, 20.0],
+    };
+    let peers = routes::peers(&hosts, &rates);
+    assert_eq!(peers.len(), 4 * 3);
+    let route = |from, to| {
+        let mut peers = peers.iter();
+        let peer = peers
+            .find(|peer| (peer.from, peer.to) == (from, to))
+            .unwrap();
+        (peer.via, peer.gb_per_s)
+    };
+    // What rank 3 has measured of rank 0.
+    assert_eq!(route(0, 3), (Via::Push, Some(30.0)));
+    assert_eq!(route(0, 1), (Via::Network, Some(40.0)));
+    assert_eq!(route(3, 2), (Via::Network, Some(20.0)));
+    assert_eq!(route(0, 2), (Via::Rank(1), None));
+    assert_eq!(route(2, 0), (Via::Rank(3), None));
+}
+
 fn a_rank_that_is_alone_does_not_wait_for_ever() {
     let environment = [&[("RANK", "0")], &TORCHRUN[..]].concat();
     let begin = Instant::now();
@@ -347,27 +614,31 @@ fn what_is_missing_for_gpus_is_said() {
 }
 
 fn what_is_not_the_driver_is_a_finding() {
-    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-    let mut paths = maps
-        .lines()
-        .filter_map(|line| line.split_whitespace().nth(5));
-    let libc = paths.find(|path| path.contains("libc.so.6")).unwrap();
-    let folder = std::env::temp_dir().join(format!("gemmesh-doctor-{}", std::process::id()));
-    std::fs::create_dir(&folder).unwrap();
-    for name in ["libcuda.so", "libcuda.so.1"] {
-        std::os::unix::fs::symlink(libc, folder.join(name)).unwrap();
-    }
-    let process = start(
-        &["--json"],
-        &[("LD_LIBRARY_PATH", folder.to_str().unwrap())],
-    );
+    let folder = Folder::new("driver").with_libc_as(&["libcuda.so", "libcuda.so.1"]);
+    let process = start(&["--json"], &[("LD_LIBRARY_PATH", folder.path())]);
     let (said, _, code) = end(process);
-    std::fs::remove_dir_all(&folder).unwrap();
     assert_eq!(code, 1);
     let report = serde_json::from_str(&said).unwrap();
     assert_severity(&report, "it has crashed", "problem");
     assert_severity(&report, "cuInit", "problem");
     assert_severity(&report, "the host backend works", "ok");
+}
+
+fn hosts_without_nccl_are_named() {
+    let folder = Folder::new("nccl").with_libc_as(&["libnccl.so.2"]);
+    let arguments: &[&str] = &["--backend", "host", "--json"];
+    let libraries = [("LD_LIBRARY_PATH", folder.path())];
+    let (said, code) = two_hosts(1, [arguments, arguments], &libraries);
+    assert_eq!(code, 0, "{said}");
+    let report = serde_json::from_str(&said).unwrap();
+    for name in ["as a", "as b"] {
+        let words = format!("{name} has no NCCL, which carries rows between hosts");
+        assert_severity(&report, &words, "note");
+    }
+    for host in report["hosts"].as_array().unwrap() {
+        let reason = host["no_nccl"].as_str().unwrap();
+        assert!(reason.contains("has no ncclGetVersion"), "{reason}");
+    }
 }
 
 fn two_gpus_are_measured() {
@@ -400,6 +671,58 @@ fn two_gpus_are_measured() {
         for field in ["latency_us", "gb_per_s"] {
             assert!(measured[way][field].as_f64() > Some(0.0), "{measured}");
         }
+    }
+}
+
+fn gpus_of_a_launcher_s_ranks_are_measured() {
+    let environment = |rank| {
+        let own = [
+            ("RANK", rank),
+            ("LOCAL_RANK", rank),
+            ("CPU_DRIVER_GPUS", "2"),
+        ];
+        let job = TORCHRUN.iter().filter(|(name, _)| *name != "LOCAL_RANK");
+        own.into_iter().chain(job.copied()).collect::<Vec<_>>()
+    };
+    let other = start(&["--json"], &environment("1"));
+    let (said, _, code) = end(start(&["--json"], &environment("0")));
+    assert_eq!(end(other), (String::new(), String::new(), 0));
+    assert_eq!(code, 0, "{said}");
+    let report: Value = serde_json::from_str(&said).unwrap();
+    assert_severity(&report, "the ranks' GPUs reach one another", "ok");
+    let peers = report["peers"].as_array().unwrap();
+    assert_eq!(peers.len(), 2);
+    for peer in peers {
+        assert!(
+            ["pull", "push", "store"].contains(&peer["via"].as_str().unwrap()),
+            "{peer}"
+        );
+        assert!(peer["gb_per_s"].as_f64() > Some(0.0), "{peer}");
+    }
+}
+
+/// Two hosts of a rank each, which share GPU 0. NCCL carries rows over the loopback device.
+fn gpus_of_two_hosts_are_measured() {
+    let arguments: &[&str] = &["--backend", "cuda", "--json"];
+    let sockets = [("NCCL_SOCKET_IFNAME", "lo"), ("NCCL_IB_DISABLE", "1")];
+    let (said, code) = two_hosts(1, [arguments, arguments], &sockets);
+    assert_eq!(code, 0, "{said}");
+    let report: Value = serde_json::from_str(&said).unwrap();
+    assert_severity(&report, "the 2 ranks have met, on 2 hosts", "ok");
+    assert_severity(&report, "the ranks' GPUs reach one another", "ok");
+    for host in report["hosts"].as_array().unwrap() {
+        let nccl = &host["nccl"];
+        assert!(
+            nccl["version"].as_str().unwrap().starts_with("2."),
+            "{nccl}"
+        );
+        assert!(nccl["path"].as_str().unwrap().contains("libnccl"), "{nccl}");
+    }
+    let peers = report["peers"].as_array().unwrap();
+    assert_eq!(peers.len(), 2);
+    for peer in peers {
+        assert_eq!(peer["via"], "network", "{peer}");
+        assert!(peer["gb_per_s"].as_f64() > Some(0.0), "{peer}");
     }
 }
 

@@ -9,6 +9,9 @@
 //! torchrun --nproc-per-node 4 --no-python target/release/examples/doctor    # and whether the launcher's ranks meet
 //! ```
 //!
+//! Ranks of several hosts, too: it shows the hosts with their network devices and NCCL, and how the GPUs of each two
+//! ranks reach one another.
+//!
 //! A step that may hang or crash, for example in a driver, runs as a separate process with a deadline. Its failure is a
 //! finding, and the next step goes on. [`report::Report`] is what `--json` prints. The exit code is 1 if a problem
 //! keeps the backend from working.
@@ -18,19 +21,26 @@ mod common;
 mod environment;
 #[cfg(feature = "cuda")]
 mod gpus;
+mod hosts;
 mod machine;
 mod measure;
+mod nics;
+#[cfg(feature = "cuda")]
+mod peers;
 mod print;
-mod report;
+pub(crate) mod report;
+pub(crate) mod routes;
 mod step;
 
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
 use gemmesh::{Group, Host};
 
-use report::{Backend, Finding, GpuSection, Report};
+use common::Failure;
+use report::{Backend, Finding, GpuSection, HostReport, Launcher, Peer, Report};
 use step::Step;
 
 /// Checks whether gemmesh works on this machine, measures how fast ranks reach each other, and says how to mend faults.
@@ -45,11 +55,14 @@ struct Args {
     #[arg(long, default_value_t = 2)]
     ranks: usize,
     /// Seconds that a step may take.
-    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(3..=3600))]
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(step::SHORTEST.as_secs()..=3600))]
     timeout: u64,
     /// Print the report as JSON.
     #[arg(long)]
     json: bool,
+    /// Where the system shows its devices. For tests.
+    #[arg(long, hide = true, default_value = "/sys")]
+    sys: PathBuf,
     #[command(subcommand)]
     step: Option<Step>,
 }
@@ -75,36 +88,15 @@ pub fn main() -> ExitCode {
     };
     let mut findings = Vec::new();
     let launcher = environment::launcher(&mut findings);
-    if let Some(launcher) = &launcher {
-        // Every rank of the launcher's job is a doctor. They meet, and rank 0 goes on.
-        let met = Group::<Host>::builder()
-            .timeout(timeout / 3)
-            .arrival_timeout(timeout / 3)
-            .from_env()
-            .and_then(|group| group.barrier().map(|()| group.host_count()));
-        let failed = met.is_err();
-        findings.push(match met {
-            Ok(hosts) => {
-                let met = format!("the {} ranks have met", launcher.world_size);
-                let on_hosts = match hosts {
-                    1 => met,
-                    _ => format!("{met}, on {hosts} hosts"),
-                };
-                Finding::ok("launcher", on_hosts)
-            }
-            Err(error) => Finding::problem(
-                "launcher",
-                error.to_string(),
-                "Start all ranks of the job (with GEMMESH_KEY if they are on several hosts), or unset the launcher's \
-                 variables.",
-            ),
-        });
-        if launcher.rank > 0 {
-            let problems = findings.iter().filter(|finding| finding.is_problem());
-            problems.for_each(|finding| print::err(&(print::finding(finding) + "\n")));
-            return ExitCode::from(u8::from(failed));
-        }
+    let job = launcher.as_ref();
+    let job = job.and_then(|launcher| meet(launcher, backend, &args.sys, timeout, &mut findings));
+    if launcher.as_ref().is_some_and(|launcher| launcher.rank > 0) {
+        return end_of_other_ranks(&findings);
     }
+    let job = job.unwrap_or_else(|| Job {
+        hosts: vec![hosts::look(&args.sys, timeout)],
+        peers: Vec::new(),
+    });
     let machine = machine::look(backend, args.ranks, &mut findings);
     let variables = environment::variables(backend, &mut findings);
     let host = step::host(args.ranks, timeout, &mut findings);
@@ -115,6 +107,8 @@ pub fn main() -> ExitCode {
         machine,
         launcher,
         variables,
+        hosts: job.hosts,
+        peers: job.peers,
         host,
         cuda,
         findings,
@@ -124,6 +118,79 @@ pub fn main() -> ExitCode {
         false => print::text(&report),
     });
     ExitCode::from(u8::from(report.has_problem()))
+}
+
+/// What the launcher's ranks have found together.
+struct Job {
+    hosts: Vec<HostReport>,
+    peers: Vec<Peer>,
+}
+
+/// Meets the other ranks of the launcher's job. Each of them is a doctor, and rank 0 reports. Collective.
+fn meet(
+    launcher: &Launcher,
+    backend: Backend,
+    sys: &Path,
+    timeout: Duration,
+    findings: &mut Vec<Finding>,
+) -> Option<Job> {
+    let hosts = match gather_hosts(sys, timeout) {
+        Ok(hosts) => hosts,
+        Err(error) => {
+            let advice = "Start all ranks of the job (with GEMMESH_KEY if they are on several hosts), or unset the \
+                          launcher's variables.";
+            findings.push(Finding::problem("launcher", error.to_string(), advice));
+            return None;
+        }
+    };
+    let met = format!("the {} ranks have met", launcher.world_size);
+    let met = match hosts.len() {
+        1 => met,
+        count => format!("{met}, on {count} hosts"),
+    };
+    findings.push(Finding::ok("launcher", met));
+    if launcher.rank == 0 {
+        hosts::judge(&hosts, backend, findings);
+    }
+    let peers = look_at_peers(&hosts, backend, timeout, findings);
+    Some(Job { hosts, peers })
+}
+
+/// The hosts of the launcher's ranks. Collective.
+fn gather_hosts(sys: &Path, timeout: Duration) -> Result<Vec<HostReport>, Failure> {
+    let wait = timeout / 3;
+    let builder = Group::<Host>::builder().timeout(wait).arrival_timeout(wait);
+    let group = builder.from_env()?;
+    group.barrier()?;
+    hosts::gather(&group, sys, timeout)
+}
+
+/// Ends a rank that does not report. It prints what keeps it from working.
+fn end_of_other_ranks(findings: &[Finding]) -> ExitCode {
+    let problems = findings.iter().filter(|finding| finding.is_problem());
+    let said = problems.map(|finding| print::err(&(print::finding(finding) + "\n")));
+    ExitCode::from(u8::from(said.count() > 0))
+}
+
+/// Measures how the GPUs of the launcher's ranks reach one another, if they can. Collective.
+#[cfg(feature = "cuda")]
+fn look_at_peers(
+    hosts: &[HostReport],
+    backend: Backend,
+    timeout: Duration,
+    findings: &mut Vec<Finding>,
+) -> Vec<Peer> {
+    let lacks_nccl = hosts.len() > 1 && hosts.iter().any(|host| host.nccl.is_none());
+    let has_kernels = gemmesh::Cuda::nvcc_release().is_some();
+    match backend == Backend::Cuda && has_kernels && !lacks_nccl {
+        true => step::peers(timeout, findings),
+        false => Vec::new(),
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn look_at_peers(_: &[HostReport], _: Backend, _: Duration, _: &mut Vec<Finding>) -> Vec<Peer> {
+    Vec::new()
 }
 
 #[cfg(feature = "cuda")]

@@ -7,7 +7,8 @@ use comfy_table::presets::NOTHING;
 use comfy_table::{ContentArrangement, Table};
 
 use super::report::{
-    Backend, Finding, GpuSection, HostGroup, Machine, Measured, Product, Report, Severity, Speed,
+    Backend, Finding, GpuSection, HostGroup, HostReport, Machine, Measured, Peer, Product, Report,
+    Severity, Speed, Via,
 };
 
 /// Adds a line to a text, which never fails.
@@ -55,6 +56,11 @@ pub fn text(report: &Report) -> String {
         let rows = report.variables.iter();
         let rows = rows.map(|v| [v.name.clone(), v.value.clone(), v.effect.into()]);
         table(&mut text, None, rows);
+    }
+    line!(text, "\nHosts and network");
+    hosts(&mut text, &report.hosts);
+    if !report.peers.is_empty() {
+        peers(&mut text, &report.peers);
     }
     line!(text, "\nHost backend");
     match &report.host {
@@ -122,6 +128,164 @@ fn machine(text: &mut String, machine: &Machine) {
         limit(machine.address_space_bytes),
         gib(machine.dev_shm_free_bytes)
     );
+}
+
+/// The hosts, their network devices, and what carries rows between them.
+fn hosts(text: &mut String, hosts: &[HostReport]) {
+    let rows = hosts.iter().map(|host| {
+        let nccl = host.nccl.as_ref();
+        [
+            host.name.clone(),
+            ranks(&host.ranks),
+            nccl.map_or("none".into(), |nccl| nccl.version.clone()),
+            nccl.and_then(|nccl| nccl.path.clone()).unwrap_or_default(),
+        ]
+    });
+    table(text, Some(["host", "ranks", "NCCL", "file"]), rows);
+    interfaces(text, hosts);
+    rdma_ports(text, hosts);
+    nccl(text, hosts);
+}
+
+/// Ranks in words. Those of a host are mostly neighbours.
+fn ranks(ranks: &[usize]) -> String {
+    let runs = ranks.chunk_by(|one, next| one + 1 == *next);
+    let words = runs.map(|run| match run {
+        [first, .., last] => format!("{first} to {last}"),
+        run => run[0].to_string(),
+    });
+    match words.collect::<Vec<_>>().join(", ") {
+        none if none.is_empty() => "-".into(),
+        words => words,
+    }
+}
+
+fn interfaces(text: &mut String, hosts: &[HostReport]) {
+    let row = |host: &HostReport| {
+        let name = host.name.clone();
+        let interfaces = host.interfaces.iter().map(move |interface| {
+            [
+                name.clone(),
+                interface.name.clone(),
+                if interface.up { "up" } else { "down" }.into(),
+                gbit(interface.mbit_per_s),
+                if interface.is_virtual {
+                    "virtual"
+                } else {
+                    "hardware"
+                }
+                .into(),
+                interface.rdma.join(", "),
+            ]
+        });
+        interfaces.collect::<Vec<_>>()
+    };
+    let header = ["host", "interface", "state", "Gb/s", "kind", "RDMA"];
+    optional_table(text, header, hosts.iter().flat_map(row).collect());
+}
+
+fn rdma_ports(text: &mut String, hosts: &[HostReport]) {
+    let row = |host: &HostReport| {
+        let name = host.name.clone();
+        let ports = host.rdma_ports.iter().map(move |port| {
+            [
+                name.clone(),
+                format!("{}:{}", port.device, port.port),
+                port.state.clone(),
+                gbit(port.mbit_per_s),
+                port.link_layer.clone().unwrap_or_default(),
+            ]
+        });
+        ports.collect::<Vec<_>>()
+    };
+    let header = ["host", "RDMA port", "state", "Gb/s", "link layer"];
+    optional_table(text, header, hosts.iter().flat_map(row).collect());
+}
+
+/// A table that is left out if it has no rows.
+fn optional_table<const N: usize>(text: &mut String, header: [&str; N], rows: Vec<[String; N]>) {
+    if !rows.is_empty() {
+        line!(text);
+        table(text, Some(header), rows.into_iter());
+    }
+}
+
+fn gbit(mbit_per_s: Option<u64>) -> String {
+    mbit_per_s.map_or("?".into(), |mbit| (mbit as f64 / 1e3).to_string())
+}
+
+/// What of NCCL carries rows, and which hosts lack it.
+fn nccl(text: &mut String, hosts: &[HostReport]) {
+    line!(text);
+    for host in hosts {
+        if let Some(reason) = &host.no_nccl {
+            line!(text, "no NCCL on {}: {reason}", host.name);
+        }
+    }
+    let mut found = hosts.iter().filter_map(|host| host.nccl.as_ref());
+    let Some(first) = found.clone().next() else {
+        return;
+    };
+    let put_signal = match found.find(|nccl| !nccl.has_put_signal) {
+        Some(nccl) => format!("NCCL {} has no put/signal", nccl.version),
+        None => format!(
+            "gemmesh does not use put/signal of NCCL {} yet",
+            first.version
+        ),
+    };
+    line!(
+        text,
+        "rows go between hosts by NCCL's grouped send and receive; {put_signal}"
+    );
+    line!(
+        text,
+        "NCCL_DEBUG=INFO makes NCCL say which network and plugin it takes"
+    );
+}
+
+/// The route from each rank to each other rank.
+fn peers(text: &mut String, peers: &[Peer]) {
+    line!(
+        text,
+        "\nRoute of rows from rank (row) to rank (column), with GB/s as measured"
+    );
+    line!(
+        text,
+        "pull, push, store: within a host; the rate is that of copy engines as two GPUs copy at once"
+    );
+    if peers.iter().any(|peer| peer.via == Via::Network) {
+        line!(
+            text,
+            "net: the network along a rail; the rate is that of all rails at once"
+        );
+    }
+    if peers.iter().any(|peer| matches!(peer.via, Via::Rank(_))) {
+        line!(
+            text,
+            "by 3: rank 3 gets the rows over the network, and passes them on"
+        );
+    }
+    let ranks: Vec<usize> = (0..=peers.iter().map(|peer| peer.from).max().unwrap_or(0)).collect();
+    square(text, &ranks, |from, to| {
+        let peer = peers
+            .iter()
+            .find(|peer| (peer.from, peer.to) == (from, to))?;
+        Some(route(peer))
+    });
+}
+
+fn route(peer: &Peer) -> String {
+    let via = match peer.via {
+        Via::Pull => "pull".into(),
+        Via::Push => "push".into(),
+        Via::Store => "store".into(),
+        Via::Network => "net".into(),
+        Via::Rank(rank) => format!("by {rank}"),
+    };
+    match peer.gb_per_s {
+        Some(rate) => format!("{via} {rate:.1}"),
+        None => via,
+    }
 }
 
 fn latency(speed: &Speed) -> String {
@@ -218,7 +382,7 @@ fn links(text: &mut String, section: &GpuSection) {
         text,
         "\nPeer access, row to column: the link's rank of performance (lower is faster), + with native atomics, - for none"
     );
-    square(text, section, |from, to| {
+    square(text, &ordinals(section), |from, to| {
         let mut links = section.links.iter();
         let link = links.find(|link| (link.from, link.to) == (from, to))?;
         let atomics = if link.native_atomics { "+" } else { "" };
@@ -250,7 +414,7 @@ fn pairs(text: &mut String, section: &GpuSection) {
     ];
     for (words, of) in measured {
         line!(text, "\n{words}");
-        square(text, section, |x, y| {
+        square(text, &ordinals(section), |x, y| {
             let gpus = [x.min(y), x.max(y)];
             let pair = section.pairs.iter().find(|pair| pair.gpus == gpus)?;
             of(pair.measured.as_ref()?)
@@ -258,23 +422,26 @@ fn pairs(text: &mut String, section: &GpuSection) {
     }
 }
 
-/// A table with an entry for each pair of GPUs.
-fn square(
-    text: &mut String,
-    section: &GpuSection,
-    between: impl Fn(usize, usize) -> Option<String>,
-) {
-    let gpus = || section.gpus.iter().map(|gpu| gpu.ordinal);
+/// The numbers of the GPUs.
+fn ordinals(section: &GpuSection) -> Vec<usize> {
+    section.gpus.iter().map(|gpu| gpu.ordinal).collect()
+}
+
+/// A table with an entry for each pair of these numbers.
+fn square(text: &mut String, numbers: &[usize], between: impl Fn(usize, usize) -> Option<String>) {
+    let numbers = || numbers.iter().copied();
     let mut table = Table::new();
     table.load_style(NOTHING);
     table.set_content_arrangement(ContentArrangement::Disabled);
-    table.set_header(std::iter::once(String::new()).chain(gpus().map(|gpu| gpu.to_string())));
-    for row in gpus() {
+    table.set_header(
+        std::iter::once(String::new()).chain(numbers().map(|number| number.to_string())),
+    );
+    for row in numbers() {
         let cell = |column| match row == column {
             true => String::new(),
             false => between(row, column).unwrap_or("-".into()),
         };
-        table.add_row(std::iter::once(row.to_string()).chain(gpus().map(cell)));
+        table.add_row(std::iter::once(row.to_string()).chain(numbers().map(cell)));
     }
     line!(text, "{}", table.trim_fmt());
 }

@@ -14,6 +14,10 @@ pub struct Report {
     pub launcher: Option<Launcher>,
     /// The environment variables that are set and matter.
     pub variables: Vec<Variable>,
+    /// The hosts on which the launcher's ranks have met. Without a launcher: this one.
+    pub hosts: Vec<HostReport>,
+    /// How the GPUs of the launcher's ranks reach one another. Empty if that was not measured.
+    pub peers: Vec<Peer>,
     /// A group of the host backend, if it works.
     pub host: Option<HostGroup>,
     pub cuda: GpuSection,
@@ -64,6 +68,82 @@ pub struct Variable {
     pub value: String,
     /// Its effect on gemmesh.
     pub effect: &'static str,
+}
+
+/// A host, as its lowest rank sees it.
+#[derive(Serialize, Deserialize)]
+pub struct HostReport {
+    pub name: String,
+    /// Empty without a launcher.
+    pub ranks: Vec<usize>,
+    pub interfaces: Vec<Interface>,
+    pub rdma_ports: Vec<RdmaPort>,
+    /// The NCCL that its ranks find, if it can be used.
+    pub nccl: Option<Nccl>,
+    /// Why there is none.
+    pub no_nccl: Option<String>,
+}
+
+/// A network interface.
+#[derive(Serialize, Deserialize)]
+pub struct Interface {
+    pub name: String,
+    pub up: bool,
+    /// True if it is no hardware's, such as a bridge or the interface of a container.
+    pub is_virtual: bool,
+    /// 10⁶ bits per second. None if the driver does not say.
+    pub mbit_per_s: Option<u64>,
+    /// The RDMA devices of the same hardware.
+    pub rdma: Vec<String>,
+}
+
+/// A port of an RDMA device.
+#[derive(Serialize, Deserialize)]
+pub struct RdmaPort {
+    pub device: String,
+    pub port: String,
+    pub active: bool,
+    /// The driver's word, such as "active" or "down".
+    pub state: String,
+    /// "InfiniBand" or "Ethernet".
+    pub link_layer: Option<String>,
+    /// 10⁶ bits per second. None if the driver does not say.
+    pub mbit_per_s: Option<u64>,
+}
+
+/// The library that carries rows between hosts.
+#[derive(Serialize, Deserialize)]
+pub struct Nccl {
+    pub version: String,
+    pub path: Option<String>,
+    /// True if it has put/signal, which gemmesh does not use.
+    pub has_put_signal: bool,
+}
+
+/// How rows get from one rank to another.
+#[derive(Serialize, Deserialize)]
+pub struct Peer {
+    pub from: usize,
+    pub to: usize,
+    pub via: Via,
+    /// 10⁹ bytes per second, if the route was measured.
+    pub gb_per_s: Option<f64>,
+}
+
+/// What brings rows from one rank to another.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Via {
+    /// The copy engine of the rank that receives them.
+    Pull,
+    /// The copy engine of the rank that sends them.
+    Push,
+    /// The kernel of the rank that sends them.
+    Store,
+    /// The network, along a rail.
+    Network,
+    /// This rank of the receiver's host. It gets them over the network, and passes them on.
+    Rank(usize),
 }
 
 #[derive(Serialize, Deserialize)]

@@ -10,8 +10,13 @@ use gemmesh::{Group, Host, launch};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::report::{Finding, HostGroup};
+#[cfg(feature = "cuda")]
+use super::report::Peer;
+use super::report::{Finding, HostGroup, Nccl};
 use super::{measure, print};
+
+/// The shortest time that a step may take.
+pub const SHORTEST: Duration = Duration::from_secs(3);
 
 /// What a process of the doctor's own does.
 #[derive(Clone, Copy, Subcommand)]
@@ -31,6 +36,14 @@ pub enum Step {
     #[cfg(feature = "cuda")]
     #[command(hide = true)]
     Pair { first: usize, second: usize },
+    /// The NCCL that is found.
+    #[cfg(feature = "cuda")]
+    #[command(hide = true)]
+    Nccl,
+    /// A rank of the launcher's group, on GPUs.
+    #[cfg(feature = "cuda")]
+    #[command(hide = true)]
+    Peers,
 }
 
 impl Step {
@@ -45,6 +58,19 @@ impl Step {
             Step::Pair { first, second } => {
                 vec!["pair".into(), first.to_string(), second.to_string()]
             }
+            #[cfg(feature = "cuda")]
+            Step::Nccl => vec!["nccl".into()],
+            #[cfg(feature = "cuda")]
+            Step::Peers => vec!["peers".into()],
+        }
+    }
+
+    /// True if its process takes this one's place as a rank of the launcher.
+    fn is_rank(self) -> bool {
+        match self {
+            #[cfg(feature = "cuda")]
+            Step::Peers => true,
+            _ => false,
         }
     }
 
@@ -62,6 +88,10 @@ impl Step {
             Step::Gpus => say(super::gpus::inspect()),
             #[cfg(feature = "cuda")]
             Step::Alone { gpu } => say(super::gpus::alone(gpu, wait)),
+            #[cfg(feature = "cuda")]
+            Step::Nccl => say(super::peers::nccl()),
+            #[cfg(feature = "cuda")]
+            Step::Peers => say(super::peers::measure(wait)),
             #[cfg(feature = "cuda")]
             Step::Pair { first, second } => match launch::rank_environment() {
                 Ok(Some(environment)) => {
@@ -98,19 +128,24 @@ impl Step {
             }
         };
         show(&arguments.join(" "));
-        let outcome = run(&arguments, timeout);
+        let outcome = run(&arguments, self.is_rank(), timeout);
         show("");
         outcome
     }
 }
 
 /// As [`Step::run`].
-fn run<T: DeserializeOwned>(arguments: &[String], timeout: Duration) -> Result<T, String> {
+fn run<T: DeserializeOwned>(
+    arguments: &[String],
+    is_rank: bool,
+    timeout: Duration,
+) -> Result<T, String> {
     let mut command = Command::new("/proc/self/exe");
-    // The process is no rank of a launcher.
-    launch::variables().for_each(|name| {
-        command.env_remove(name);
-    });
+    if !is_rank {
+        launch::variables().for_each(|name| {
+            command.env_remove(name);
+        });
+    }
     let seconds = timeout.as_secs().to_string();
     let process = command
         .args(["--timeout", &seconds])
@@ -201,6 +236,39 @@ pub fn host(ranks: usize, timeout: Duration, findings: &mut Vec<Finding>) -> Opt
                 "The message says what to change. A group needs memfd, Unix sockets and threads.";
             findings.push(Finding::problem("host", error, advice));
             None
+        }
+    }
+}
+
+/// The NCCL that processes of this host find.
+///
+/// # Errors
+/// What is missing.
+#[cfg(feature = "cuda")]
+pub fn nccl(timeout: Duration) -> Result<Nccl, String> {
+    // Other hosts wait for the answer, no longer than a group's deadline.
+    Step::Nccl.run((timeout / 4).max(SHORTEST))
+}
+
+#[cfg(not(feature = "cuda"))]
+pub fn nccl(_: Duration) -> Result<Nccl, String> {
+    Err("this program was built without feature cuda".into())
+}
+
+/// How the GPUs of the launcher's ranks reach one another. Collective.
+#[cfg(feature = "cuda")]
+pub fn peers(timeout: Duration, findings: &mut Vec<Finding>) -> Vec<Peer> {
+    match Step::Peers.run(timeout) {
+        Ok(peers) => {
+            findings.push(Finding::ok("launcher", "the ranks' GPUs reach one another"));
+            peers
+        }
+        Err(error) => {
+            let what = format!("the ranks' GPUs: {error}");
+            let advice = "The message says what to change. Between hosts NCCL carries rows, and NCCL_DEBUG=WARN says \
+                          what keeps it from that.";
+            findings.push(Finding::problem("launcher", what, advice));
+            Vec::new()
         }
     }
 }

@@ -4,6 +4,7 @@
 //! are only put on a stream. (A communicator that does not block starts a thread for each of them, which takes 100 µs
 //! instead of 14.)
 
+use std::error::Error as _;
 use std::ffi::{CStr, OsStr, c_char, c_int, c_uint, c_void};
 use std::mem::{MaybeUninit, offset_of};
 use std::os::unix::ffi::OsStrExt;
@@ -133,7 +134,11 @@ impl Nccl {
         let none = |reason: String| Error::NoNccl { rank, reason };
         // SAFETY: loading NCCL runs its initialisers, which any program that uses it does.
         let library = unsafe { Library::new(LIBRARY) };
-        let library = library.map_err(|e| none(format!("{LIBRARY} cannot be loaded ({e})")))?;
+        let library = library.map_err(|error| {
+            // The loader's own words name the file that is missing.
+            let reason = error.source().unwrap_or(&error);
+            none(format!("{LIBRARY} cannot be loaded ({reason})"))
+        })?;
         let version = version(&library).map_err(none)?;
         let lacks = |name: &str| {
             none(format!(
