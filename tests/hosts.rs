@@ -8,8 +8,8 @@ use gemmesh::schedule::layout::MAX_WORLD;
 use gemmesh::schedule::plan::matrices::{A, OUT, PARTIALS};
 use gemmesh::schedule::plan::plan;
 use gemmesh::schedule::{
-    Addend, Chunking, Config, Hosts, Layout, Operation, Problem, Refusal, Route, RowOrder,
-    Schedule, TileShape, Transfer,
+    Addend, Chunking, Config, HostSum, Hosts, Layout, Operation, Problem, Reduction, Refusal,
+    Route, RowOrder, Schedule, Sum, TileShape, Transfer,
 };
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -237,7 +237,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
     #[test]
-    fn blocks_addends_and_a_root_s_rows_come_to_every_rank(case in cases(), root in any::<prop::sample::Index>()) {
+    fn blocks_and_a_root_s_rows_come_to_every_rank(case in cases(), root in any::<prop::sample::Index>()) {
         let hosts = Hosts::of(&case.hosts).unwrap();
         let world = case.hosts.len();
         let root = root.index(world);
@@ -247,12 +247,10 @@ proptest! {
         // How many rows come to a rank.
         let come_to = |operation: Operation, rank: usize| match operation {
             Operation::Broadcast => case.rows[root] * usize::from(rank != root),
-            Operation::ReduceScatter => case.rows[rank] * (world - 1),
             _ => all,
         };
         for (operation, rows) in [
             (Operation::AllToAll, &case.rows),
-            (Operation::ReduceScatter, &case.rows),
             (Operation::Broadcast, &of_root),
         ] {
             let problem = Problem {
@@ -281,8 +279,8 @@ proptest! {
 /// What ranks add up, in words: "(0+1+(2+3))".
 struct Sums<'s> {
     schedule: &'s Schedule,
-    partials: Vec<Option<String>>,
-    out: Vec<Option<String>>,
+    /// By matrix: the rows.
+    rows: HashMap<usize, Vec<Option<String>>>,
     come: HashSet<usize>,
     /// Tiles that are made, and by block those that are left.
     made: usize,
@@ -290,20 +288,49 @@ struct Sums<'s> {
 }
 
 impl<'s> Sums<'s> {
-    fn new(schedule: &'s Schedule) -> Sums<'s> {
-        let rows = |matrix: usize| vec![None; schedule.matrices()[matrix].rows];
-        let mut left = vec![0; schedule.product().unwrap().blocks.len()];
+    /// The first `made` partials are made already.
+    fn new(schedule: &'s Schedule, made: usize) -> Sums<'s> {
+        let own = Some(schedule.rank().to_string());
+        let rows = |matrix: usize, value: &Option<String>| {
+            (
+                matrix,
+                vec![value.clone(); schedule.matrices()[matrix].rows],
+            )
+        };
+        let mut rows = HashMap::from([rows(A, &own), rows(PARTIALS, &None), rows(OUT, &None)]);
+        rows.get_mut(&PARTIALS).unwrap()[..made].fill(own.clone());
+        // What a caller makes, it makes at once.
+        for request in schedule.requests() {
+            let place = rows.get_mut(&request.place.matrix).unwrap();
+            place[request.place.rows.clone()].fill(own.clone());
+        }
+        let blocks = schedule.product().map_or(0, |product| product.blocks.len());
+        let mut left = vec![0; blocks];
         for tile in schedule.tiles() {
             left[tile.block as usize] += 1;
         }
         Sums {
             schedule,
-            partials: rows(PARTIALS),
-            out: rows(OUT),
+            rows,
             come: HashSet::new(),
             made: 0,
             left,
         }
+    }
+
+    /// Makes a row of a sum. A row that has not come yet is none.
+    fn add(&mut self, sum: &Sum, row: usize) {
+        let own = self.schedule.rank().to_string();
+        let added = sum.addends.iter().map(|addend| match *addend {
+            Addend::Product => own.clone(),
+            Addend::Rows { matrix, first } => self.rows[&matrix][first + row].clone().unwrap(),
+        });
+        let made = match sum.addends.is_empty() {
+            true => own.clone(),
+            false => format!("({})", added.collect::<Vec<_>>().join("+")),
+        };
+        let out = self.rows.get_mut(&sum.out).unwrap();
+        out[sum.first + row] = Some(made);
     }
 
     /// Makes the next tile, if all that it waits for has come.
@@ -317,47 +344,54 @@ impl<'s> Sums<'s> {
         let product = self.schedule.product().unwrap();
         let block = product.block(tile);
         for row in product.rows(tile) {
-            let offset = row - block.rows.start;
-            let own = self.schedule.rank().to_string();
-            let added = block.sum.addends.iter().map(|addend| match addend {
-                Addend::Product => own.clone(),
-                // A row that has not come is none.
-                Addend::Rows { first, .. } => self.partials[first + offset].clone().unwrap(),
-            });
-            let sum = match block.sum.addends.is_empty() {
-                true => own.clone(),
-                false => format!("({})", added.collect::<Vec<_>>().join("+")),
-            };
-            match block.sum.out == PARTIALS {
-                true => self.partials[block.sum.first + offset] = Some(sum),
-                false => self.out[block.sum.first + offset] = Some(sum),
-            }
+            self.add(&block.sum, row - block.rows.start);
         }
         self.made += 1;
         self.left[tile.block as usize] -= 1;
         true
     }
 
-    /// The rows of a transfer from this rank, if its block is made.
-    fn sent(&self, transfer: &Transfer) -> Option<Vec<Option<String>>> {
-        let is_made = transfer.produced.is_none_or(|block| self.left[block] == 0);
-        is_made.then(|| self.partials[transfer.regions[0].from.rows.clone()].to_vec())
+    /// The rows of a transfer from this rank, if its block is made and the addends of its sum have come.
+    fn sent(&mut self, transfer: &Transfer) -> Option<Vec<Option<String>>> {
+        let left = |block: usize| self.left.get(block).copied().unwrap_or(0);
+        if transfer.produced.is_some_and(|block| left(block) > 0) {
+            return None;
+        }
+        if let Some(HostSum { sum, flags }) =
+            transfer.added.map(|sum| &self.schedule.host_sums()[sum])
+        {
+            if !flags.clone().all(|flag| self.come.contains(&flag)) {
+                return None;
+            }
+            (0..sum.rows).for_each(|row| self.add(&sum.sum, row));
+        }
+        let from = &transfer.regions[0].from;
+        Some(self.rows[&from.matrix][from.rows.clone()].to_vec())
     }
 
     fn take(&mut self, transfer: &Transfer, rows: Vec<Option<String>>) {
-        let slot = &mut self.partials[transfer.regions[0].to.rows.clone()];
+        let to = &transfer.regions[0].to;
+        let slot = &mut self.rows.get_mut(&to.matrix).unwrap()[to.rows.clone()];
         // What comes first may come late in another order, so nothing else has the place.
         assert!(slot.iter().all(Option::is_none), "{transfer:?}");
         slot.clone_from_slice(&rows);
         self.come.insert(transfer.flag);
     }
+
+    /// Makes the sum that is made when all has come.
+    fn finish(&mut self) {
+        if let Some(Reduction { rows, sum, .. }) = self.schedule.reduction() {
+            (0..*rows).for_each(|row| self.add(sum, row));
+        }
+    }
 }
 
 /// Plays all ranks' schedules of sums through. Each rank has one worker, and over the network a rank sends only what the
-/// other rank receives next.
-fn play(schedules: &[Schedule]) -> Vec<Sums<'_>> {
-    let mut ranks: Vec<Sums> = schedules.iter().map(Sums::new).collect();
+/// other rank receives next. The first `made` partials of each are made already.
+fn play(schedules: &[Schedule], made: usize) -> Vec<Sums<'_>> {
     let schedules = schedules.iter();
+    let ranks = schedules.clone().map(|schedule| Sums::new(schedule, made));
+    let mut ranks: Vec<Sums> = ranks.collect();
     let mut moved: Vec<VecDeque<_>> = schedules.clone().map(|s| s.moves().collect()).collect();
     let mut sent: Vec<VecDeque<_>> = schedules.clone().map(|s| s.sent().collect()).collect();
     let mut received: Vec<VecDeque<_>> = schedules.map(|s| s.received().collect()).collect();
@@ -371,7 +405,7 @@ fn play(schedules: &[Schedule]) -> Vec<Sums<'_>> {
             let over_network = sent[rank].front().copied().filter(is_received);
             let within_host = moved[rank].front().copied();
             for next in [within_host, over_network].into_iter().flatten() {
-                let Some(rows) = ranks[rank].sent(next) else {
+                let Some(rows) = ranks[next.from].sent(next) else {
                     continue;
                 };
                 ranks[next.to].take(next, rows);
@@ -386,6 +420,7 @@ fn play(schedules: &[Schedule]) -> Vec<Sums<'_>> {
         if !any {
             let mut left = moved.iter().chain(&sent).chain(&received);
             assert!(left.all(VecDeque::is_empty), "transfers are stuck");
+            ranks.iter_mut().for_each(Sums::finish);
             return ranks;
         }
     }
@@ -395,16 +430,26 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
     #[test]
-    fn a_rank_adds_its_host_s_partials_and_one_sum_of_each_other_host(case in cases()) {
-        let layout = Layout::new(&case.rows, 8).unwrap();
+    fn a_rank_adds_its_host_s_partials_and_one_sum_of_each_other_host(
+        case in cases(),
+        (operation, route) in select(vec![
+            (Operation::MatmulReduceScatter, Route::Push),
+            (Operation::MatmulReduceScatter, Route::Pull),
+            (Operation::ReduceScatter, Route::Push),
+            (Operation::ProduceAndReduceScatter, Route::Push),
+        ]),
+    ) {
         let hosts = Hosts::of(&case.hosts).unwrap();
+        let columns = if operation == Operation::MatmulReduceScatter { 8 } else { K };
+        let layout = Layout::new(&case.rows, columns).unwrap();
         let problem = Problem {
             hosts: hosts.clone(),
-            ..Problem::new(Operation::MatmulReduceScatter, DType::Bf16, layout.clone(), K)
+            ..Problem::new(operation, DType::Bf16, layout.clone(), K)
         };
         let world = layout.world();
         let tile = TileShape::new(128, K, 64);
-        let config = Config::new(tile, case.config.chunking, Route::Push);
+        let config = Config::new(tile, case.config.chunking, route);
+        let is_made = route == Route::Pull;
         let schedules: Vec<_> = (0..world)
             .map(|rank| plan(&problem, rank, config).unwrap())
             .collect();
@@ -425,19 +470,22 @@ proptest! {
         let crossed: usize = crossed.map(|sent| sent.regions[0].from.rows.len()).sum();
         prop_assert_eq!(crossed, layout.m() * (hosts.count() - 1));
         prop_assert!(has_turns(&schedules));
-        for (rank, sums) in play(&schedules).into_iter().enumerate() {
+        for (rank, sums) in play(&schedules, if is_made { layout.m() } else { 0 }).into_iter().enumerate() {
             prop_assert_eq!(sums.made, sums.schedule.tiles().len());
             let of_host = |host: usize| {
                 let ranks = (0..world).filter(|&rank| hosts.host_of(rank) == host);
                 let ranks: Vec<_> = ranks.map(|rank| rank.to_string()).collect();
-                match host == hosts.host_of(rank) {
-                    true => ranks.join("+"),
-                    false => format!("({})", ranks.join("+")),
+                match (host == hosts.host_of(rank), &ranks[..]) {
+                    // What a host of one rank has is added up already.
+                    (false, [one]) if sums.schedule.product().is_none() => one.clone(),
+                    (false, _) => format!("({})", ranks.join("+")),
+                    (true, _) => ranks.join("+"),
                 }
             };
             let all: Vec<_> = (0..hosts.count()).map(of_host).collect();
             let expected = Some(format!("({})", all.join("+")));
-            prop_assert!(sums.out.iter().all(|sum| *sum == expected), "{:?} {:?}", sums.out, expected);
+            let out = &sums.rows[&OUT];
+            prop_assert!(out.iter().all(|sum| *sum == expected), "{:?} {:?}", out, expected);
         }
     }
 }

@@ -752,7 +752,9 @@ fn a_block_goes_over_a_network_when_all_workers_have_made_their_tiles_of_it() {
                 Ok(())
             };
             let plan = sent.0.plan(0, Way::Push);
-            let Ok(()) = drive::send(plan, epoch, &sent.1, &*sent.0, send);
+            // Sums of products are blocks.
+            let add = |_: &Reduction| unreachable!("nothing is added without a product");
+            let Ok(()) = drive::send(plan, epoch, &[], &sent.1, &*sent.0, add, send);
         });
         let other = (world.clone(), produced.clone(), next.clone());
         let other = spawn(move || other.0.multiply_and_add(0, epoch, &other.1, &other.2));

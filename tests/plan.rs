@@ -975,6 +975,7 @@ fn right_parts() -> Parts {
         product: schedule.product().cloned(),
         tiles: schedule.tiles().to_vec(),
         requests: Vec::new(),
+        host_sums: Vec::new(),
         reduction: None,
         one_shot: false,
     }

@@ -226,6 +226,7 @@ fn copies_within(first: usize, rank: usize, world: usize) -> Result<Schedule, Re
         .collect(),
         after: 0..0,
         produced: None,
+        added: None,
         flag: 0,
         route: Route::Pull,
         turn: 0,
@@ -254,6 +255,7 @@ fn copies_within(first: usize, rank: usize, world: usize) -> Result<Schedule, Re
         product: None,
         tiles: Vec::new(),
         requests: Vec::new(),
+        host_sums: Vec::new(),
         reduction: None,
         one_shot: false,
     })

@@ -123,8 +123,9 @@ pub fn broadcast_rows<B: Backend>(a: RawShards<B>, root: usize) -> Result<()> {
 /// Rank r has the addend a_r, which is `a`, [M, N]. `out` is [rows, N], this rank's rows of Σ a_r. The M rows are split
 /// over the ranks evenly. If M is no multiple of the world size, the first ranks get one row more.
 ///
-/// Sums are made in f32, in the order of the ranks, and rounded once, so they have the same bits each time. The group
-/// keeps the memory for incoming rows.
+/// Sums are made in f32, in the order of the ranks, and rounded once, so they have the same bits each time. Over several
+/// hosts, the addends of another host are added up and rounded there, and count as one. The group keeps the memory for
+/// incoming rows.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, reduce_scatter};
@@ -183,7 +184,8 @@ pub fn scatter_sums<B: Backend>(a: RawView<B>, out: RawOutput<B>) -> Result<()> 
 /// Rank r has the addend a_r, which is `a`. `out` is Σ a_r. Both are [M, N].
 ///
 /// Sums are made as by [`reduce_scatter`], and have the same bits on every rank. If there are two ranks or few bytes,
-/// each rank gets all addends. Otherwise each rank adds its own rows of `out` and gathers the others'.
+/// each rank gets all addends, and adds them in the order of the ranks. Otherwise each rank adds its own rows of `out` and
+/// gathers the others'.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, all_reduce};

@@ -35,12 +35,14 @@ use crate::trace::Trace;
 /// A rank's **partial** p_r is a_r · b_rᵀ, summed in f32 and rounded once to `T`. The partials are then added in f32,
 /// in the order of the ranks: s = p_0, s += p_1, … Then come the bias, the activation and the residual, in f32 too. The
 /// result is rounded once, unless the output is f32. So the bits are the same each time. They depend neither on who
-/// owns a row nor on which partial arrives first.
+/// owns a row nor on which partial arrives first. Over several hosts, the partials of another host are added up and
+/// rounded there, and count as one. So bits depend on which host owns a row.
 ///
 /// Let u be the unit roundoff of `T` (2⁻⁸ for bf16, 2⁻¹¹ for f16) and v = 2⁻²⁴ that of f32. Without an activation and a
 /// residual, an element differs from the exact sum by at most (K_max + W) · v · Σ |a| · |b| + u · Σ |p_r| + u · |out|,
-/// to first order. The three terms bound the sums in f32, the rounding of the partials, and the last rounding. This
-/// holds while no partial is too large for `T` (f16 ends at 65504) or so small that it loses digits.
+/// to first order. The three terms bound the sums in f32, the rounding of the partials, and the last rounding. Over
+/// several hosts, the rounding of each other host's sum s_h adds u · Σ |s_h|. This holds while no partial is too large for
+/// `T` (f16 ends at 65504) or so small that it loses digits.
 ///
 /// # Memory
 /// The first call of a group allocates symmetric memory for partials on each rank:

@@ -35,10 +35,12 @@ const EXCHANGE: Operation = Operation::ProduceAndAllToAll;
 ///
 /// Rank r makes the addend p_r, [m, N]. `out` is [rows, N], this rank's rows of Σ p_r. The m rows are split over the
 /// ranks evenly. If m is no multiple of the world size, the first ranks get one row more. Sums are made in f32, in the
-/// order of the ranks, and rounded once, so they have the same bits each time.
+/// order of the ranks, and rounded once, so they have the same bits each time. Over several hosts, the addends of another
+/// host are added up and rounded there, and count as one.
 ///
 /// `produce` is called block by block, first for the rows of the next rank in the ring, then for those of the rank
-/// after it, and last for this rank's own. A block is sent to its owner while the next is made.
+/// after it, and last for this rank's own. (Over several hosts, the rows of another host's ranks come before those of the
+/// own host's.) A block is sent to its owner while the next is made.
 ///
 /// On the host, `produce` writes to [`Block::values_mut`] before it returns. On GPUs, it puts its work on the block's
 /// stream and returns at once. The copies wait for that stream; the host never does. The blocks use two streams in

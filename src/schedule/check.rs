@@ -6,8 +6,8 @@ use super::layout::MAX_WORLD;
 use super::limits::{limit, out_of, require};
 use super::scaling;
 use super::{
-    Addend, Bias, MAX_BLOCKS, MAX_FLAGS, MAX_WEIGHTS, Move, OutputBlock, Parts, Product, Reduction,
-    Region, Request, Residual, ScaleMatrix, Sum, Tile, Transfer, WeightLayout,
+    Addend, Bias, HostSum, MAX_BLOCKS, MAX_FLAGS, MAX_WEIGHTS, Move, OutputBlock, Parts, Product,
+    Reduction, Region, Request, Residual, ScaleMatrix, Sum, Tile, Transfer, WeightLayout,
 };
 use crate::element::DType;
 use crate::refusal::{Refusal, Result};
@@ -41,6 +41,15 @@ impl Parts {
         self.check_pushes(blocks)?;
         check_turns(&self.arrivals)?;
         check_turns(&self.departures)?;
+        for HostSum { sum, flags } in &self.host_sums {
+            self.check_reduction(sum)?;
+            limit(
+                "flags of addends",
+                flags.end,
+                flags.start,
+                self.arrivals.len(),
+            )?;
+        }
         if let Some(reduction) = &self.reduction {
             self.check_reduction(reduction)?;
         }
@@ -96,6 +105,9 @@ impl Parts {
             require(what, transfer.after.is_empty())?;
             let what = "a rank must not send to itself over a network";
             require(what, transfer.from != transfer.to)?;
+        } else {
+            let what = "sums of a host's addends must go over a network";
+            require(what, transfer.added.is_none())?;
         }
         Ok(())
     }
@@ -128,6 +140,9 @@ impl Parts {
             limit("flags to wait for", transfer.after.end, 0, flags)?;
             if let Some(block) = transfer.produced {
                 below("a block that is made", block, blocks)?;
+            }
+            if let Some(sum) = transfer.added {
+                below("a sum that is sent", sum, self.host_sums.len())?;
             }
         }
         Ok(())

@@ -2,7 +2,9 @@
 //!
 //! An engine says how a step is done: a thread copies and stores, or a stream enqueues. The order of the steps is here.
 
-use super::{Request, Schedule, Tile, Transfer};
+use std::ops::Range;
+
+use super::{HostSum, Reduction, Request, Schedule, Tile, Transfer};
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::{Awaited, Flag, FlagBlock, Wait};
 use crate::protocol::primitive::{AtomicUsize, Ordering};
@@ -116,8 +118,9 @@ fn walk<'s, E: CopyEngine>(
     Ok(())
 }
 
-/// Sends what goes over a network, each transfer when its block is made, if it is of one. Other rows were final when the
-/// operation began. `send` may return before the rows have gone.
+/// Sends what goes over a network: a block when it is made, and a sum of this host's addends when `add` has made it, of
+/// addends that have all come. Other rows were final when the operation began. `send` may return before the rows have
+/// gone.
 ///
 /// Nobody says `ready` or `done` across a network, because both ends take part in a transfer. The sender ends the
 /// operation when its rows have been sent. The receiver has begun the operation, so none of its earlier operations uses
@@ -125,13 +128,19 @@ fn walk<'s, E: CopyEngine>(
 pub fn send<'s, W: Wait>(
     schedule: &'s Schedule,
     epoch: Epoch,
+    chunk: &[Flag],
     produced: &[Produced],
     waiter: &W,
+    mut add: impl FnMut(&'s Reduction),
     mut send: impl FnMut(&'s Transfer) -> Result<(), W::Error>,
 ) -> Result<(), W::Error> {
     for transfer in schedule.sent() {
         if let Some(block) = transfer.produced {
             produced[block].wait(schedule.rank(), block, epoch, waiter)?;
+        }
+        if let Some(HostSum { sum, flags }) = transfer.added.map(|sum| &schedule.host_sums()[sum]) {
+            wait_chunks(schedule, flags.clone(), epoch, chunk, waiter)?;
+            add(sum);
         }
         send(transfer)?;
     }
@@ -166,15 +175,24 @@ pub fn multiply<W: Wait>(
     mut tile: impl FnMut(usize, &Tile),
 ) -> Result<(), W::Error> {
     while let Some((index, entry)) = take(schedule, next) {
-        for flag in entry.flags() {
-            waiter.wait(&chunk[flag], epoch, schedule.awaited(flag))?;
-        }
+        wait_chunks(schedule, entry.flags(), epoch, chunk, waiter)?;
         tile(index, entry);
         if let Some(produced) = produced.get(entry.block as usize) {
             produced.count(epoch);
         }
     }
     Ok(())
+}
+
+/// Waits for these chunk flags of this rank.
+fn wait_chunks<W: Wait>(
+    schedule: &Schedule,
+    mut flags: Range<usize>,
+    epoch: Epoch,
+    chunk: &[Flag],
+    waiter: &W,
+) -> Result<(), W::Error> {
+    flags.try_for_each(|flag| waiter.wait(&chunk[flag], epoch, schedule.awaited(flag)))
 }
 
 /// Waits until all addends of a reduction are there: the transfers to this rank, and the blocks that it makes.
@@ -185,9 +203,7 @@ pub fn wait_addends<W: Wait>(
     produced: &[Produced],
     waiter: &W,
 ) -> Result<(), W::Error> {
-    for (flag, word) in chunk[..schedule.arrivals().len()].iter().enumerate() {
-        waiter.wait(word, epoch, schedule.awaited(flag))?;
-    }
+    wait_chunks(schedule, 0..schedule.arrivals().len(), epoch, chunk, waiter)?;
     for (block, produced) in produced.iter().enumerate() {
         produced.wait(schedule.rank(), block, epoch, waiter)?;
     }
@@ -344,9 +360,13 @@ pub fn complete<W: Wait>(
 ) -> Result<(), W::Error> {
     let own = &blocks[schedule.rank()];
     if !schedule.awaits_all() {
-        for flag in 0..schedule.arrivals().len() {
-            waiter.wait(&own.chunk[flag], epoch, schedule.awaited(flag))?;
-        }
+        wait_chunks(
+            schedule,
+            0..schedule.arrivals().len(),
+            epoch,
+            own.chunk,
+            waiter,
+        )?;
     }
     for &peer in schedule.movers() {
         waiter.wait(&own.done[peer], epoch, Awaited::Done { peer })?;

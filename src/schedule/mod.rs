@@ -28,7 +28,8 @@ pub use operation::Operation;
 pub use parts::Parts;
 pub use problem::{DTypes, Problem};
 pub use product::{
-    Addend, Bias, DeferredChunk, OutputBlock, Product, Reduction, Residual, Sum, Tile, Weight,
+    Addend, Bias, DeferredChunk, HostSum, OutputBlock, Product, Reduction, Residual, Sum, Tile,
+    Weight,
 };
 pub use quantization::{OutputScales, Quantization};
 pub use scaling::{ScaleMatrix, Scaling};
@@ -312,6 +313,17 @@ impl Schedule {
         &self.parts.requests
     }
 
+    /// The sums of this host's addends that go to other hosts, in the order in which they go.
+    pub fn host_sums(&self) -> &[HostSum] {
+        &self.parts.host_sums
+    }
+
+    /// All sums that are not of a product.
+    pub fn reductions(&self) -> impl Iterator<Item = &Reduction> {
+        let of_hosts = self.host_sums().iter().map(|of_host| &of_host.sum);
+        of_hosts.chain(self.reduction())
+    }
+
     /// The sum that is made when all transfers to this rank have come.
     pub fn reduction(&self) -> Option<&Reduction> {
         self.parts.reduction.as_ref()
@@ -324,7 +336,7 @@ impl Schedule {
             .into_iter()
             .flat_map(|product| &product.blocks);
         let of_blocks = blocks.map(|block| &block.sum);
-        let mut sums = of_blocks.chain(self.reduction().map(|reduction| &reduction.sum));
+        let mut sums = of_blocks.chain(self.reductions().map(|reduction| &reduction.sum));
         sums.any(|sum| sum.scales.is_some())
     }
 

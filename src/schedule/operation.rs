@@ -123,14 +123,11 @@ impl Operation {
         last.iter().any(|operation| operation.name() == name)
     }
 
-    /// True if it can be done by ranks of several hosts. Parts of a sum, and copies without synchronisation, cannot.
+    /// True if it can be done by ranks of several hosts. Copies without synchronisation cannot.
     pub const fn spans_hosts(self) -> bool {
         !matches!(
             self,
-            Operation::Copy
-                | Operation::MultiplyPartials
-                | Operation::CopyPartials
-                | Operation::CopyPartialsAndSums
+            Operation::Copy | Operation::CopyPartials | Operation::CopyPartialsAndSums
         )
     }
 

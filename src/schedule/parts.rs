@@ -1,6 +1,6 @@
 //! What a planner hands to [`Schedule::new`](super::Schedule::new).
 
-use super::{Agreed, MatrixSpec, Product, Reduction, Request, Tile, Transfer};
+use super::{Agreed, HostSum, MatrixSpec, Product, Reduction, Request, Tile, Transfer};
 
 /// A schedule as its planner made it, before it is checked.
 #[derive(Clone, Debug)]
@@ -24,6 +24,8 @@ pub struct Parts {
     pub tiles: Vec<Tile>,
     /// The blocks that the caller makes, in this order.
     pub requests: Vec<Request>,
+    /// The sums of this host's addends that go to other hosts, in the order in which they go.
+    pub host_sums: Vec<HostSum>,
     /// The sum that is made at the end.
     pub reduction: Option<Reduction>,
     /// True if all ranks make all rows, by the same tiles in the same order, before partials are stored and added. An

@@ -189,6 +189,15 @@ pub struct Reduction {
     pub sum: Sum,
 }
 
+/// Addends of one host that a rank adds up, when they have come, and sends to another host.
+#[derive(Clone, Debug)]
+pub struct HostSum {
+    /// What is added.
+    pub sum: Reduction,
+    /// The chunk flags of the addends that come from other ranks.
+    pub flags: Range<usize>,
+}
+
 impl Reduction {
     /// The type of the addends. The output may have a different type.
     pub(crate) fn dtype(&self, matrices: &[MatrixSpec]) -> DType {

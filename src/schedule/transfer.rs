@@ -123,6 +123,8 @@ pub struct Transfer {
     pub after: Range<usize>,
     /// A block of the mover's product, or of its caller, that it waits for too.
     pub produced: Option<usize>,
+    /// Over a network, the number of the mover's [`HostSum`](super::HostSum) that it sends, if it does.
+    pub added: Option<usize>,
     /// The chunk flag of `to` that says that the regions have arrived.
     pub flag: usize,
     /// Who moves the regions.

@@ -6,15 +6,14 @@ use gemmesh::testing::{Variant, delay_chunks};
 use gemmesh::trace::{Lane, Work};
 use gemmesh::{
     AllGatherAndConsume, AllGatherMatmul, Chunk, Cuda, Error, Group, MatmulAllReduce,
-    MatmulReduceScatter, Matrix, Route, all_gather, all_reduce, all_to_all, bf16, broadcast,
-    matmul, reduce_scatter,
+    MatmulReduceScatter, Matrix, Route, all_gather, all_to_all, bf16, broadcast, matmul,
 };
 
 use crate::support::gpu::*;
 use crate::support::numbers::{bits, nan, normal};
 use crate::support::processes::Rank;
 use crate::support::shared::failures;
-use crate::support::shared::hosts::{bytes, sum_of_hosts};
+use crate::support::shared::hosts::{addends_are_added_host_by_host, bytes, sum_of_hosts};
 use crate::test_name;
 
 /// Makes this process's host another than those of other names, also for NCCL, which then uses sockets alone.
@@ -138,12 +137,16 @@ each_layout!(products:
     products_over_three_hosts_are_right over "abc",
 );
 
-fn collectives(rank: &Rank, group: &Group<Cuda>, _: &str) -> Result<(), Error> {
+fn collectives(rank: &Rank, group: &Group<Cuda>, hosts: &str) -> Result<(), Error> {
     for rows in rows_of(rank.world) {
         gathers(rank, group, &rows)?;
         blocks_and_a_root_s_rows(rank, group, &rows)?;
     }
-    addends(rank, group)
+    // Rows of six numbers have gaps between them. The most rows cross the network in several chunks.
+    for shape in [[131, 6], [160, 64], [2800, 2048]] {
+        addends_are_added_host_by_host(group, hosts, shape)?;
+    }
+    Ok(())
 }
 
 fn gathers(rank: &Rank, group: &Group<Cuda>, rows: &[usize]) -> Result<(), Error> {
@@ -204,35 +207,6 @@ fn blocks_and_a_root_s_rows(rank: &Rank, group: &Group<Cuda>, rows: &[usize]) ->
     Ok(())
 }
 
-/// Without a product, each rank's addends go to the rank that adds them: the bits are those of one host.
-fn addends(rank: &Rank, group: &Group<Cuda>) -> Result<(), Error> {
-    let (own, world) = (rank.rank, rank.world);
-    // Rows of 24 bytes have gaps between them.
-    for (rows, n) in [(40, 64), (33, 6), (700, 1024)] {
-        let count = rows * world * n;
-        let addend = |rank: usize| normal::<f32>(rank as u64 + 50, count);
-        let each: Vec<Vec<f32>> = (0..world).map(addend).collect();
-        let sums: Vec<f32> = (0..count)
-            .map(|index| each.iter().fold(0.0, |sum, addend| sum + addend[index]))
-            .collect();
-        let a = group.upload(&each[own], rows * world, n)?;
-        let mut out = group.zeros::<f32>(rows, n)?;
-        out.copy_from_host(&vec![f32::NAN; rows * n])?;
-        reduce_scatter(&a, &mut out)?;
-        let its = &sums[own * rows * n..(own + 1) * rows * n];
-        assert!(out.to_vec()? == its, "rank {own}, {rows} by {n}");
-        if !n.is_multiple_of(4) {
-            continue;
-        }
-        let mut all = group.sharded::<f32>(rows * world, n)?;
-        all.poison(f32::NAN)?;
-        group.barrier()?;
-        all_reduce(&a, &mut all)?;
-        assert!(all.to_vec()? == sums, "rank {own}, {rows} by {n}");
-    }
-    Ok(())
-}
-
 each_layout!(collectives:
     collectives_over_two_hosts_are_right over "ab",
     collectives_over_two_hosts_of_two_are_right over "aabb",
@@ -244,7 +218,13 @@ fn sums(rank: &Rank, group: &Group<Cuda>, hosts: &str) -> Result<(), Error> {
     let own = rank.rank;
     let (n, k) = (1032, 192);
     let kernels = configs_of_sums(Variant::Sums, Route::Push, 1);
-    let configs = [None, Some(kernels[0]), kernels.last().copied()];
+    let pulled = configs_of_sums(Variant::Sums, Route::Pull, 1);
+    let configs = [
+        None,
+        Some(kernels[0]),
+        kernels.last().copied(),
+        pulled.last().copied(),
+    ];
     for rows in rows_of(rank.world) {
         let m: usize = rows.iter().sum();
         let a = group.upload(&normal::<bf16>(own as u64, m * k), m, k)?;

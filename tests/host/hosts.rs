@@ -1,6 +1,7 @@
 //! Groups of threads that play several hosts: messages carry rows from host to host.
 
 use gemmesh::schedule::Hosts;
+use gemmesh::testing::delay_chunks;
 use gemmesh::trace::{Lane, Work};
 use gemmesh::{Error, Group, Host, Route};
 
@@ -9,7 +10,7 @@ use crate::support::products::Arguments;
 use crate::support::shared::{
     self,
     hosts::{
-        LAYOUTS, addends_are_added_in_the_order_of_the_ranks, blocks_and_a_root_s_rows_come,
+        LAYOUTS, addends_are_added_host_by_host, blocks_and_a_root_s_rows_come, columns_of_many,
         gathers_bring_all_rows, products, sums_are_those_of_hosts,
     },
 };
@@ -68,8 +69,14 @@ fn sums_over_hosts_are_those_of_hosts() {
 }
 
 #[test]
-fn addends_over_hosts_are_added_in_the_order_of_the_ranks() {
-    over_hosts(addends_are_added_in_the_order_of_the_ranks);
+fn addends_over_hosts_are_added_host_by_host() {
+    over_hosts(|group, hosts, rows| {
+        delay_chunks(Some(13));
+        let m = rows.iter().sum();
+        for n in [6, 8, columns_of_many(m)] {
+            addends_are_added_host_by_host(group, hosts, [m, n]).unwrap();
+        }
+    });
 }
 
 #[test]

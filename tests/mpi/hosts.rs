@@ -5,14 +5,14 @@ use std::convert::Infallible;
 use std::time::Duration;
 
 use gemmesh::testing::delay_chunks;
-use gemmesh::{Builder, Error, Group, Host, MatmulReduceScatter, all_gather, bf16};
+use gemmesh::{Builder, Error, Group, Host, all_gather, bf16};
 use mpi::topology::{Color, SimpleCommunicator};
 use mpi::traits::{Communicator, CommunicatorCollectives};
 
 use crate::support::numbers::{bits, normal};
 use crate::support::products::Arguments;
 use crate::support::shared::hosts::{
-    LAYOUTS, addends_are_added_in_the_order_of_the_ranks, blocks_and_a_root_s_rows_come,
+    LAYOUTS, addends_are_added_host_by_host, blocks_and_a_root_s_rows_come, columns_of_many,
     gathers_bring_all_rows, products, sums_are_those_of_hosts,
 };
 
@@ -37,7 +37,11 @@ pub fn test(world: &SimpleCommunicator) -> usize {
                 gathers_bring_all_rows(&group, hosts, rows);
                 sums_are_those_of_hosts(&group, hosts, rows);
                 blocks_and_a_root_s_rows_come(&group, hosts, rows);
-                addends_are_added_in_the_order_of_the_ranks(&group, hosts, rows);
+                delay_chunks(Some(13));
+                let m = rows.iter().sum();
+                for n in [6, 8, columns_of_many(m)] {
+                    addends_are_added_host_by_host(&group, hosts, [m, n]).unwrap();
+                }
                 delay_chunks(None);
                 passed += 5;
             }
@@ -91,12 +95,6 @@ fn large_shards_go_in_many_messages(part: &SimpleCommunicator, hosts: &str) {
 
 fn what_spans_no_hosts_is_refused(part: &SimpleCommunicator, hosts: &str) {
     let group = group(part, hosts);
-    let world = group.world_size();
-    let a = group.zeros::<bf16>(4 * world, 8).unwrap();
-    let b = group.zeros::<bf16>(3, 8).unwrap();
-    let prepared = MatmulReduceScatter::new().prepare(&a, 3).unwrap();
-    let error = prepared.matmul(&a, &b).unwrap_err().to_string();
-    assert!(error.contains("over several hosts"), "{error}");
     // A part within a host is a group as any other.
     let own = hosts.as_bytes()[group.rank()] as usize;
     let local = group.split(own, 0).unwrap();

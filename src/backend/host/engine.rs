@@ -147,6 +147,7 @@ impl<'r> HostRun<'r> {
             epoch: self.epoch,
             chunk: self.chunk_flags(),
             produced: self.produced,
+            scratch: self.host.scratch.first()?,
             recorder: &self.recorder,
         })
     }

@@ -7,15 +7,17 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use super::copies::{copy_part, delay};
 use super::matrices::BoundMatrices;
 use super::recorder::Recorder;
+use super::scratch::WorkerScratch;
+use super::tile::add_rows;
 use crate::backend::work::work_of;
 use crate::error::{Error, Result};
 use crate::profile::nvtx::range;
-use crate::profile::span::Lane;
+use crate::profile::span::{Lane, Work};
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::{Awaited, Flag};
 use crate::ranks::members::Members;
 use crate::schedule::drive::{self, Produced};
-use crate::schedule::{Extent, Move, Schedule, Transfer};
+use crate::schedule::{Extent, Move, Reduction, Schedule, Transfer};
 
 /// A library that carries bytes between the ranks of a group.
 ///
@@ -85,6 +87,8 @@ pub struct Carrier<'a, 's> {
     /// The chunk flags of this rank's arrivals.
     pub chunk: &'a [Flag],
     pub produced: &'a [Produced],
+    /// The memory of a worker. No worker holds it while it waits.
+    pub scratch: &'a Mutex<WorkerScratch>,
     pub recorder: &'a Recorder<'s>,
 }
 
@@ -109,11 +113,26 @@ impl<'a> Carrier<'a, '_> {
             sending.push_back(self.begin_to_send(transfer)?);
             Ok(())
         };
-        drive::send(self.schedule, self.epoch, self.produced, self.members, send)?;
+        let (schedule, epoch, members) = (self.schedule, self.epoch, self.members);
+        let (chunk, produced) = (self.chunk, self.produced);
+        let add = |sum: &Reduction| self.add(sum);
+        drive::send(schedule, epoch, chunk, produced, members, add, send)?;
         for one in sending {
             free = self.finish_sending(one, free)?;
         }
         Ok(())
+    }
+
+    /// Adds up addends of this host, which have all come.
+    fn add(&self, sum: &Reduction) {
+        let begin = self.recorder.begin();
+        let scratch = self.scratch.lock();
+        let mut scratch = scratch.unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: `drive::send` has acquired the flags of the addends, and the count of this rank's own if its caller
+        // makes it. This thread alone touches the rows of the sum.
+        unsafe { add_rows(&mut scratch, sum, 0..sum.rows, self.matrices) };
+        let work = || Work::Add { rows: 0..sum.rows };
+        self.recorder.end(begin, Lane::Network, work);
     }
 
     fn begin_to_send(&self, transfer: &'a Transfer) -> Result<Sending<'a>> {

@@ -77,7 +77,8 @@ impl WorkerScratch {
     /// What any tile of a schedule needs, and any row of its sums.
     pub fn needed(schedule: &Schedule) -> Lengths {
         let mut needed = [0; 9];
-        let mut columns = schedule.reduction().map_or(0, |reduction| reduction.n);
+        let of_sums = schedule.reductions().map(|reduction| reduction.n);
+        let mut columns = of_sums.max().unwrap_or(0);
         if let Some(product) = schedule.product() {
             let tiles = || schedule.tiles().iter();
             let rows = tiles().map(|tile| product.rows(tile).len()).max();

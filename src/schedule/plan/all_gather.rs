@@ -12,8 +12,9 @@ use crate::schedule::plan::matrices::{
 };
 use crate::schedule::plan::tile_order;
 use crate::schedule::{
-    Agreed, Bias, DTypes, DeferredChunk, MatrixSpec, Move, OutputBlock, OutputScales, Parts,
-    Problem, Product, Region, Residual, ScaleMatrix, Schedule, Sum, Transfer, Weight, Widths,
+    Agreed, Bias, DTypes, DeferredChunk, MatrixSpec, Move, Operation, OutputBlock, OutputScales,
+    Parts, Problem, Product, Region, Residual, ScaleMatrix, Schedule, Sum, Transfer, Weight,
+    Widths,
 };
 
 /// Gathers rows and multiplies them at the same time. A tile waits for its rows.
@@ -111,6 +112,7 @@ fn plan(
         product,
         tiles,
         requests: Vec::new(),
+        host_sums: Vec::new(),
         reduction: None,
         one_shot: false,
     })
@@ -120,7 +122,8 @@ fn plan(
 /// Only the rank that got them knows when, so it pushes them, and a kernel waits alike for all rows that are moved by copy
 /// engines. A sum's configuration says itself that it pushes.
 pub fn over_hosts(problem: &Problem, config: Config) -> Config {
-    let is_sum = problem.operation.is_sum();
+    let operation = problem.operation;
+    let is_sum = operation.is_sum() || operation == Operation::MultiplyPartials;
     match config.route {
         Route::Pull if problem.hosts.count() > 1 && !is_sum => config.with_route(Route::Push),
         _ => config,

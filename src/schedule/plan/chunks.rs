@@ -190,6 +190,7 @@ impl<'a> Cutter<'a> {
             })],
             after: way.after(index),
             produced: None,
+            added: None,
             flag: first + index,
             route: way.route,
             turn: way.turn_of(index),

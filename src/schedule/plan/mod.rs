@@ -3,6 +3,7 @@
 mod all_gather;
 mod chunks;
 pub mod collectives;
+mod host_sums;
 pub mod matrices;
 mod one_shot;
 pub mod partial_sums;
@@ -11,6 +12,7 @@ mod pieces;
 mod quantize;
 mod sums_over_hosts;
 pub mod tile_order;
+mod ways;
 
 use super::limits::require;
 pub use all_gather::over_hosts;
@@ -49,7 +51,7 @@ pub fn plan(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> 
         Operation::ProduceAndAllToAll => collectives::produce_and_all_to_all,
     };
     if problem.hosts.count() > 1 {
-        let what = "over several hosts an operation must be whole, and not a part that copies, or that multiplies for a sum";
+        let what = "over several hosts copies must not be made without synchronisation";
         require(what, problem.operation.spans_hosts())?;
     }
     planner(problem, rank, config)

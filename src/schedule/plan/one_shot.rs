@@ -107,6 +107,7 @@ fn transfers(planner: &SumPlan, [from, to]: [usize; 2]) -> impl Iterator<Item = 
             }],
             after: 0..0,
             produced,
+            added: None,
             flag: before + index,
             route,
             turn: 0,

@@ -177,6 +177,7 @@ impl SumPlan<'_> {
             regions: smallvec![moved],
             after: 0..0,
             produced,
+            added: None,
             flag,
             route: self.config.route,
             turn: 0,
@@ -328,8 +329,19 @@ impl SumPlan<'_> {
         product: Option<(Product, Vec<Tile>)>,
         reduction: Option<Reduction>,
     ) -> Result<Schedule> {
+        Schedule::new(self.parts(collective, arrivals, departures, product, reduction))
+    }
+
+    pub(super) fn parts(
+        &self,
+        collective: bool,
+        arrivals: Vec<Transfer>,
+        departures: Vec<Transfer>,
+        product: Option<(Product, Vec<Tile>)>,
+        reduction: Option<Reduction>,
+    ) -> Parts {
         let (product, tiles) = product.unzip();
-        Schedule::new(Parts {
+        Parts {
             rank: self.rank,
             world: self.problem.layout.world(),
             agreed: collective.then(|| self.agree()),
@@ -339,9 +351,10 @@ impl SumPlan<'_> {
             product,
             tiles: tiles.unwrap_or_default(),
             requests: Vec::new(),
+            host_sums: Vec::new(),
             reduction,
             one_shot: collective && self.one_shot && is_stored_by_tiles(&self.config),
-        })
+        }
     }
 
     fn matrices(&self, product: Option<&Product>) -> Vec<MatrixSpec> {

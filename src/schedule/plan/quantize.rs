@@ -46,6 +46,7 @@ pub(super) fn quantize(problem: &Problem, _rank: usize, config: Config) -> Resul
         product: None,
         tiles: Vec::new(),
         requests: Vec::new(),
+        host_sums: Vec::new(),
         reduction: (m > 0).then_some(Reduction { rows: m, n, sum }),
         one_shot: false,
     })

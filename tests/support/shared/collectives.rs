@@ -5,7 +5,7 @@ use std::time::Duration;
 use bytemuck::Pod;
 use gemmesh::trace::{Span, Work};
 use gemmesh::{
-    Block, Error, F8E4M3, F8E5M2, Float, Group, Matrix, ProduceAndAllToAll,
+    Block, Error, F8E4M3, F8E5M2, Float, Group, Host, Matrix, ProduceAndAllToAll,
     ProduceAndReduceScatter, Value, all_gather, all_reduce, all_to_all, bf16, broadcast, f16,
     produce_and_all_to_all, produce_and_reduce_scatter, reduce_scatter,
 };
@@ -31,6 +31,20 @@ pub trait Produces: Tested {
 
     /// Nothing that is made after this is there for a while.
     fn linger<T: Value>(block: &Block<Self, T>, time: Duration);
+}
+
+impl Produces for Host {
+    fn put<T: Value>(block: &mut Block<Host, T>, _: &Matrix<Host, T>, values: &[T], first: usize) {
+        let ([rows, n], pitch) = (block.shape(), block.pitch());
+        let to = block.values_mut().chunks_mut(pitch);
+        for (to, from) in to.zip(values[first * n..(first + rows) * n].chunks(n)) {
+            to[..n].copy_from_slice(from);
+        }
+    }
+
+    fn linger<T: Value>(_: &Block<Host, T>, time: Duration) {
+        std::thread::sleep(time);
+    }
 }
 
 fn bytes<T: Pod>(values: &[T]) -> &[u8] {

@@ -2,13 +2,14 @@
 
 use gemmesh::testing::delay_chunks;
 use gemmesh::{
-    AllGatherAndConsume, Chunk, Chunking, Config, Group, Host, MatmulAllReduce,
-    MatmulReduceScatter, ProduceAndAllToAll, ProduceAndReduceScatter, Route, TileShape, all_gather,
-    all_reduce, all_to_all, bf16, broadcast, matmul, reduce_scatter,
+    AllGatherAndConsume, Chunk, Chunking, Config, Error, Group, Host, MatmulAllReduce,
+    MatmulReduceScatter, Matrix, Number, ProduceAndAllToAll, ProduceAndReduceScatter, Route,
+    TileShape, all_gather, all_reduce, all_to_all, bf16, broadcast, matmul, reduce_scatter,
 };
 
 use crate::support::numbers::{bits, normal};
 use crate::support::products::{Case, Placed};
+use crate::support::shared::collectives::Produces;
 
 /// Ranks' hosts, and the rows of each rank. Ranks are not all numbered host by host, and some have no rows.
 pub const LAYOUTS: [(&str, &[&[usize]]); 6] = [
@@ -97,8 +98,8 @@ pub fn bytes(values: &[bf16]) -> Vec<u8> {
     values.flat_map(|value| value.to_le_bytes()).collect()
 }
 
-/// The sum that `rank` makes of all ranks' values.
-pub fn sum_of_hosts(hosts: &str, rank: usize, value: impl Fn(usize) -> f32) -> bf16 {
+/// The sum that `rank` makes of all ranks' values, which are of the type `T`.
+pub fn sum_of_hosts<T: Number>(hosts: &str, rank: usize, value: impl Fn(usize) -> f32) -> T {
     let own = hosts.as_bytes()[rank] as char;
     let mut sum = 0.0;
     for host in ('a'..='z').filter(|host| hosts.contains(*host)) {
@@ -106,10 +107,10 @@ pub fn sum_of_hosts(hosts: &str, rank: usize, value: impl Fn(usize) -> f32) -> b
         let values = ranks.map(|(rank, _)| value(rank));
         sum = match host == own {
             true => values.fold(sum, |sum, value| sum + value),
-            false => sum + bf16::from_f32(values.sum()).to_f32(),
+            false => sum + T::from_f32(values.sum()).to_f32(),
         };
     }
-    bf16::from_f32(sum)
+    T::from_f32(sum)
 }
 
 /// Of its own host a rank adds each rank's partial, and of another host their sum, which is rounded.
@@ -137,16 +138,31 @@ pub fn sums_are_those_of_hosts(group: &Group<Host>, hosts: &str, rows: &[usize])
         .collect();
     delay_chunks(Some(5));
     let mut out = group.zeros::<bf16>(rows[rank], n).unwrap();
-    for chunks in [1, 2, 5] {
-        let config = Config::new(TileShape::new(4, 4, 4), Chunking::new(chunks), Route::Push);
+    for (chunks, route) in [1, 2, 5]
+        .into_iter()
+        .zip([Route::Push, Route::Push, Route::Pull])
+    {
+        let config = Config::new(TileShape::new(4, 4, 4), Chunking::new(chunks), route);
         out.copy_from_host(&vec![bf16::NAN; rows[rank] * n])
             .unwrap();
         for _ in 0..5 {
             let sum = MatmulReduceScatter::new().config(config).rows(rows);
             sum.run(&a, &b, &mut out).unwrap();
         }
-        let out = out.to_vec().unwrap();
-        assert_eq!(bits(&out), bits(&expected), "{hosts}, {rows:?}, {chunks}");
+        let whole = out.to_vec().unwrap();
+        assert_eq!(bits(&whole), bits(&expected), "{hosts}, {rows:?}, {chunks}");
+        out.copy_from_host(&vec![bf16::NAN; rows[rank] * n])
+            .unwrap();
+        let sum = MatmulReduceScatter::new().config(config).rows(rows);
+        let sum = sum.prepare(&a, n).unwrap();
+        sum.matmul(&a, &b).unwrap();
+        sum.reduce_scatter(&mut out).unwrap();
+        let in_parts = out.to_vec().unwrap();
+        assert_eq!(
+            bits(&in_parts),
+            bits(&expected),
+            "{hosts}, {rows:?}, {chunks}"
+        );
         let mut all = group.sharded_rows::<bf16>(rows, n).unwrap();
         all.poison(bf16::NAN).unwrap();
         group.barrier().unwrap();
@@ -212,44 +228,118 @@ pub fn blocks_and_a_root_s_rows_come(group: &Group<Host>, hosts: &str, rows: &[u
     }
 }
 
-/// Without a product, each rank's addends go to the rank that adds them: the bits are those of one host.
-pub fn addends_are_added_in_the_order_of_the_ranks(
-    group: &Group<Host>,
-    hosts: &str,
-    rows: &[usize],
-) {
-    let (rank, world) = (group.rank(), group.world_size());
-    // `reduce_scatter` splits rows evenly.
-    let (m, n) = (rows.iter().sum::<usize>() / world * world, 6);
-    let addend = |rank: usize| normal::<f32>(rank as u64 + 50, m * n);
-    let sums: Vec<f32> = (0..m * n)
-        .map(|index| (0..world).map(|rank| addend(rank)[index]).sum())
-        .collect();
-    delay_chunks(Some(13));
-    let a = group.upload(&addend(rank), m, n).unwrap();
-    let own = m / world * n;
-    let own = &sums[rank * own..(rank + 1) * own];
-    let mut out = group.zeros::<f32>(m / world, n).unwrap();
-    for _ in 0..3 {
-        out.copy_from_host(&vec![f32::NAN; own.len()]).unwrap();
-        reduce_scatter(&a, &mut out).unwrap();
-        assert_eq!(out.to_vec().unwrap(), own, "{hosts}");
-    }
-    let mut all = group.sharded::<f32>(m, n).unwrap();
-    all.poison(f32::NAN).unwrap();
-    group.barrier().unwrap();
-    all_reduce(&a, &mut all).unwrap();
-    assert_eq!(all.to_vec().unwrap(), sums, "{hosts}");
-    out.copy_from_host(&vec![f32::NAN; own.len()]).unwrap();
-    let made = addend(rank);
-    let produced = ProduceAndReduceScatter::new().chunks(2);
-    let produced = produced.run(m, &mut out, |mut block| {
-        let (first, pitch) = (block.rows().start * n, block.pitch());
-        for (row, place) in block.values_mut().chunks_mut(pitch).enumerate() {
-            place[..n].copy_from_slice(&made[first + row * n..][..n]);
+/// The addends of all ranks, [M, N]. M is split evenly.
+struct Addends {
+    n: usize,
+    /// By rank: how many rows it owns.
+    rows: Vec<usize>,
+    of: Vec<Vec<f32>>,
+}
+
+impl Addends {
+    fn new([m, n]: [usize; 2], world: usize) -> Addends {
+        Addends {
+            n,
+            rows: (0..world)
+                .map(|rank| (m + world - 1 - rank) / world)
+                .collect(),
+            of: (0..world)
+                .map(|rank| normal(rank as u64 + 50, m * n))
+                .collect(),
         }
-        Ok(())
-    });
-    produced.unwrap();
-    assert_eq!(out.to_vec().unwrap(), own, "{hosts}");
+    }
+
+    /// By rank: the sums of its rows. `sum` makes that of an element.
+    fn sums(&self, sum: impl Fn(usize, usize) -> f32) -> Vec<Vec<f32>> {
+        let mut indices = 0..self.of[0].len();
+        let ranks = self.rows.iter().enumerate();
+        let own = ranks.map(|(rank, rows)| {
+            let own = indices.by_ref().take(rows * self.n);
+            own.map(|index| sum(rank, index)).collect()
+        });
+        own.collect()
+    }
+
+    /// This rank's addend.
+    fn upload<B: Produces>(&self, group: &Group<B>) -> Result<Matrix<B, f32>, Error> {
+        let own = &self.of[group.rank()];
+        group.upload(own, own.len() / self.n, self.n)
+    }
+
+    /// Where a rank has its rows of the sum.
+    fn poisoned<B: Produces>(&self, group: &Group<B>) -> Result<Matrix<B, f32>, Error> {
+        let rows = self.rows[group.rank()];
+        let mut out = group.zeros::<f32>(rows, self.n)?;
+        out.copy_from_host(&vec![f32::NAN; rows * self.n])?;
+        Ok(out)
+    }
+
+    fn reduce<B: Produces>(&self, group: &Group<B>) -> Result<Vec<f32>, Error> {
+        let (a, mut out) = (self.upload(group)?, self.poisoned(group)?);
+        reduce_scatter(&a, &mut out)?;
+        out.to_vec()
+    }
+
+    fn reduce_everywhere<B: Produces>(&self, group: &Group<B>) -> Result<Vec<f32>, Error> {
+        let a = self.upload(group)?;
+        let mut out = group.sharded::<f32>(self.rows.iter().sum(), self.n)?;
+        out.poison(f32::NAN)?;
+        group.barrier()?;
+        all_reduce(&a, &mut out)?;
+        out.to_vec()
+    }
+
+    fn produce<B: Produces>(&self, group: &Group<B>, chunks: usize) -> Result<Vec<f32>, Error> {
+        let (a, mut out) = (self.upload(group)?, self.poisoned(group)?);
+        let own = &self.of[group.rank()];
+        let produced = ProduceAndReduceScatter::new().chunks(chunks);
+        produced.run(self.rows.iter().sum(), &mut out, |mut block| {
+            let first = block.rows().start;
+            B::put(&mut block, &a, own, first);
+            Ok(())
+        })?;
+        out.to_vec()
+    }
+}
+
+/// Without a product sums are made as those of products. But if all ranks get few sums, each rank adds all addends.
+pub fn addends_are_added_host_by_host<B: Produces>(
+    group: &Group<B>,
+    hosts: &str,
+    [m, n]: [usize; 2],
+) -> Result<(), Error> {
+    let (rank, world) = (group.rank(), group.world_size());
+    let addends = Addends::new([m, n], world);
+    let sums =
+        addends.sums(|owner, index| sum_of_hosts(hosts, owner, |rank| addends.of[rank][index]));
+    let everywhere = match world == 2 || 4 * m * n <= FEW_BYTES {
+        true => addends.sums(|_, index| (0..world).map(|rank| addends.of[rank][index]).sum()),
+        false => sums.clone(),
+    };
+    let what = format!("rank {rank} of {hosts}, {m} by {n}");
+    for _ in 0..3 {
+        assert!(addends.reduce(group)? == sums[rank], "{what}");
+    }
+    for chunks in [1, 2] {
+        assert!(
+            addends.produce(group, chunks)? == sums[rank],
+            "{what}, {chunks}"
+        );
+    }
+    // Rows of a sharded matrix on GPUs are whole pieces of 16 bytes.
+    if n.is_multiple_of(4) {
+        assert!(
+            addends.reduce_everywhere(group)? == everywhere.concat(),
+            "{what}"
+        );
+    }
+    Ok(())
+}
+
+/// The most bytes of an addend that each of more than two ranks gets whole.
+const FEW_BYTES: usize = 256 << 10;
+
+/// So many columns that `m` rows of f32 are more.
+pub fn columns_of_many(m: usize) -> usize {
+    (FEW_BYTES / 4 / m + 1).next_multiple_of(4)
 }

@@ -8,7 +8,7 @@ use super::copies::{self, Enqueued};
 use super::network::{self, Flags};
 use super::stamps::Stamps;
 use crate::backend::contract::sealed::{Consumer, Producer};
-use crate::backend::cuda::driver::{Stream, StreamMemOp};
+use crate::backend::cuda::driver::{Event, Stream, StreamMemOp};
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::program::Program;
 use crate::backend::cuda::shared::words::Signals;
@@ -25,6 +25,8 @@ use crate::schedule::{Request, Schedule};
 pub(super) struct Callers<'a> {
     gpu: &'a Gpu,
     calls: usize,
+    /// By call: the event behind its work, if blocks go over a network.
+    made: Vec<Event>,
     pub(super) stamps: Stamps,
 }
 
@@ -33,6 +35,7 @@ impl<'a> Callers<'a> {
         Callers {
             gpu,
             calls: 0,
+            made: Vec::new(),
             stamps: Stamps::new(&gpu.device, is_traced),
         }
     }
@@ -55,6 +58,14 @@ impl<'a> Callers<'a> {
         }
         self.calls += 1;
         Ok(stream)
+    }
+
+    /// Makes later work on `stream` wait for the work of call `index`, which has been made.
+    fn precede(&self, index: usize, stream: &Stream) -> Result<()> {
+        match self.made.get(index) {
+            Some(event) => stream.wait_until(event),
+            None => stream.wait_for(self.of(index), &self.gpu.streams().produced),
+        }
     }
 
     /// Enqueues work on the stream of call `index`.
@@ -132,7 +143,11 @@ pub(super) fn produce(
 ) -> Result<(Enqueued, Stamps)> {
     let (rank, schedule, streams) = (at.members.rank, &program.schedule, at.gpu.streams());
     let requests = schedule.requests();
-    let mut up_to = |block: usize| make(at, requests, producer, callers, block);
+    let crosses = schedule.sent().next().is_some();
+    let mut up_to = |block: usize, stream: &Stream| {
+        make(at, requests, producer, callers, crosses, block)?;
+        callers.precede(block, stream)
+    };
     let copies = copies::enqueue(at, &streams.copies, schedule, call, Some(&mut up_to))?;
     let flags = Flags::Streams(*signals);
     let carried = network::enqueue(at, program, call, flags, Some(&mut up_to))?;
@@ -142,7 +157,7 @@ pub(super) fn produce(
         at.main.wait_for(&streams.copies, &streams.gathered)?;
     }
     for (block, request) in requests.iter().enumerate() {
-        let made = make(at, requests, producer, callers, block)?;
+        let made = make(at, requests, producer, callers, crosses, block)?;
         if program.reduction().is_none() || !own(&request) {
             continue;
         }
@@ -168,12 +183,14 @@ pub(super) fn produce(
     Ok((copies, carried))
 }
 
-/// Has the producer make all blocks up to `block`, each once. Returns the stream of `block`.
+/// Has the producer make all blocks up to `block`, each once. Returns the stream of `block`. `crosses`: each gets an event,
+/// because blocks that go over a network wait for it later, when more has been made.
 fn make<'a>(
     at: &EnqueueContext,
     requests: &[Request],
     producer: &mut Producer,
     callers: &mut Callers<'a>,
+    crosses: bool,
     block: usize,
 ) -> Result<&'a Stream> {
     while callers.calls <= block {
@@ -194,6 +211,11 @@ fn make<'a>(
                 false => at.shared.monitor.calling(call),
             }
         })?;
+        if crosses {
+            let event = Event::new(&at.gpu.device, false)?;
+            event.record(stream)?;
+            callers.made.push(event);
+        }
     }
     Ok(callers.of(block))
 }

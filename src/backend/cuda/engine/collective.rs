@@ -13,6 +13,7 @@ use crate::backend::cuda::program::operands::Operands;
 use crate::backend::cuda::program::reduction::ReductionKernel;
 use crate::backend::cuda::program::{Program, params, reduction};
 use crate::error::Result;
+use crate::schedule::{Reduction, Schedule};
 
 /// Launches the kernel that stores rows and adds arrivals on the main stream, if the program has one.
 pub fn launch(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Result<()> {
@@ -52,7 +53,24 @@ pub fn reduce(
         return quantize(stream, *kernel, false, told);
     }
     let rows = rows.unwrap_or(0..reduction.rows);
-    let mut sums = reduction::sums(&program.schedule, reduction, rows, operands)?;
+    add(
+        stream,
+        &program.schedule,
+        (reduction, kernel),
+        rows,
+        operands,
+    )
+}
+
+/// Launches a kernel that adds up `rows` of a reduction, behind the work that brings the addends.
+pub fn add(
+    stream: &Stream,
+    schedule: &Schedule,
+    (reduction, kernel): (&Reduction, &ReductionKernel),
+    rows: Range<usize>,
+    operands: &Operands,
+) -> Result<()> {
+    let mut sums = reduction::sums(schedule, reduction, rows, operands)?;
     let shape = LaunchShape::new(kernel.grid(&sums), GEMMESH_REDUCE_THREADS);
     let mut arguments = [(&raw mut sums).cast()];
     // SAFETY: the argument is what abi.h says. The matrices are alive until the stream has passed, as in

@@ -14,8 +14,8 @@ use crate::protocol::flag::Awaited;
 use crate::schedule::drive::{self, CopyEngine, GraphCopyEngine};
 use crate::schedule::{Schedule, Transfer};
 
-/// Has the caller make all blocks up to an index. They are complete when the returned stream has done its work.
-pub type Make<'a> = dyn FnMut(usize) -> Result<&'a Stream> + 'a;
+/// Has the caller make all blocks up to an index, and makes later work on the stream wait for them.
+pub type Make<'a> = dyn FnMut(usize, &Stream) -> Result<()> + 'a;
 
 /// The copies that have been enqueued.
 pub struct Enqueued {
@@ -131,10 +131,7 @@ impl CopyEngine for Copies<'_, '_, '_> {
         // Earlier flags need not wait for the caller.
         self.flush()?;
         match &mut self.make {
-            Some(make) => {
-                let made = make(block)?;
-                self.stream.wait_for(made, &self.at.gpu.streams().produced)
-            }
+            Some(make) => make(block, self.stream),
             None => Err(Error::Internal {
                 rank: self.at.members.rank,
                 what: format!("nobody makes block {block}"),

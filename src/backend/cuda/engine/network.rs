@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::announce::delay;
+use super::collective;
 use super::context::{EnqueueContext, ProgramCall};
 use super::copies::Make;
 use super::push;
@@ -15,14 +16,13 @@ use crate::backend::cuda::driver::{DevicePtr, NcclMessage, Stream, StreamMemOp};
 use crate::backend::cuda::gpu::streams::LANES;
 use crate::backend::cuda::program::Program;
 use crate::backend::cuda::program::operands::Operand;
-use crate::backend::cuda::program::staging::Staging;
 use crate::backend::cuda::shared::network::{EXPLAINED, Network};
 use crate::backend::cuda::shared::words::Signals;
 use crate::backend::work::work_of;
 use crate::error::{Error, Result};
-use crate::profile::span::Lane;
+use crate::profile::span::{Lane, Work};
 use crate::protocol::flag::Awaited;
-use crate::schedule::{Extent, Move, Schedule, Transfer, Turn};
+use crate::schedule::{Extent, HostSum, Move, Schedule, Transfer, Turn};
 
 /// Whose flags say that chunks have come.
 #[derive(Clone, Copy)]
@@ -68,8 +68,8 @@ pub fn enqueue<'a, 'm>(
     let schedule = &program.schedule;
     let mut carrier = Carrier {
         at,
+        program,
         schedule,
-        staging: &program.staging,
         call,
         flags,
         make,
@@ -120,8 +120,8 @@ impl RowsWithGaps {
 /// The transfers of a call that go over the network.
 struct Carrier<'a, 'm, 'c> {
     at: &'a EnqueueContext<'a>,
+    program: &'a Program,
     schedule: &'a Schedule,
-    staging: &'a Staging,
     call: &'a ProgramCall<'c>,
     flags: Flags<'a>,
     /// Makes the rows, if a producer does.
@@ -143,6 +143,7 @@ impl Carrier<'_, '_, '_> {
         let stream = &at.gpu.streams().lanes[lane];
         if let Some(sent) = turn.sent {
             self.await_block(lane, sent)?;
+            self.add(lane, sent)?;
             delay(stream, sent.to, sent.flag, self.call.epoch)?;
         }
         let (sent, packed) = self.messages(lane, turn.sent)?;
@@ -198,14 +199,38 @@ impl Carrier<'_, '_, '_> {
             return Ok(());
         };
         if let Some(make) = &mut self.make {
-            let made = make(block)?;
-            let streams = self.at.gpu.streams();
-            return streams.lanes[lane].wait_for(made, &streams.produced);
+            return make(block, &self.at.gpu.streams().lanes[lane]);
         }
         let word = self.at.shared.control.stored(block);
         self.stored[lane].push(word);
         // SAFETY: control blocks are unmapped when the streams have passed.
         unsafe { self.lane(lane).words(&[StreamMemOp::Wait(word, 1)]) }
+    }
+
+    /// Adds up what a transfer sends, if it is a sum of this host's addends, when they have come.
+    fn add(&mut self, lane: usize, sent: &Transfer) -> Result<()> {
+        let sum = sent
+            .added
+            .and_then(|sum| self.schedule.host_sums().get(sum));
+        let (Some(HostSum { sum, flags }), Flags::Streams(signals)) = (sum, self.flags) else {
+            return Ok(());
+        };
+        let (rank, stream) = (self.at.members.rank, &self.at.gpu.streams().lanes[lane]);
+        let kernel = self.program.host_sums().ok_or_else(|| Error::Internal {
+            rank,
+            what: "a program lacks the kernel that adds up for other hosts".into(),
+        })?;
+        let waits = flags.clone();
+        let waits = waits.map(|flag| signals.wait(signals.chunk(rank, flag)));
+        let words: SmallVec<[StreamMemOp; 8]> = waits.collect();
+        // SAFETY: control blocks are unmapped when the streams have passed.
+        unsafe { stream.words(&words)? };
+        let before = self.stamps.now(stream)?;
+        let rows = 0..sum.rows;
+        let operands = &self.call.operands;
+        collective::add(stream, self.schedule, (sum, kernel), rows.clone(), operands)?;
+        let work = || Work::Add { rows };
+        self.stamps.add(Lane::Network, before, stream, work)
     }
 
     /// This rank's side of a transfer: its messages, and the rows with gaps that they stand for.
@@ -216,7 +241,7 @@ impl Carrier<'_, '_, '_> {
         };
         let is_sent = moved.from == self.at.members.rank;
         let peer = if is_sent { moved.to } else { moved.from };
-        let mut room = self.staging.room(lane, is_sent);
+        let mut room = self.program.staging.room(lane, is_sent);
         for Move { from, to } in &moved.regions {
             let region = if is_sent { from } else { to };
             let Operand { ptr, pitch, .. } = self.call.operands.require(region.matrix)?;

@@ -59,16 +59,21 @@ pub fn choose(
     tiled(rates, problem, numerics, base).0
 }
 
-/// Chooses the tiles of an operation over several hosts. Within a host its rows are pushed.
+/// Chooses the tiles of an operation over several hosts. Within a host its rows are pushed, unless a sum has so few that
+/// its product is better made first: see [`is_better_first`].
 ///
 /// `network`: the bytes per microsecond that a rank sends and receives. If that takes as long as the product, a row of
-/// tiles is left to make when the last rows have come, or has to be made before the first partials can go. So low tiles
-/// are better.
+/// tiles is left to make when the last rows have come, or has to be made before the first partials can go. So tiles are
+/// better whose rows take few waves.
 pub fn over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, network: f64) -> Config {
     /// If there are fewer rows, sums have low tiles.
     const MANY_ROWS: usize = 4096;
     let m = problem.layout.m();
     let is_sum = problem.operation.is_sum();
+    if is_sum && is_better_first(problem) {
+        let base = Config::new(WIDEST, Chunking::new(1), Route::Pull);
+        return tiled(rates, problem, numerics, base).0;
+    }
     let tile = match is_sum && m < MANY_ROWS {
         true => WIDEST.with_cluster(1, 1),
         false => WIDEST,
@@ -80,11 +85,20 @@ pub fn over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, network:
         // Ranks whose K differ must agree on the pieces of sums.
         let agrees = !is_sum || partial_sums::agree(problem, config, &base);
         match agrees {
-            true => until_complete(problem, config, tiles.cold(), sent),
+            true => until_complete(problem, config, tiles, sent),
             false => f64::INFINITY,
         }
     })
     .0
+}
+
+/// True if the product of a sum is better made before any partial is moved. Otherwise the rows of each owner are tiles of
+/// their own, each of which reads its part of the weight again. Ranks whose K differ agree on it.
+fn is_better_first(problem: &Problem) -> bool {
+    let layout = &problem.layout;
+    let tiles = |rows: usize| rows.div_ceil(FEW_ROWS);
+    let apart: usize = layout.rows().into_iter().map(tiles).sum();
+    apart >= 3 * tiles(layout.m())
 }
 
 /// Predicts the times of an operation over several hosts, as [`predict`].
@@ -94,14 +108,15 @@ pub fn predict_over_hosts(
     config: &Config,
     network: f64,
 ) -> Vec<Prediction> {
-    let product = Tiles::of(rates, problem, config).cold();
+    let tiles = Tiles::of(rates, problem, config);
+    let product = tiles.cold();
     let sent = time_of_network(problem, network);
     let all = [
         ("of the product alone", product),
         ("that the network takes", sent),
         (
             "until the operation is complete",
-            until_complete(problem, config, product, sent),
+            until_complete(problem, config, &tiles, sent),
         ),
     ];
     let predictions = all.into_iter();
@@ -110,10 +125,14 @@ pub fn predict_over_hosts(
         .collect()
 }
 
-/// Until an operation over hosts is complete whose `product` and network take so long.
-fn until_complete(problem: &Problem, config: &Config, product: f64, sent: f64) -> f64 {
-    let m = problem.layout.m().max(1);
-    let row = product * config.entry_rows().min(m) as f64 / m as f64;
+/// Until an operation over hosts of these tiles is complete, whose network takes so long.
+fn until_complete(problem: &Problem, config: &Config, tiles: &Tiles, sent: f64) -> f64 {
+    let product = tiles.cold();
+    if problem.operation.is_sum() && config.route == Route::Pull {
+        return product + sent;
+    }
+    let waves = tiles.columns.div_ceil(tiles.slots) as f64;
+    let row = waves * tiles.wave(tiles.columns.min(tiles.slots));
     product.max(sent + row)
 }
 
@@ -326,6 +345,24 @@ mod tests {
                         "{operation} {m}: {config:?}"
                     );
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn a_sum_of_few_rows_over_hosts_is_made_after_its_product() {
+        let hosts: Vec<usize> = (0..8).map(|rank| rank / 4).collect();
+        for (m, route) in [(16, Route::Pull), (128, Route::Pull), (512, Route::Push)] {
+            let layout = Layout::balanced(m, 3584, 8).unwrap();
+            let problem = Problem {
+                hosts: Hosts::of(&hosts).unwrap(),
+                ..Problem::new(MatmulReduceScatter, DType::Bf16, layout, 8192)
+            };
+            let config = over_hosts(&H200, &problem, Numerics::Fast, 50e3);
+            assert_eq!(config.route, route, "{m}");
+            for rank in 0..8 {
+                let schedule = plan(&problem, rank, config).unwrap();
+                assert!(support::check(&schedule).is_ok(), "{m}: {config:?}");
             }
         }
     }

@@ -52,6 +52,8 @@ pub struct Program {
     kernel: ProgramKernel,
     /// The kernel that adds rows behind copies or behind a product's kernel.
     reduction: Option<ReductionKernel>,
+    /// The kernel that adds up what goes to other hosts.
+    host_sums: Option<ReductionKernel>,
     /// Keeps the kernel's tables.
     _held: HeldTables,
 }
@@ -63,6 +65,8 @@ pub struct Selected<'a> {
     chosen: Option<Chosen<'a>>,
     /// The kernel that adds rows, if the main kernel does not.
     reduction: Option<ReductionKernel>,
+    /// The kernel that adds up what goes to other hosts.
+    host_sums: Option<ReductionKernel>,
 }
 
 impl<'a> Selected<'a> {
@@ -78,11 +82,13 @@ impl<'a> Selected<'a> {
         let has_low_latency = matches!(destination, Destination::LowLatency(_));
         let adds_itself = is_collective(schedule) || has_low_latency;
         let added = schedule.reduction().filter(|_| !adds_itself);
-        let reduction = added.map(|added| ReductionKernel::new(gpu, schedule, added));
+        let kernel = |added| ReductionKernel::new(gpu, schedule, added);
+        let of_hosts = schedule.host_sums().first();
         Ok(Selected {
             destination,
             chosen: chosen.transpose()?,
-            reduction: reduction.transpose()?,
+            reduction: added.map(kernel).transpose()?,
+            host_sums: of_hosts.map(|first| kernel(&first.sum)).transpose()?,
         })
     }
 }
@@ -116,6 +122,7 @@ impl Program {
             destination,
             chosen,
             reduction,
+            host_sums,
         } = Selected::new(gpu, &schedule)?;
         let entries = chosen.as_ref().map_or(&[][..], |chosen| &chosen.entries);
         let (held, tables) = ProgramTables::hold(gpu, &schedule, &destination, entries)?;
@@ -153,6 +160,7 @@ impl Program {
             staging: Staging::new(gpu, &schedule)?,
             kernel,
             reduction,
+            host_sums,
             _held: held,
             schedule,
         })
@@ -161,6 +169,11 @@ impl Program {
     /// The reduction behind copies or behind the main kernel, and its kernel. None if the main kernel adds.
     pub fn reduction(&self) -> Option<(&Reduction, &ReductionKernel)> {
         self.schedule.reduction().zip(self.reduction.as_ref())
+    }
+
+    /// The kernel that adds up what goes to other hosts. None if there is no such sum.
+    pub fn host_sums(&self) -> Option<&ReductionKernel> {
+        self.host_sums.as_ref()
     }
 
     /// True if an operation whose kernel waits for peers is complete when the kernel has ended.

@@ -114,14 +114,15 @@ fn check_quantised(schedule: &Schedule) -> Result<()> {
 fn check_sums(schedule: &Schedule) -> Result<()> {
     let blocks = schedule.product().map(|product| &product.blocks[..]);
     let of_blocks = blocks.unwrap_or_default().iter().map(|block| &block.sum);
-    let reduced = schedule.reduction().map(|reduction| &reduction.sum);
+    let reduced = schedule.reductions().map(|reduction| &reduction.sum);
     for sum in of_blocks
         .chain(reduced)
         .filter(|sum| !sum.addends.is_empty())
     {
         let stored = schedule.matrices()[sum.out].dtype;
         let dtype = sum.dtype(schedule.matrices());
-        let mut regions = schedule.moves().flat_map(|moved| &moved.regions);
+        let moves = schedule.moves().chain(schedule.sent());
+        let mut regions = moves.flat_map(|moved| &moved.regions);
         let is_sent = regions.any(|region| region.from.matrix == sum.out);
         if is_sent && stored != dtype {
             let what = format!("sums over all ranks of {stored} on GPUs: use {dtype}");
@@ -140,8 +141,11 @@ pub const TURNS: usize = 128;
 /// The most commands that an operation puts on one stream. Stores by kernels need none.
 pub fn commands(schedule: &Schedule) -> usize {
     let passed_on = schedule.moves().filter(|moved| !moved.after.is_empty());
+    // A host's sum: waits for the addends, and the kernel that adds.
+    let of_sums = schedule.host_sums().iter().map(|sum| sum.flags.len() + 1);
     // A turn: a wait for its block, NCCL's kernel, its count, the flag, and the word's reset.
-    commands_before(schedule) + 3 * passed_on.count() + 5 * schedule.turns().count()
+    let of_turns = 5 * schedule.turns().count();
+    commands_before(schedule) + 3 * passed_on.count() + of_turns + of_sums.sum::<usize>()
 }
 
 /// Those that stand in front of its kernel. What waits for the network follows.
@@ -198,12 +202,13 @@ mod tests {
 
     #[test]
     fn all_schedules_over_hosts_run_on_gpus() {
-        const OPERATIONS: [Operation; 8] = [
+        const OPERATIONS: [Operation; 9] = [
             AllGatherMatmul,
             MatmulReduceScatter,
             MatmulAllReduce,
             Operation::AllGather,
             Operation::ReduceScatter,
+            Operation::ProduceAndReduceScatter,
             Operation::AllReduce,
             Operation::Broadcast,
             Operation::AllToAll,
@@ -230,6 +235,11 @@ mod tests {
                     let is_sum = [MatmulReduceScatter, MatmulAllReduce].contains(&operation);
                     let has_places = matches!(checked, Ok(Destination::Places(_)));
                     assert_eq!(has_places, is_sum, "{hosts} {operation} {rank}");
+                    if is_sum {
+                        let pulled = plan(&problem, rank, config.with_route(Route::Pull)).unwrap();
+                        let checked = check(&pulled);
+                        assert!(checked.is_ok(), "{hosts} {operation} {rank}: {checked:?}");
+                    }
                 }
             }
         }

@@ -18,7 +18,7 @@ use ranks::Machine;
 use rates::{STORED_SUMS, TIMED, TIMED_ALONE, TIMED_SUMS, sustained};
 
 use super::tiles::Tiles;
-use super::{choose, configs_with_room, sums};
+use super::{choose, configs_with_room, sums, tiled};
 use crate::backend::cuda::MOST_STORED;
 use crate::backend::cuda::gpu::kernels::{Variant, WIDEST};
 use crate::backend::cuda::gpu::rates::H200;
@@ -167,7 +167,8 @@ fn candidates(problem: &Problem) -> Result<Vec<Config>> {
     Ok([chosen].into_iter().chain(other).collect())
 }
 
-/// The tiles that make the blocks of all owners the fastest, with few and with more chunks.
+/// The tiles that make the blocks of all owners the fastest, with few and with more chunks. Over hosts also those of a
+/// product that is made first.
 fn of_sums(problem: &Problem) -> Vec<Config> {
     let world = problem.layout.world();
     let base = Config::new(WIDEST, Chunking::new(1), Route::Push);
@@ -185,7 +186,10 @@ fn of_sums(problem: &Problem) -> Vec<Config> {
             ..config
         })
     };
-    fastest.into_iter().flat_map(cut).collect()
+    let first = Config::new(WIDEST, Chunking::new(1), Route::Pull);
+    let is_several = problem.hosts.count() > 1;
+    let first = is_several.then(|| tiled(&H200, problem, Numerics::Fast, first).0);
+    fastest.into_iter().flat_map(cut).chain(first).collect()
 }
 
 /// The product of one rank, with all rows there: its time, and the library's choice for it.
@@ -224,6 +228,15 @@ fn play_configured(
             alone,
             timeline: made_alone(problem, config)?,
         },
+        _ if is_sum && config.route == Route::Pull && problem.hosts.count() > 1 => {
+            let mut product = Played {
+                micros: made(problem, &config),
+                alone,
+                timeline: made_alone(problem, config)?,
+            };
+            product.extend(play_schedules(problem, config, network, alone)?);
+            product
+        }
         _ if is_sum && config.route != Route::Push => by_model(problem, config, alone)?,
         _ => play_schedules(problem, config, network, alone)?,
     };

@@ -10,7 +10,7 @@ use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::model::sums::rate;
 use crate::backend::cuda::model::tiles::Tiles;
 use crate::profile::span::{Lane, Span, Work};
-use crate::schedule::{Reduction, Route, Schedule, Tile, Transfer};
+use crate::schedule::{HostSum, Reduction, Route, Schedule, Tile, Transfer};
 
 /// Of what the ranks are made.
 pub struct Machine<'a> {
@@ -22,6 +22,20 @@ pub struct Machine<'a> {
     pub clock: f64,
     /// What adding one more partial takes, if all slots do so.
     pub addend: f64,
+}
+
+impl Machine<'_> {
+    /// How long a kernel takes that adds rows up, and multiplies nothing.
+    fn adding(&self, schedule: &Schedule, Reduction { rows, n, sum }: &Reduction) -> f64 {
+        let width = schedule.matrices()[sum.out].dtype.bytes();
+        let moved = ((sum.addends.len() + 1) * rows * n * width) as f64;
+        // If a kernel stores the rows, it adds them too.
+        let (launch, share) = match schedule.uses(Route::Store) {
+            true => (0.0, ADDED_BY_STORES),
+            false => (rate::REDUCED, 1.0),
+        };
+        launch + moved / (share * self.rates.read)
+    }
 }
 
 /// What a rank did.
@@ -232,7 +246,12 @@ impl Player<'_> {
         let link = self.machine.rates.link(transfer.route);
         let made_at = |block| state.produced(block) + link.start;
         let produced = transfer.produced.map_or(0.0, made_at);
-        let begin = free.max(produced).max(state.come(transfer.after.clone()));
+        let added = transfer.added.map_or(0.0, |sum| {
+            let HostSum { sum, flags } = &state.schedule.host_sums()[sum];
+            state.come(flags.clone()) + self.machine.adding(state.schedule, sum)
+        });
+        let come = state.come(transfer.after.clone());
+        let begin = free.max(produced).max(come).max(added);
         if begin.is_infinite() {
             return false;
         }
@@ -296,17 +315,10 @@ impl Rank<'_> {
         let come = self.come(0..self.flags.len());
         let blocks = (0..self.blocks.len()).map(|block| self.produced(block));
         let mut end = blocks.fold(come, f64::max);
-        if let Some(Reduction { rows, n, sum }) = self.schedule.reduction() {
-            let width = self.schedule.matrices()[sum.out].dtype.bytes();
-            let moved = ((sum.addends.len() + 1) * rows * n * width) as f64;
-            // If a kernel stores the rows, it adds them too.
-            let (launch, share) = match self.schedule.uses(Route::Store) {
-                true => (0.0, ADDED_BY_STORES),
-                false => (rate::REDUCED, 1.0),
-            };
+        if let Some(sum) = self.schedule.reduction() {
             let begin = end;
-            end += launch + moved / (share * machine.rates.read);
-            let work = Work::Add { rows: 0..*rows };
+            end += machine.adding(self.schedule, sum);
+            let work = Work::Add { rows: 0..sum.rows };
             self.spans.push(span(Lane::Worker(0), work, begin, end));
         }
         PlayedRank {

@@ -112,8 +112,9 @@ fn up_to_1024_ranks_are_played_if_they_have_equally_many_rows() {
         assert!(refused(1025, [1, 1025]).is_err());
         assert!(refused(64, [0, 8]).is_err());
     }
-    // A kernel adds 64 addends at the most.
-    assert!(play_operation(ReduceScatter, [7200, 0, 1024], [9, 8], &NETWORK).is_err());
+    // A kernel adds 64 addends at the most: those of the own host, and one of each other host.
+    let added = |m, extents| play_operation(ReduceScatter, [m, 0, 1024], extents, &NETWORK);
+    assert!(added(7296, [57, 8]).is_ok() && added(7424, [58, 8]).is_err());
     assert!(play_operation(Operation::Matmul, [8, 8, 8], [1, 1], &NETWORK).is_err());
 }
 

@@ -1,0 +1,191 @@
+//! Rows that ranks exchange, and rows of a root. Nothing is added.
+
+use super::{Blocks, CollectivePlan};
+use crate::refusal::Result;
+use crate::route::Route;
+use crate::schedule::plan::chunks::{Cutter, Part};
+use crate::schedule::plan::matrices::{A, OUT, PARTIALS};
+use crate::schedule::plan::partials::{Partials, among_others};
+use crate::schedule::plan::tile_order::ring;
+use crate::schedule::{Move, Region, Request, Schedule, Transfer};
+
+impl CollectivePlan<'_> {
+    pub(super) fn exchange(&self, blocks: Blocks) -> Result<Schedule> {
+        let (layout, world) = (&self.problem.layout, self.world());
+        let most = layout.rows().into_iter().max().unwrap_or(0);
+        let callers = match blocks {
+            Blocks::Had => 0,
+            Blocks::Made => (world - 1) * most,
+        };
+        let room = Partials::of_callers(self.problem, callers, 0);
+        let exchange = BlockTransfers { plan: self, blocks };
+        // A matrix has the same extents on all ranks, those of the longest input.
+        let mut parts = self.parts([world * most, layout.m()], &room);
+        parts.arrivals = exchange.arrivals();
+        (parts.departures, parts.requests) = exchange.departures();
+        Schedule::new(parts)
+    }
+
+    /// Over several hosts it is a gather of rows that are all the root's. So they cross the network once a host.
+    fn broadcast_over_hosts(&self) -> Result<Schedule> {
+        let cutter = Cutter::new(self.problem, &self.config);
+        let room = Partials::of_callers(self.problem, 0, 0);
+        let mut parts = self.parts([self.problem.layout.m(); 2], &room);
+        parts.arrivals = cutter.arrivals(self.rank);
+        parts.departures = cutter.departures(self.rank);
+        let transfers = parts.arrivals.iter_mut().chain(&mut parts.departures);
+        for Move { from, to } in transfers.flat_map(|transfer| &mut transfer.regions) {
+            (from.matrix, to.matrix) = (OUT, OUT);
+        }
+        Schedule::new(parts)
+    }
+
+    pub(super) fn broadcast(&self) -> Result<Schedule> {
+        if self.problem.hosts.count() > 1 {
+            return self.broadcast_over_hosts();
+        }
+        let &CollectivePlan { problem, rank, .. } = self;
+        let (layout, world) = (&problem.layout, self.world());
+        let root = self.root();
+        let stored = self.config.route == Route::Store;
+        // The share of each other rank, in ring order, chunk by chunk. Stored rows go to all ranks at once.
+        let count = world - 1;
+        let share = |number: usize| match stored {
+            true => 0..layout.m(),
+            false => layout.m() * number / count..layout.m() * (number + 1) / count,
+        };
+        let chunks: Vec<Vec<Part>> = (0..count)
+            .map(|number| self.cut(share(number), Blocks::Had))
+            .collect();
+        let first = |share: usize| match stored {
+            true => 0,
+            false => chunks[..share].iter().map(Vec::len).sum::<usize>(),
+        };
+        let receivers: Vec<usize> = ring(root, world).collect();
+        let most = chunks.iter().map(Vec::len).max().unwrap_or(0);
+        // All chunks in the order in which they are sent: the first chunk of every share, then the second, and so on.
+        let mut all = Vec::new();
+        for number in 0..most {
+            for (share, chunks) in chunks.iter().enumerate() {
+                if let Some(chunk) = chunks.get(number) {
+                    all.push((receivers[share], chunk, first(share) + number));
+                }
+            }
+        }
+        let transfer = |from: usize, to: usize, chunk: &Part, flag: usize| Transfer {
+            source: root,
+            after: match from == root {
+                true => 0..0,
+                false => flag..flag + 1,
+            },
+            ..self.transfer(
+                [from, to],
+                Move::in_place(self.part(OUT, chunk.rows.clone(), &chunk.columns)),
+                0,
+                flag,
+            )
+        };
+        let room = Partials::of_callers(problem, 0, 0);
+        let mut parts = self.parts([layout.m(); 2], &room);
+        for &(receiver, chunk, flag) in &all {
+            if rank == root {
+                parts.departures.push(transfer(root, receiver, chunk, flag));
+            } else if receiver == rank {
+                parts.arrivals.push(transfer(root, rank, chunk, flag));
+            } else if !stored {
+                parts.arrivals.push(transfer(receiver, rank, chunk, flag));
+            }
+            if receiver == rank && !stored {
+                let others = ring(rank, world).filter(|&other| other != root);
+                let onward = others.map(|other| transfer(rank, other, chunk, flag));
+                parts.departures.extend(onward);
+            }
+        }
+        Schedule::new(parts)
+    }
+}
+
+/// The transfers between ranks, if nothing is added up.
+struct BlockTransfers<'a> {
+    plan: &'a CollectivePlan<'a>,
+    blocks: Blocks,
+}
+
+impl BlockTransfers<'_> {
+    /// The parts of the rows that a rank sends to each other rank.
+    fn parts_of(&self, from: usize) -> Vec<Part> {
+        let rows = self.plan.problem.layout.rows_of(from);
+        self.plan.cut(rows, self.blocks)
+    }
+
+    /// The region in the memory of `from` of a part that it sends to `to`.
+    fn source(&self, [from, to]: [usize; 2], Part { rows, columns }: &Part) -> Region {
+        let own = self.plan.problem.layout.rows_of(from);
+        let (matrix, before) = match self.blocks {
+            Blocks::Had => (A, to),
+            Blocks::Made => (PARTIALS, among_others(to, from)),
+        };
+        let first = before * own.len() + rows.start - own.start;
+        self.plan.part(matrix, first..first + rows.len(), columns)
+    }
+
+    /// Flags are numbered by source, then by row.
+    fn flag(&self, [from, to]: [usize; 2], part: usize) -> usize {
+        let before = (0..from).filter(|&other| self.blocks == Blocks::Had || other != to);
+        before
+            .map(|other| self.parts_of(other).len())
+            .sum::<usize>()
+            + part
+    }
+
+    fn transfer(&self, ends: [usize; 2], number: usize, part: &Part) -> Transfer {
+        let moved = Move {
+            from: self.source(ends, part),
+            to: self.plan.part(OUT, part.rows.clone(), &part.columns),
+        };
+        self.plan
+            .transfer(ends, moved, number, self.flag(ends, number))
+    }
+
+    fn arrivals(&self) -> Vec<Transfer> {
+        let (rank, world) = (self.plan.rank, self.plan.world());
+        let senders = (1..world).map(|step| (rank + world - step) % world);
+        let senders = senders.chain((self.blocks == Blocks::Had).then_some(rank));
+        let arrivals = senders.flat_map(|from| {
+            let parts = self.parts_of(from).into_iter().enumerate();
+            parts.map(move |(number, part)| self.transfer([from, rank], number, &part))
+        });
+        arrivals.collect()
+    }
+
+    /// The transfers from this rank, and the blocks that its caller makes.
+    fn departures(&self) -> (Vec<Transfer>, Vec<Request>) {
+        let rank = self.plan.rank;
+        let first = self.plan.problem.layout.rows_of(rank).start;
+        let (mut departures, mut requests) = (Vec::new(), Vec::new());
+        let is_made = self.blocks == Blocks::Made;
+        for to in ring(rank, self.plan.world()).chain([rank]) {
+            let stays = to == rank && is_made;
+            for (number, part) in self.parts_of(rank).iter().enumerate() {
+                if !stays {
+                    departures.push(Transfer {
+                        produced: is_made.then_some(requests.len()),
+                        ..self.transfer([rank, to], number, part)
+                    });
+                }
+                if is_made {
+                    requests.push(Request {
+                        owner: to,
+                        rows: part.rows.start - first..part.rows.end - first,
+                        place: match stays {
+                            true => self.plan.region(OUT, part.rows.clone()),
+                            false => self.source([rank, to], part),
+                        },
+                        addends: 0..0,
+                    });
+                }
+            }
+        }
+        (departures, requests)
+    }
+}

@@ -1,0 +1,60 @@
+//! Sums of rows over the ranks of several hosts. [`SumsOverHosts`] has them.
+
+use std::ops::Range;
+
+use super::{Blocks, CollectivePlan, SumPlace};
+use crate::refusal::Result;
+use crate::schedule::plan::chunks::Part;
+use crate::schedule::plan::host_sums::{Source, SumsOverHosts, plain_output};
+use crate::schedule::plan::partials::Partials;
+use crate::schedule::plan::ways::{Ways, cut_for_rail};
+use crate::schedule::{Problem, Schedule};
+
+/// Gives each rank its rows of the sum.
+pub(super) fn sums(plan: &CollectivePlan, blocks: Blocks, place: SumPlace) -> Result<Schedule> {
+    let &CollectivePlan { problem, rank, .. } = plan;
+    let layout = &problem.layout;
+    let (source, callers) = match blocks {
+        Blocks::Had => (Source::Input, 0),
+        Blocks::Made => (Source::Caller, layout.m()),
+    };
+    let most = layout.rows().into_iter().max().unwrap_or(0);
+    let room = Partials::of_callers(problem, callers, most);
+    let room = room.with_more(SumsOverHosts::more_slots(problem, source));
+    let cut = |maker: usize, owner: usize| plan.cut_over_hosts(blocks, maker, owner);
+    let ways = Ways::new(problem, rank, room, cut);
+    let sums = SumsOverHosts::new((problem, rank), source, problem.n, room, ways);
+    let (first, out) = place.of(layout, rank);
+    let mut parts = plan.parts([layout.m(), out], &room);
+    parts.arrivals = sums.arrivals();
+    parts.departures = sums.departures();
+    parts.requests = sums.requests();
+    parts.host_sums = sums.host_sums();
+    parts.reduction = sums.own_sum(plain_output(first));
+    Schedule::new(parts)
+}
+
+impl CollectivePlan<'_> {
+    /// How `maker` cuts its addend to rows of `owner`: the caller's blocks as within one host, and other rows as they go
+    /// over the network.
+    fn cut_over_hosts(&self, blocks: Blocks, maker: usize, owner: usize) -> Vec<Range<usize>> {
+        let Problem {
+            layout,
+            hosts,
+            n,
+            dtypes,
+            ..
+        } = self.problem;
+        let rows = layout.rows_of(owner);
+        let ranges = |parts: Vec<Part>| parts.into_iter().map(|part| part.rows).collect();
+        match (blocks, hosts.share(maker, owner)) {
+            (Blocks::Made, _) if maker == owner => ranges(self.cut_own(rows)),
+            (Blocks::Had, _) if maker == owner => Vec::new(),
+            (Blocks::Had, false) => {
+                let row = n * dtypes.operands.bytes();
+                cut_for_rail(hosts, rows, row, self.config.entry_rows())
+            }
+            _ => ranges(self.cut(rows, blocks)),
+        }
+    }
+}
