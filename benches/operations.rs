@@ -919,7 +919,7 @@ fn record<B: Backend, T: Multiplied, O: Operation<B, T>>(
         timing,
     } = run;
     let problem = json!({
-        "op": O::NAME, "backend": B::NAME, "world": group.world_size(), "m": m, "n": n, "k": k,
+        "op": O::NAME, "backend": B::NAME, "world": group.world_size(), "hosts": group.host_count(), "m": m, "n": n, "k": k,
         "dtype": T::DTYPE.to_string(), "out": O::OUT.to_string(), "scales": args.scales_name(), "numerics": format!("{:?}", args.numerics), "stages": args.gather_stages, "max_rel_err": check.max_rel_err,
         "max_abs_err": check.max_abs_err, "ok": check.ok(), "commit": commit(),
         "config": format!("{:?}", explanation.config), "predicted_us": explanation.micros(), "iters": args.iters, "unix_time": unix_time(),

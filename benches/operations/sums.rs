@@ -126,6 +126,12 @@ impl<B: Backend, T: Multiplied> Operands<B, T> {
             false => k as f64 * v,
         };
         let added = world as f64 * v;
+        // Partials are rounded, and over hosts also each host's sum of them.
+        let u = if self.group.host_count() > 1 {
+            2.0 * u
+        } else {
+            u
+        };
         check(&factors, out, n, &rows, |exact| {
             let off = (sums + added) * exact.magnitude + u * exact.products;
             rounded::<O>(exact.value, more * off)

@@ -515,10 +515,6 @@ impl<T: Multiplied, O: OnGpus<T>> Timed<Cuda, T> for O {
             Measured::Graph => graph.is_some(),
             // No copy engine reaches another host.
             Measured::Ideal => is_one_host,
-            // Over hosts a sum of products has no parts.
-            Measured::Matmul | Measured::Collective | Measured::Sequential => {
-                is_one_host || matches!(peers.communication.collective, Collective::Gather)
-            }
             Measured::Fast => args.fast_accumulation,
             _ => true,
         };

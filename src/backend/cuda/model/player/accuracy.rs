@@ -1,4 +1,4 @@
-//! How far what is played is right on one host.
+//! How far what is played is right: on one host, and on two GPUs as two hosts.
 
 mod measured;
 
@@ -107,6 +107,39 @@ fn prefills_of_models_are_played_within_5_percent_in_the_mean() {
         assert_eq!(errors.0.len(), count);
         assert!(errors.mean() < 0.05 && errors.at(1.0) < 0.15, "{errors}");
     }
+}
+
+/// The network's rate is that at which the line's collective moved its bytes, alone.
+#[test]
+fn two_hosts_are_played_within_10_percent_in_the_median() {
+    let mut errors = Vec::new();
+    for line in measured::read("h200x2-hosts") {
+        let problem = Problem {
+            hosts: Hosts::of(&["a", "b"]).unwrap(),
+            ..problem_of(&line)
+        };
+        let [m, n, k] = line.shape;
+        // An all-reduce is a sum and a gather.
+        let columns = match line.operation {
+            Operation::AllGatherMatmul => k,
+            Operation::MatmulAllReduce => 2 * n,
+            _ => n,
+        };
+        let network = SimulatedNetwork {
+            bytes: (m / 2 * columns * 2) as f64 / line.alone.unwrap(),
+            latency: 10.0,
+        };
+        let played = play_configured(&problem, line.config, &network).unwrap();
+        println!(
+            "{} {:?}: {:.0} {:.0}",
+            line.operation, line.shape, line.micros, played.micros
+        );
+        errors.push((played.micros / line.micros - 1.0).abs());
+    }
+    errors.sort_by(f64::total_cmp);
+    let errors = Errors(errors);
+    println!("two hosts: {errors}");
+    assert!(errors.at(0.5) < 0.1, "{errors}");
 }
 
 #[test]

@@ -14,6 +14,8 @@ pub struct Measured {
     pub config: Config,
     /// In microseconds.
     pub micros: f64,
+    /// That of its collective alone, if the line has it.
+    pub alone: Option<f64>,
 }
 
 /// The lines of a file.
@@ -42,6 +44,9 @@ fn of_line(line: &Value) -> Measured {
         shape: [of("m"), number(n), of("k")],
         config: config(words("config")),
         micros: micros.as_f64().unwrap(),
+        alone: ["gather_us", "reduce_scatter_us", "all_reduce_us"]
+            .into_iter()
+            .find_map(|key| line[key].as_f64()),
     }
 }
 
