@@ -5,6 +5,8 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
@@ -182,12 +184,64 @@ fn kernel() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default()
 }
 
-/// Checks that there is enough memory. Linux promises more memory than there is, and ends processes when they use it.
-pub fn require_available(bytes: usize) -> io::Result<()> {
-    match lacking(&[rooms()], bytes) {
-        None => Ok(()),
-        Some((_, words)) => Err(io::Error::new(io::ErrorKind::OutOfMemory, words)),
+/// How long a look at the limits holds.
+const MOMENT: Duration = Duration::from_millis(10);
+/// The most that it grants. No more is granted wrongly if others take memory in that time, or if this process enters a
+/// control group that has less.
+const SMALL: u64 = 1 << 20;
+
+/// A look at the limits that has found enough memory. It reads twenty files or more, which takes longer than to make a
+/// small matrix.
+#[derive(Debug)]
+struct Look {
+    at: Instant,
+    /// The bytes that it still grants.
+    left: u64,
+}
+
+impl Look {
+    /// A look that has found `rooms`. Of these `bytes` are asked for.
+    fn new(rooms: &[Room], bytes: usize) -> Look {
+        let rooms = rooms.iter().map(|room| room.available);
+        let spare = rooms.map(|available| available.saturating_sub(bytes as u64));
+        Look {
+            at: Instant::now(),
+            left: spare.fold(SMALL, u64::min),
+        }
     }
+
+    /// Asks for `bytes` more. False if a new look has to tell.
+    fn grants(&mut self, bytes: usize) -> bool {
+        match self.left.checked_sub(bytes as u64) {
+            Some(left) if self.at.elapsed() < MOMENT => {
+                self.left = left;
+                true
+            }
+            _ => false,
+        }
+    }
+}
+
+/// Checks that there is enough memory. Linux promises more memory than there is, and ends processes when they use it.
+///
+/// The last look at the limits may say that there is. Only a new one says that there is not, because memory may have
+/// been given back.
+pub fn require_available(bytes: usize) -> io::Result<()> {
+    static LAST: Mutex<Option<Look>> = Mutex::new(None);
+    // Nobody waits for the lock: in the child of a fork it may be locked for ever.
+    if let Ok(Some(last)) = LAST.try_lock().as_deref_mut()
+        && last.grants(bytes)
+    {
+        return Ok(());
+    }
+    let rooms = [rooms()];
+    if let Some((_, words)) = lacking(&rooms, bytes) {
+        return Err(io::Error::new(io::ErrorKind::OutOfMemory, words));
+    }
+    if let Ok(mut last) = LAST.try_lock() {
+        *last = Some(Look::new(&rooms[0], bytes));
+    }
+    Ok(())
 }
 
 /// A rank that lacks memory if every rank takes `bytes`, and why.
@@ -420,14 +474,37 @@ mod tests {
         }
     }
 
-    #[test]
-    fn ranks_share_a_machine_and_perhaps_a_control_group() {
-        let room = |id, available| Room {
+    fn room(id: u64, available: u64) -> Room {
+        Room {
             machine: "one".into(),
             id: (1, id),
             available,
             place: format!("to {id}"),
-        };
+        }
+    }
+
+    #[test]
+    fn a_look_grants_what_it_has_found_for_a_moment() {
+        let rooms = [room(7, 1000), room(0, 100)];
+        // On a busy machine the moment may have passed before all is asked.
+        let is_asked_in_time = (0..1000).any(|_| {
+            let begin = Instant::now();
+            let mut look = Look::new(&rooms, 40);
+            let granted = [61, 50, 11, 10, 1, 0].map(|bytes| look.grants(bytes));
+            let in_time = begin.elapsed() < MOMENT;
+            assert!(!in_time || granted == [false, true, false, true, false, true]);
+            in_time
+        });
+        assert!(is_asked_in_time);
+        let mut look = Look::new(&rooms, 40);
+        std::thread::sleep(MOMENT);
+        assert!(!look.grants(0));
+        assert_eq!(Look::new(&[], 1).left, SMALL);
+        assert_eq!(Look::new(&[room(7, 2 * SMALL)], 1).left, SMALL);
+    }
+
+    #[test]
+    fn ranks_share_a_machine_and_perhaps_a_control_group() {
         let shared = [
             vec![room(7, 100), room(0, 1000)],
             vec![room(7, 99), room(0, 1000)],
