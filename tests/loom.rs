@@ -22,8 +22,8 @@ use gemmesh::schedule::drive::{self, CopyThread, Produced};
 use gemmesh::schedule::plan::matrices::{MATRICES, PARTIALS};
 use gemmesh::schedule::plan::plan;
 use gemmesh::schedule::{
-    Addend, DTypes, Form, Hosts, Layout, Operation, OutputBlock, Problem, Scaling, Schedule,
-    Transfer,
+    Addend, DTypes, Form, Hosts, Layout, Operation, OutputBlock, Problem, Reduction, Scaling,
+    Schedule, Transfer,
 };
 use gemmesh::{Chunking, Config, DType, Route, TileShape};
 use loom::cell::UnsafeCell;
