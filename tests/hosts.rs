@@ -363,6 +363,13 @@ impl<'s> Sums<'s> {
             if !flags.clone().all(|flag| self.come.contains(&flag)) {
                 return None;
             }
+            let place = &self.rows[&sum.sum.out][sum.sum.first..][..sum.rows];
+            let own = Addend::Rows {
+                matrix: sum.sum.out,
+                first: sum.sum.first,
+            };
+            // It takes the place of the own addend, or a place of its own.
+            assert!(sum.sum.addends.contains(&own) || place.iter().all(Option::is_none));
             (0..sum.rows).for_each(|row| self.add(&sum.sum, row));
         }
         let from = &transfer.regions[0].from;
