@@ -64,7 +64,7 @@ pub fn choose(
 ///
 /// `network`: the bytes per microsecond that a rank sends and receives. If that takes as long as the product, a row of
 /// tiles is left to make when the last rows have come, or has to be made before the first partials can go. So tiles are
-/// better whose rows take few waves.
+/// better whose rows take few waves, and for sums low ones.
 pub fn over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, network: f64) -> Config {
     /// If there are fewer rows, sums have low tiles.
     const MANY_ROWS: usize = 4096;
@@ -131,8 +131,17 @@ fn until_complete(problem: &Problem, config: &Config, tiles: &Tiles, sent: f64) 
     if problem.operation.is_sum() && config.route == Route::Pull {
         return product + sent;
     }
-    let waves = tiles.columns.div_ceil(tiles.slots) as f64;
-    let row = waves * tiles.wave(tiles.columns.min(tiles.slots));
+    let row = match problem.operation.is_sum() {
+        // Partials go in pieces as high as a tile, each by one of the network's lanes. So there should be many pieces.
+        true => {
+            let m = problem.layout.m().max(1);
+            product * config.entry_rows().min(m) as f64 / m as f64
+        }
+        false => {
+            let waves = tiles.columns.div_ceil(tiles.slots) as f64;
+            waves * tiles.wave(tiles.columns.min(tiles.slots))
+        }
+    };
     product.max(sent + row)
 }
 
