@@ -7,7 +7,7 @@
 //! ```
 //!
 //! The library plans the schedules of all ranks, and its model of the GPU plays them through. docs/hosts.md says how far it
-//! is right on one host. What it says of several hosts was not measured.
+//! is right on one host, and on two GPUs as two hosts. What it says of several machines was not measured.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -154,7 +154,7 @@ fn run(args: &Args) -> Result<()> {
     }
     let name = operation.operation().name();
     println!(
-        "{name}, {hosts} hosts of {gpus} H200s, {network} Gb/s a GPU, in microseconds. Several hosts were not measured.\n{table}"
+        "{name}, {hosts} hosts of {gpus} H200s, {network} Gb/s a GPU, in microseconds. Several machines were not measured.\n{table}"
     );
     match (&args.svg, last) {
         (Some(path), Some(row)) => {

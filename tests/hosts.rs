@@ -299,13 +299,9 @@ impl<'s> Sums<'s> {
         };
         let mut rows = HashMap::from([rows(A, &own), rows(PARTIALS, &None), rows(OUT, &None)]);
         rows.get_mut(&PARTIALS).unwrap()[..made].fill(own.clone());
-        // What a caller makes, it makes at once.
-        for request in schedule.requests() {
-            let place = rows.get_mut(&request.place.matrix).unwrap();
-            place[request.place.rows.clone()].fill(own.clone());
-        }
         let blocks = schedule.product().map_or(0, |product| product.blocks.len());
         let mut left = vec![0; blocks];
+        left.extend(schedule.requests().iter().map(|_| 1));
         for tile in schedule.tiles() {
             left[tile.block as usize] += 1;
         }
@@ -351,10 +347,24 @@ impl<'s> Sums<'s> {
         true
     }
 
+    /// Has the caller make its next block, if there is one.
+    fn request(&mut self) -> bool {
+        let next = self.left.iter().position(|&left| left > 0);
+        let requests = self.schedule.requests();
+        let Some((number, request)) = next.and_then(|next| Some((next, requests.get(next)?)))
+        else {
+            return false;
+        };
+        let own = Some(self.schedule.rank().to_string());
+        let place = self.rows.get_mut(&request.place.matrix).unwrap();
+        place[request.place.rows.clone()].fill(own);
+        self.left[number] = 0;
+        true
+    }
+
     /// The rows of a transfer from this rank, if its block is made and the addends of its sum have come.
     fn sent(&mut self, transfer: &Transfer) -> Option<Vec<Option<String>>> {
-        let left = |block: usize| self.left.get(block).copied().unwrap_or(0);
-        if transfer.produced.is_some_and(|block| left(block) > 0) {
+        if transfer.produced.is_some_and(|block| self.left[block] > 0) {
             return None;
         }
         if let Some(HostSum { sum, flags }) =
@@ -363,13 +373,12 @@ impl<'s> Sums<'s> {
             if !flags.clone().all(|flag| self.come.contains(&flag)) {
                 return None;
             }
-            let place = &self.rows[&sum.sum.out][sum.sum.first..][..sum.rows];
-            let own = Addend::Rows {
+            // It takes the place of an addend that has come.
+            assert!(sum.sum.out == PARTIALS && !flags.is_empty());
+            assert!(sum.sum.addends.contains(&Addend::Rows {
                 matrix: sum.sum.out,
                 first: sum.sum.first,
-            };
-            // It takes the place of the own addend, or a place of its own.
-            assert!(sum.sum.addends.contains(&own) || place.iter().all(Option::is_none));
+            }));
             (0..sum.rows).for_each(|row| self.add(&sum.sum, row));
         }
         let from = &transfer.regions[0].from;
@@ -408,6 +417,7 @@ fn play(schedules: &[Schedule], made: usize) -> Vec<Sums<'_>> {
             while ranks[rank].multiply() {
                 any = true;
             }
+            any |= ranks[rank].request();
             let is_received = |next: &&Transfer| received[next.to].front() == Some(next);
             let over_network = sent[rank].front().copied().filter(is_received);
             let within_host = moved[rank].front().copied();

@@ -19,7 +19,7 @@ use gemmesh::protocol::flag::FlagBlock;
 use gemmesh::protocol::flag::Wait;
 use gemmesh::protocol::primitive::AtomicUsize;
 use gemmesh::schedule::drive::{self, CopyThread, Produced};
-use gemmesh::schedule::plan::matrices::{MATRICES, PARTIALS};
+use gemmesh::schedule::plan::matrices::{A, MATRICES, PARTIALS};
 use gemmesh::schedule::plan::plan;
 use gemmesh::schedule::{
     Addend, DTypes, Form, Hosts, Layout, Operation, OutputBlock, Problem, Reduction, Scaling,
@@ -764,6 +764,46 @@ fn a_block_goes_over_a_network_when_all_workers_have_made_their_tiles_of_it() {
         // A worker of rank 1 looks at what it adds.
         world.receive(1, epoch, &received);
         world.multiply_and_add(1, epoch, &[], &AtomicUsize::new(0));
+    });
+}
+
+#[test]
+fn a_host_s_sum_is_made_of_addends_that_have_come() {
+    /// What stands in the place of the sum.
+    const SUM: u32 = 7;
+    let hosts = Hosts::of(&["a", "a", "b", "b"]).unwrap();
+    // Rank 0 is the gateway to rank 2, and rank 1 its neighbour.
+    let plans = sums_over(hosts, Operation::ReduceScatter, &[0, 0, 1, 0], 1);
+    explore(Some(2), move || {
+        let epoch = EPOCHS[1];
+        let world = Arc::new(World::new(&plans, epoch, 4));
+        for rank in 0..2 {
+            world.ranks[rank].rows[A][0].write(value(rank, 0, epoch));
+            drive::announce(rank, epoch, &world.blocks());
+        }
+        let other = world.clone();
+        let neighbour = spawn(move || other.transfer(1, epoch, Way::Push, &[]));
+        let Rank { chunk, rows, .. } = &world.ranks[0];
+        let add = |Reduction { sum, .. }: &Reduction| {
+            for (from, addend) in sum.addends.iter().enumerate() {
+                let Addend::Rows { matrix, first } = *addend else {
+                    unreachable!("{addend:?}")
+                };
+                assert_eq!(rows[matrix][first].read(), value(from, 0, epoch));
+            }
+            rows[sum.out][sum.first].write(SUM);
+        };
+        let mut sent = 0;
+        let send = |transfer: &Transfer| {
+            let from = &transfer.regions[0].from;
+            assert_eq!(rows[from.matrix][from.rows.start].read(), SUM);
+            sent += 1;
+            Ok(())
+        };
+        let plan = world.plan(0, Way::Push);
+        let Ok(()) = drive::send(plan, epoch, chunk, &[], &*world, add, send);
+        neighbour.join().unwrap();
+        assert_eq!(sent, 1);
     });
 }
 

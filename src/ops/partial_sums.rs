@@ -327,7 +327,7 @@ impl<B: Backend> PlannedSums<B> {
         )
     }
 
-    /// Only pulls the partials that have been made, and adds them.
+    /// Only moves the partials that have been made, and adds them.
     #[track_caller]
     pub fn reduce(&self, addends: &Addends<B>, out: Bound<B>, shared: &[u32]) -> Result<()> {
         let config = Some(self.config.with_route(Route::Pull));

@@ -41,15 +41,7 @@ impl Parts {
         self.check_pushes(blocks)?;
         check_turns(&self.arrivals)?;
         check_turns(&self.departures)?;
-        for HostSum { sum, flags } in &self.host_sums {
-            self.check_reduction(sum)?;
-            limit(
-                "flags of addends",
-                flags.end,
-                flags.start,
-                self.arrivals.len(),
-            )?;
-        }
+        self.check_host_sums()?;
         if let Some(reduction) = &self.reduction {
             self.check_reduction(reduction)?;
         }
@@ -144,6 +136,25 @@ impl Parts {
             if let Some(sum) = transfer.added {
                 below("a sum that is sent", sum, self.host_sums.len())?;
             }
+        }
+        Ok(())
+    }
+
+    /// Checks that each sum of this host's addends is sent once, and that no worker multiplies meanwhile.
+    fn check_host_sums(&self) -> Result<()> {
+        let alone = self.product.is_none() || self.host_sums.is_empty();
+        require("sums of a host must not be made beside a product", alone)?;
+        for (number, HostSum { sum, flags }) in self.host_sums.iter().enumerate() {
+            self.check_reduction(sum)?;
+            limit(
+                "flags of addends",
+                flags.end,
+                flags.start,
+                self.arrivals.len(),
+            )?;
+            let sent = self.departures.iter();
+            let sent = sent.filter(|moved| moved.added == Some(number)).count();
+            limit("transfers of a host's sum", sent, 1, 1)?;
         }
         Ok(())
     }

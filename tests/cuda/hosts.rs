@@ -144,8 +144,9 @@ fn collectives(rank: &Rank, group: &Group<Cuda>, hosts: &str) -> Result<(), Erro
     }
     // Rows of six numbers have gaps between them. The most rows cross the network in several chunks.
     for shape in [[131, 6], [160, 64], [2800, 2048]] {
-        addends_are_added_host_by_host(group, hosts, shape)?;
+        addends_are_added_host_by_host::<_, f32>(group, hosts, shape)?;
     }
+    addends_are_added_host_by_host::<_, bf16>(group, hosts, [160, 1024])?;
     Ok(())
 }
 

@@ -3,7 +3,7 @@
 use gemmesh::schedule::Hosts;
 use gemmesh::testing::delay_chunks;
 use gemmesh::trace::{Lane, Work};
-use gemmesh::{Error, Group, Host, Route};
+use gemmesh::{Error, Group, Host, Route, bf16};
 
 use crate::fp8;
 use crate::support::products::Arguments;
@@ -74,7 +74,8 @@ fn addends_over_hosts_are_added_host_by_host() {
         delay_chunks(Some(13));
         let m = rows.iter().sum();
         for n in [6, 8, columns_of_many(m)] {
-            addends_are_added_host_by_host(group, hosts, [m, n]).unwrap();
+            addends_are_added_host_by_host::<_, f32>(group, hosts, [m, n]).unwrap();
+            addends_are_added_host_by_host::<_, bf16>(group, hosts, [m, n]).unwrap();
         }
     });
 }

@@ -40,7 +40,8 @@ pub fn test(world: &SimpleCommunicator) -> usize {
                 delay_chunks(Some(13));
                 let m = rows.iter().sum();
                 for n in [6, 8, columns_of_many(m)] {
-                    addends_are_added_host_by_host(&group, hosts, [m, n]).unwrap();
+                    addends_are_added_host_by_host::<_, f32>(&group, hosts, [m, n]).unwrap();
+                    addends_are_added_host_by_host::<_, bf16>(&group, hosts, [m, n]).unwrap();
                 }
                 delay_chunks(None);
                 passed += 5;

@@ -87,7 +87,8 @@ pub struct Carrier<'a, 's> {
     /// The chunk flags of this rank's arrivals.
     pub chunk: &'a [Flag],
     pub produced: &'a [Produced],
-    /// The memory of a worker. No worker holds it while it waits.
+    /// The memory of a worker. Where this thread adds, there is no product, and workers take their memory when all addends
+    /// have come.
     pub scratch: &'a Mutex<WorkerScratch>,
     pub recorder: &'a Recorder<'s>,
 }
@@ -142,7 +143,7 @@ impl<'a> Carrier<'a, '_> {
         let mut bytes = self.memory_for(transfer)?;
         for (place, region, packed) in self.regions(transfer) {
             // SAFETY: the matrix holds the region, and `bytes` what it is packed to. The rows were final when the operation
-            // began, or `drive::send` has acquired the count of their block.
+            // began, or `drive::send` has acquired the count of their block, or this thread has added them up.
             unsafe { copy_part(place, &region, bytes.as_mut_ptr(), &packed) };
         }
         let key = self.members.key_of_operation().to_le_bytes();

@@ -40,8 +40,7 @@ pub const fn stored() -> Config {
 
 /// Gives each rank its rows of the sum of all inputs, [M, N].
 ///
-/// Over several hosts too, each rank's rows go to the rank that adds them, so the bits are those of one host. Sums of
-/// products are added within a host first.
+/// Over several hosts, addends are added within a host first, as those of products.
 ///
 /// # Errors
 /// `Refusal::Limit` if N or a field of the configuration is out of bounds.
@@ -74,7 +73,8 @@ pub fn leaves_gather(problem: &Problem) -> bool {
     problem.layout.world() > 2 && bytes > FEW_BYTES
 }
 
-/// As [`reduce_scatter`], of blocks that the caller makes: first those of the peers' rows, in ring order, then its own.
+/// As [`reduce_scatter`], of blocks that the caller makes: first those of the peers' rows, in ring order, then its own. Over
+/// several hosts, the rows of other hosts come before those of the own host.
 ///
 /// # Errors
 /// As [`reduce_scatter`].

@@ -1,10 +1,11 @@
 //! Sums over the ranks of several hosts of rows that are made already, or that a caller makes. [`Ways`] has the rules.
 //!
-//! A gateway adds up its host's addends of a piece when all have come, and then sends their sum on. Where hosts have one
-//! rank each, there is nothing to add before that.
+//! A gateway adds up its host's addends of a piece when all have come, and then sends their sum on. The sum takes the place
+//! of an addend that has come, whose slot is overwritten by the next operation anyway. Where hosts have one rank each,
+//! there is nothing to add before.
 
 use super::matrices::{A, OUT, PARTIALS};
-use super::partials::{Incoming, Partials, Piece};
+use super::partials::{Incoming, Piece};
 use super::ways::{Way, Ways};
 use crate::schedule::{
     Activation, Addend, HostSum, Problem, Reduction, Region, Request, Sum, Transfer,
@@ -28,19 +29,16 @@ pub(super) struct SumsOverHosts<'a> {
     source: Source,
     /// The columns of a row that move.
     columns: usize,
-    room: Partials,
     ways: Ways<'a>,
     /// By rank: what comes to it.
     incoming: Vec<Incoming>,
 }
 
 impl<'a> SumsOverHosts<'a> {
-    /// `room` has a slot for each peer, and [`SumsOverHosts::more_slots`] beyond.
     pub(super) fn new(
         (problem, rank): (&'a Problem, usize),
         source: Source,
         columns: usize,
-        room: Partials,
         ways: Ways<'a>,
     ) -> SumsOverHosts<'a> {
         SumsOverHosts {
@@ -48,17 +46,8 @@ impl<'a> SumsOverHosts<'a> {
             rank,
             source,
             columns,
-            room,
             incoming: ways.incoming(),
             ways,
-        }
-    }
-
-    /// How many slots a gateway's sums need. They take the place of its own addends, but not in the caller's input.
-    pub(super) fn more_slots(problem: &Problem, source: Source) -> usize {
-        match source {
-            Source::Input => problem.hosts.count() - 1,
-            Source::Partials | Source::Caller => 0,
         }
     }
 
@@ -91,17 +80,11 @@ impl<'a> SumsOverHosts<'a> {
 
     /// Where gateway `rank` has the sum of its host's addends to a piece.
     fn place_of_sum(&self, rank: usize, piece: &Piece) -> Region {
-        let own = self.own_place(piece);
-        if self.source != Source::Input {
-            return own;
-        }
-        let slots = self.problem.layout.world() - 1;
-        let slot = slots + self.ways.place_on_rail(rank, piece.owner);
-        let first = self.room.numbered_slot(slot) + self.ways.offset(piece);
+        let first = self.ways.first_slot(rank, piece);
         Region {
             matrix: PARTIALS,
             rows: first..first + piece.rows.len(),
-            ..own
+            columns: 0..self.columns,
         }
     }
 

@@ -67,8 +67,6 @@ pub const PADDED_COLUMNS: usize = 16;
 pub struct Partials {
     /// Rows of a slot: the most rows that come from one rank to another, and padding.
     slot: usize,
-    /// Slots: one for each peer, and perhaps more.
-    count: usize,
     world: usize,
     m: usize,
     /// Rows of padding after the partials of each owner's rows.
@@ -100,18 +98,9 @@ impl Partials {
         }
     }
 
-    /// The same with more slots.
-    pub(super) fn with_more(self, slots: usize) -> Partials {
-        Partials {
-            count: self.count + slots,
-            ..self
-        }
-    }
-
     fn new(problem: &Problem, padding: Padding, slot: usize) -> Partials {
         Partials {
             slot: slot + padding.slot,
-            count: problem.layout.world() - 1,
             world: problem.layout.world(),
             m: problem.layout.m(),
             gap: padding.own,
@@ -123,7 +112,7 @@ impl Partials {
 
     /// The number of all rows.
     pub fn rows(&self) -> usize {
-        self.slots() + self.count * self.slot
+        self.slots() + (self.world - 1) * self.slot
     }
 
     /// The elements of a row.

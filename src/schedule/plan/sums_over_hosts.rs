@@ -30,9 +30,8 @@ pub(super) fn reduce_scatter(planner: &SumPlan) -> Result<Schedule> {
 }
 
 fn reduce(planner: &SumPlan) -> Result<Schedule> {
-    let (problem, room) = (planner.problem, planner.partials);
-    let of = (problem, planner.rank);
-    let sums = SumsOverHosts::new(of, Source::Partials, room.columns(), room, ways(planner));
+    let (of, columns) = ((planner.problem, planner.rank), planner.partials.columns());
+    let sums = SumsOverHosts::new(of, Source::Partials, columns, ways(planner));
     let own = sums.own_sum(planner.finished(planner.place()));
     Schedule::new(Parts {
         host_sums: sums.host_sums(),
@@ -70,10 +69,16 @@ fn multiply_and_reduce(planner: &SumPlan) -> Result<Schedule> {
     planner.schedule(true, arrivals, departures, Some((product, tiles)), None)
 }
 
-/// Pieces are blocks of the product. A rank makes its own rows as one.
+/// Pushed pieces are blocks of the product. A rank makes its own rows as one. Of partials that are made before, each rank
+/// has chosen the tiles for itself, so the pieces do not depend on them.
 fn ways<'a>(planner: &SumPlan<'a>) -> Ways<'a> {
+    /// At multiples of so many rows partials are cut that are made before.
+    const HEIGHT: usize = 64;
     let (layout, hosts) = (&planner.problem.layout, &planner.problem.hosts);
-    let height = planner.config.entry_rows();
+    let (height, count) = match planner.config.route {
+        Route::Pull => (HEIGHT, 1),
+        _ => (planner.config.entry_rows(), planner.config.chunking.count),
+    };
     let row = planner.partials.columns() * planner.problem.dtypes.partials.bytes();
     let cut = |maker: usize, owner: usize| {
         let rows = layout.rows_of(owner);
@@ -84,7 +89,7 @@ fn ways<'a>(planner: &SumPlan<'a>) -> Ways<'a> {
                 .collect();
         }
         match hosts.share(maker, owner) {
-            true => chunk_rows_of_block(rows, planner.config.chunking.count, height).collect(),
+            true => chunk_rows_of_block(rows, count, height).collect(),
             false => cut_for_rail(hosts, rows, row, height),
         }
     };

@@ -206,8 +206,18 @@ impl<'a> Ways<'a> {
     }
 
     /// The place of `owner` among the other ranks of the rail of `rank`, in the order of ranks.
-    pub(super) fn place_on_rail(&self, rank: usize, owner: usize) -> usize {
+    fn place_on_rail(&self, rank: usize, owner: usize) -> usize {
         self.hosts.rail(rank).filter(|&peer| peer < owner).count()
+    }
+
+    /// The first row of the slot, in the memory of gateway `rank`, for what comes first in the order of the ranks to a piece
+    /// of another host's rows.
+    pub(super) fn first_slot(&self, rank: usize, piece: &Piece) -> usize {
+        let mut ranks = self
+            .hosts
+            .ranks_of(self.hosts.host_of(rank), self.layout.world());
+        let first = ranks.find(|&other| other != rank).unwrap_or(rank);
+        self.slot(first, rank, piece.owner) + self.offset(piece)
     }
 
     /// The ranks of a host, in their order.

@@ -2,12 +2,12 @@
 
 use gemmesh::testing::delay_chunks;
 use gemmesh::{
-    AllGatherAndConsume, Chunk, Chunking, Config, Error, Group, Host, MatmulAllReduce,
+    AllGatherAndConsume, Chunk, Chunking, Config, Error, Float, Group, Host, MatmulAllReduce,
     MatmulReduceScatter, Matrix, Number, ProduceAndAllToAll, ProduceAndReduceScatter, Route,
     TileShape, all_gather, all_reduce, all_to_all, bf16, broadcast, matmul, reduce_scatter,
 };
 
-use crate::support::numbers::{bits, normal};
+use crate::support::numbers::{bits, nan, normal};
 use crate::support::products::{Case, Placed};
 use crate::support::shared::collectives::Produces;
 
@@ -142,7 +142,12 @@ pub fn sums_are_those_of_hosts(group: &Group<Host>, hosts: &str, rows: &[usize])
         .into_iter()
         .zip([Route::Push, Route::Push, Route::Pull])
     {
-        let config = Config::new(TileShape::new(4, 4, 4), Chunking::new(chunks), route);
+        // Of partials that are made first, each rank chooses its own tiles.
+        let height = match route {
+            Route::Pull => 4 << (rank % 2),
+            _ => 4,
+        };
+        let config = Config::new(TileShape::new(height, 4, 4), Chunking::new(chunks), route);
         out.copy_from_host(&vec![bf16::NAN; rows[rank] * n])
             .unwrap();
         for _ in 0..5 {
@@ -229,15 +234,15 @@ pub fn blocks_and_a_root_s_rows_come(group: &Group<Host>, hosts: &str, rows: &[u
 }
 
 /// The addends of all ranks, [M, N]. M is split evenly.
-struct Addends {
+struct Addends<T> {
     n: usize,
     /// By rank: how many rows it owns.
     rows: Vec<usize>,
-    of: Vec<Vec<f32>>,
+    of: Vec<Vec<T>>,
 }
 
-impl Addends {
-    fn new([m, n]: [usize; 2], world: usize) -> Addends {
+impl<T: Float> Addends<T> {
+    fn new([m, n]: [usize; 2], world: usize) -> Addends<T> {
         Addends {
             n,
             rows: (0..world)
@@ -250,7 +255,7 @@ impl Addends {
     }
 
     /// By rank: the sums of its rows. `sum` makes that of an element.
-    fn sums(&self, sum: impl Fn(usize, usize) -> f32) -> Vec<Vec<f32>> {
+    fn sums(&self, sum: impl Fn(usize, usize) -> T) -> Vec<Vec<T>> {
         let mut indices = 0..self.of[0].len();
         let ranks = self.rows.iter().enumerate();
         let own = ranks.map(|(rank, rows)| {
@@ -261,35 +266,35 @@ impl Addends {
     }
 
     /// This rank's addend.
-    fn upload<B: Produces>(&self, group: &Group<B>) -> Result<Matrix<B, f32>, Error> {
+    fn upload<B: Produces>(&self, group: &Group<B>) -> Result<Matrix<B, T>, Error> {
         let own = &self.of[group.rank()];
         group.upload(own, own.len() / self.n, self.n)
     }
 
     /// Where a rank has its rows of the sum.
-    fn poisoned<B: Produces>(&self, group: &Group<B>) -> Result<Matrix<B, f32>, Error> {
+    fn poisoned<B: Produces>(&self, group: &Group<B>) -> Result<Matrix<B, T>, Error> {
         let rows = self.rows[group.rank()];
-        let mut out = group.zeros::<f32>(rows, self.n)?;
-        out.copy_from_host(&vec![f32::NAN; rows * self.n])?;
+        let mut out = group.zeros::<T>(rows, self.n)?;
+        out.copy_from_host(&vec![nan(); rows * self.n])?;
         Ok(out)
     }
 
-    fn reduce<B: Produces>(&self, group: &Group<B>) -> Result<Vec<f32>, Error> {
+    fn reduce<B: Produces>(&self, group: &Group<B>) -> Result<Vec<T>, Error> {
         let (a, mut out) = (self.upload(group)?, self.poisoned(group)?);
         reduce_scatter(&a, &mut out)?;
         out.to_vec()
     }
 
-    fn reduce_everywhere<B: Produces>(&self, group: &Group<B>) -> Result<Vec<f32>, Error> {
+    fn reduce_everywhere<B: Produces>(&self, group: &Group<B>) -> Result<Vec<T>, Error> {
         let a = self.upload(group)?;
-        let mut out = group.sharded::<f32>(self.rows.iter().sum(), self.n)?;
-        out.poison(f32::NAN)?;
+        let mut out = group.sharded::<T>(self.rows.iter().sum(), self.n)?;
+        out.poison(nan())?;
         group.barrier()?;
         all_reduce(&a, &mut out)?;
         out.to_vec()
     }
 
-    fn produce<B: Produces>(&self, group: &Group<B>, chunks: usize) -> Result<Vec<f32>, Error> {
+    fn produce<B: Produces>(&self, group: &Group<B>, chunks: usize) -> Result<Vec<T>, Error> {
         let (a, mut out) = (self.upload(group)?, self.poisoned(group)?);
         let own = &self.of[group.rank()];
         let produced = ProduceAndReduceScatter::new().chunks(chunks);
@@ -303,17 +308,19 @@ impl Addends {
 }
 
 /// Without a product sums are made as those of products. But if all ranks get few sums, each rank adds all addends.
-pub fn addends_are_added_host_by_host<B: Produces>(
+pub fn addends_are_added_host_by_host<B: Produces, T: Float>(
     group: &Group<B>,
     hosts: &str,
     [m, n]: [usize; 2],
 ) -> Result<(), Error> {
     let (rank, world) = (group.rank(), group.world_size());
-    let addends = Addends::new([m, n], world);
-    let sums =
-        addends.sums(|owner, index| sum_of_hosts(hosts, owner, |rank| addends.of[rank][index]));
-    let everywhere = match world == 2 || 4 * m * n <= FEW_BYTES {
-        true => addends.sums(|_, index| (0..world).map(|rank| addends.of[rank][index]).sum()),
+    let addends = Addends::<T>::new([m, n], world);
+    let value = |rank: usize, index: usize| addends.of[rank][index].to_f32();
+    let sums = addends.sums(|owner, index| sum_of_hosts(hosts, owner, |rank| value(rank, index)));
+    let everywhere = match world == 2 || size_of::<T>() * m * n <= FEW_BYTES {
+        true => {
+            addends.sums(|_, index| T::from_f32((0..world).map(|rank| value(rank, index)).sum()))
+        }
         false => sums.clone(),
     };
     let what = format!("rank {rank} of {hosts}, {m} by {n}");
@@ -327,7 +334,7 @@ pub fn addends_are_added_host_by_host<B: Produces>(
         );
     }
     // Rows of a sharded matrix on GPUs are whole pieces of 16 bytes.
-    if n.is_multiple_of(4) {
+    if n.is_multiple_of(8) {
         assert!(
             addends.reduce_everywhere(group)? == everywhere.concat(),
             "{what}"
@@ -339,7 +346,7 @@ pub fn addends_are_added_host_by_host<B: Produces>(
 /// The most bytes of an addend that each of more than two ranks gets whole.
 const FEW_BYTES: usize = 256 << 10;
 
-/// So many columns that `m` rows of f32 are more.
+/// So many columns that `m` rows of 16 bits are more.
 pub fn columns_of_many(m: usize) -> usize {
-    (FEW_BYTES / 4 / m + 1).next_multiple_of(4)
+    (FEW_BYTES / 2 / m + 1).next_multiple_of(8)
 }

@@ -151,7 +151,7 @@ impl Carrier<'_, '_, '_> {
         let before = self.stamps.now(stream)?;
         packed.iter().try_for_each(|gaps| gaps.pack(stream))?;
         // SAFETY: this rank's memory holds the regions. What is sent is final: the lane has waited for the main stream,
-        // and for its block if that is made during the operation. What is received is read after its flag alone, and
+        // and for its block if that is made during the operation, or has added it up itself. What is received is read after its flag alone, and
         // the kernels of earlier operations are in front of the lane. The memory lives until the streams have passed.
         let exchanged = unsafe { network.exchange(at.members, lane, stream, &sent, &received) };
         exchanged.map_err(|error| self.blame(error, turn))?;
@@ -209,17 +209,18 @@ impl Carrier<'_, '_, '_> {
 
     /// Adds up what a transfer sends, if it is a sum of this host's addends, when they have come.
     fn add(&mut self, lane: usize, sent: &Transfer) -> Result<()> {
-        let sum = sent
-            .added
-            .and_then(|sum| self.schedule.host_sums().get(sum));
-        let (Some(HostSum { sum, flags }), Flags::Streams(signals)) = (sum, self.flags) else {
+        let Some(number) = sent.added else {
             return Ok(());
         };
-        let (rank, stream) = (self.at.members.rank, &self.at.gpu.streams().lanes[lane]);
-        let kernel = self.program.host_sums().ok_or_else(|| Error::Internal {
-            rank,
-            what: "a program lacks the kernel that adds up for other hosts".into(),
-        })?;
+        let rank = self.at.members.rank;
+        let stream = &self.at.gpu.streams().lanes[lane];
+        let sum = self.schedule.host_sums().get(number);
+        let (Some(HostSum { sum, flags }), Some(kernel), Flags::Streams(signals)) =
+            (sum, self.program.host_sums(), self.flags)
+        else {
+            let what = format!("a program cannot add up sum {number} for another host");
+            return Err(Error::Internal { rank, what });
+        };
         let waits = flags.clone();
         let waits = waits.map(|flag| signals.wait(signals.chunk(rank, flag)));
         let words: SmallVec<[StreamMemOp; 8]> = waits.collect();

@@ -74,7 +74,7 @@ fn check_routes(schedule: &Schedule) -> Result<()> {
     let routes = schedule.routes().iter();
     let within = routes.filter(|&&route| route != Route::Net);
     limit("routes of an operation on GPUs", within.count(), 0, 1)?;
-    let what = "Config::route of a product over several hosts on GPUs must be Route::Push";
+    let what = "Config::route of a product over several hosts on GPUs must not be Route::Store";
     let is_pushed = schedule.product().is_none() || !schedule.uses(Route::Store);
     require(what, is_pushed || !schedule.uses(Route::Net))
 }

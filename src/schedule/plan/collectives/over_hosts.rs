@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use super::{Blocks, CollectivePlan, SumPlace};
 use crate::refusal::Result;
+use crate::route::Route;
+use crate::schedule::limits::require;
 use crate::schedule::plan::chunks::Part;
 use crate::schedule::plan::host_sums::{Source, SumsOverHosts, plain_output};
 use crate::schedule::plan::partials::Partials;
@@ -11,7 +13,12 @@ use crate::schedule::plan::ways::{Ways, cut_for_rail};
 use crate::schedule::{Problem, Schedule};
 
 /// Gives each rank its rows of the sum.
+///
+/// # Errors
+/// `Refusal::Unsupported` if rows are stored.
 pub(super) fn sums(plan: &CollectivePlan, blocks: Blocks, place: SumPlace) -> Result<Schedule> {
+    let what = "over several hosts the rows of a sum must not be stored";
+    require(what, plan.config.route != Route::Store)?;
     let &CollectivePlan { problem, rank, .. } = plan;
     let layout = &problem.layout;
     let (source, callers) = match blocks {
@@ -20,10 +27,9 @@ pub(super) fn sums(plan: &CollectivePlan, blocks: Blocks, place: SumPlace) -> Re
     };
     let most = layout.rows().into_iter().max().unwrap_or(0);
     let room = Partials::of_callers(problem, callers, most);
-    let room = room.with_more(SumsOverHosts::more_slots(problem, source));
     let cut = |maker: usize, owner: usize| plan.cut_over_hosts(blocks, maker, owner);
     let ways = Ways::new(problem, rank, room, cut);
-    let sums = SumsOverHosts::new((problem, rank), source, problem.n, room, ways);
+    let sums = SumsOverHosts::new((problem, rank), source, problem.n, ways);
     let (first, out) = place.of(layout, rank);
     let mut parts = plan.parts([layout.m(), out], &room);
     parts.arrivals = sums.arrivals();

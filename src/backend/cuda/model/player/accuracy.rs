@@ -111,7 +111,7 @@ fn prefills_of_models_are_played_within_5_percent_in_the_mean() {
 
 /// The network's rate is that at which the line's collective moved its bytes, alone.
 #[test]
-fn two_hosts_are_played_within_10_percent_in_the_median() {
+fn two_hosts_are_played_within_5_percent_in_the_mean() {
     let mut errors = Vec::new();
     for line in measured::read("h200x2-hosts") {
         let problem = Problem {
@@ -139,7 +139,8 @@ fn two_hosts_are_played_within_10_percent_in_the_median() {
     errors.sort_by(f64::total_cmp);
     let errors = Errors(errors);
     println!("two hosts: {errors}");
-    assert!(errors.at(0.5) < 0.1, "{errors}");
+    assert_eq!(errors.0.len(), 13);
+    assert!(errors.mean() < 0.05 && errors.at(1.0) < 0.15, "{errors}");
 }
 
 #[test]
