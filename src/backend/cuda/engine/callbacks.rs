@@ -60,7 +60,8 @@ impl<'a> Callers<'a> {
         Ok(stream)
     }
 
-    /// Makes later work on `stream` wait for the work of call `index`, which has been made.
+    /// Makes later work on `stream` wait for the work of call `index`, which has been made. Without a network, that is the
+    /// last work on its stream.
     fn precede(&self, index: usize, stream: &Stream) -> Result<()> {
         match self.made.get(index) {
             Some(event) => stream.wait_until(event),

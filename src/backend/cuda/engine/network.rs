@@ -151,8 +151,9 @@ impl Carrier<'_, '_, '_> {
         let before = self.stamps.now(stream)?;
         packed.iter().try_for_each(|gaps| gaps.pack(stream))?;
         // SAFETY: this rank's memory holds the regions. What is sent is final: the lane has waited for the main stream,
-        // and for its block if that is made during the operation, or has added it up itself. What is received is read after its flag alone, and
-        // the kernels of earlier operations are in front of the lane. The memory lives until the streams have passed.
+        // and for its block if that is made during the operation, or has added it up itself. What is received is read
+        // after its flag alone, and the kernels of earlier operations are in front of the lane. The memory lives until
+        // the streams have passed.
         let exchanged = unsafe { network.exchange(at.members, lane, stream, &sent, &received) };
         exchanged.map_err(|error| self.blame(error, turn))?;
         come.iter().try_for_each(|gaps| gaps.unpack(stream))?;
