@@ -4,7 +4,7 @@
 //! Each rank multiplies its part of K for all rows. A *partial*, which is what it makes of the rows of a peer, goes to
 //! a slot in the peer's memory. The peer adds up all partials in the order of the ranks, with its own among them. So
 //! the bits do not depend on who owns a row, on the route, or on which partial comes first. (Over several hosts they do
-//! depend on which host owns a row: see [`ways`](super::ways).)
+//! depend on which host owns a row: `ways.rs` says why.)
 
 pub use super::pieces::agree;
 
