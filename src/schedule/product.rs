@@ -99,6 +99,19 @@ pub struct Weight {
 }
 
 impl Sum {
+    /// A sum of nothing yet, which is stored as it is from row `first` of a matrix on.
+    pub(crate) fn plain(out: usize, first: usize) -> Sum {
+        Sum {
+            out,
+            first,
+            addends: Vec::new(),
+            bias: None,
+            activation: Activation::Identity,
+            residual: None,
+            scales: None,
+        }
+    }
+
     /// The type of the addends, the bias and the residual. The output may have a different type.
     pub(crate) fn dtype(&self, matrices: &[MatrixSpec]) -> DType {
         let rows = |addend: &Addend| match addend {

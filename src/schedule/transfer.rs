@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
 use crate::element::DType;
 use crate::route::Route;
@@ -135,6 +135,27 @@ pub struct Transfer {
 }
 
 impl Transfer {
+    /// A transfer of rows of `from` that waits for nothing, within a host.
+    pub(crate) fn of_own(
+        [from, to]: [usize; 2],
+        moved: Move,
+        route: Route,
+        flag: usize,
+    ) -> Transfer {
+        Transfer {
+            from,
+            to,
+            source: from,
+            regions: smallvec![moved],
+            after: 0..0,
+            produced: None,
+            added: None,
+            flag,
+            route,
+            turn: 0,
+        }
+    }
+
     /// The rank that moves the regions. Over a network it is the one that sends them.
     pub fn mover(&self) -> usize {
         match self.route {

@@ -11,8 +11,6 @@ mod sums;
 
 use std::ops::Range;
 
-use smallvec::smallvec;
-
 use crate::error::of_configuration;
 use crate::refusal::Result;
 use crate::route::Route;
@@ -220,19 +218,11 @@ impl<'a> CollectivePlan<'a> {
         let step = (to + self.world() - from) % self.world();
         let route = hosts.route(from, to, self.config.route);
         Transfer {
-            from,
-            to,
-            source: from,
-            regions: smallvec![moved],
-            after: 0..0,
-            produced: None,
-            added: None,
-            flag,
-            route,
             turn: match route {
                 Route::Net => first_turn(step) + part,
                 _ => 0,
             },
+            ..Transfer::of_own([from, to], moved, route, flag)
         }
     }
 

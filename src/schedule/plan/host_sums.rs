@@ -4,12 +4,10 @@
 //! of an addend that has come, whose slot is overwritten by the next operation anyway. Where hosts have one rank each,
 //! there is nothing to add before.
 
-use super::matrices::{A, OUT, PARTIALS};
+use super::matrices::{A, PARTIALS};
 use super::partials::{Incoming, Piece};
 use super::ways::{Way, Ways};
-use crate::schedule::{
-    Activation, Addend, HostSum, Problem, Reduction, Region, Request, Sum, Transfer,
-};
+use crate::schedule::{Addend, HostSum, Problem, Reduction, Region, Request, Sum, Transfer};
 
 /// Where a rank's addends are.
 #[derive(Clone, Copy, PartialEq)]
@@ -95,7 +93,7 @@ impl<'a> SumsOverHosts<'a> {
         let added = made.filter(|piece| self.adds_for(rank, piece.owner));
         let sum = |piece: &Piece| {
             let out = self.place_of_sum(rank, piece);
-            let sum = plain(out.matrix, out.rows.start);
+            let sum = Sum::plain(out.matrix, out.rows.start);
             HostSum {
                 sum: self.reduction(piece, sum),
                 flags: self.incoming[rank].flags(piece.owner, &piece.rows),
@@ -178,22 +176,4 @@ impl<'a> SumsOverHosts<'a> {
         let made = made.filter(|_| self.source == Source::Caller);
         made.map(request).collect()
     }
-}
-
-/// A sum of nothing yet, which is stored from row `first` of a matrix on.
-pub(super) fn plain(matrix: usize, first: usize) -> Sum {
-    Sum {
-        out: matrix,
-        first,
-        addends: Vec::new(),
-        bias: None,
-        activation: Activation::Identity,
-        residual: None,
-        scales: None,
-    }
-}
-
-/// As [`plain`], in the output.
-pub(super) fn plain_output(first: usize) -> Sum {
-    plain(OUT, first)
 }

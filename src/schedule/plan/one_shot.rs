@@ -6,8 +6,6 @@
 
 use std::ops::Range;
 
-use smallvec::smallvec;
-
 use super::pieces::{SumOwners, SumPlan};
 use crate::refusal::Result;
 use crate::route::Route;
@@ -35,7 +33,7 @@ pub(super) fn one_shot(planner: &SumPlan) -> Result<Schedule> {
         true => Some(product(planner)?),
         false => None,
     };
-    planner.schedule(true, arrivals, departures, product, reduction(planner))
+    Schedule::new(planner.parts(true, arrivals, departures, product, reduction(planner)))
 }
 
 /// Whether the schedule has the product.
@@ -97,20 +95,13 @@ fn transfers(planner: &SumPlan, [from, to]: [usize; 2]) -> impl Iterator<Item = 
             rows: first..first + rows.len(),
             columns: columns.clone(),
         };
+        let moved = Move {
+            from: region(partials.own(0, rows.start)),
+            to: region(partials.slot(from, to) + rows.start - first),
+        };
         Transfer {
-            from,
-            to,
-            source: from,
-            regions: smallvec![Move {
-                from: region(partials.own(0, rows.start)),
-                to: region(partials.slot(from, to) + rows.start - first),
-            }],
-            after: 0..0,
             produced,
-            added: None,
-            flag: before + index,
-            route,
-            turn: 0,
+            ..Transfer::of_own([from, to], moved, route, before + index)
         }
     })
 }

@@ -128,7 +128,7 @@ fn multiply_and_reduce(planner: &SumPlan) -> Result<Schedule> {
     let product = planner.product(A, blocks);
     let tiles = tile_order::walk(rank, &product, &rows)?;
     let product = Some((product, tiles));
-    planner.schedule(true, arrivals.collect(), departures, product, None)
+    Schedule::new(planner.parts(true, arrivals.collect(), departures, product, None))
 }
 
 /// The pieces that a rank makes and sends, in this order, if its kernel runs beside the transfers and the sum is not
@@ -163,7 +163,7 @@ pub(super) fn multiply(problem: &Problem, rank: usize, config: Config) -> Result
         }],
     );
     let tiles = tile_order::walk(rank, &product, &rows)?;
-    planner.schedule(false, Vec::new(), Vec::new(), Some((product, tiles)), None)
+    Schedule::new(planner.parts(false, Vec::new(), Vec::new(), Some((product, tiles)), None))
 }
 
 /// Copies the peers' partials of this rank's rows, one block from each peer, without synchronisation.
@@ -173,7 +173,7 @@ pub(super) fn multiply(problem: &Problem, rank: usize, config: Config) -> Result
 pub(super) fn copy(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let planner = SumPlan::new(problem, rank, whole(config), SumOwners::Own)?;
     let copies = planner.pulls(&planner.all_pieces());
-    planner.schedule(false, copies, Vec::new(), None, None)
+    Schedule::new(planner.parts(false, copies, Vec::new(), None, None))
 }
 
 /// As [`copy`], and then copies the sums of the peers' rows.
@@ -192,7 +192,7 @@ pub(super) fn copy_all(problem: &Problem, rank: usize, config: Config) -> Result
             planner.transfer(owner, rank, piece, incoming.flag(owner, number), None)
         }));
     }
-    planner.schedule(false, copies, Vec::new(), None, None)
+    Schedule::new(planner.parts(false, copies, Vec::new(), None, None))
 }
 
 /// The configuration that pulls each block in one part.
@@ -220,5 +220,5 @@ fn reduce(planner: &SumPlan) -> Result<Schedule> {
         n: problem.n,
         sum: planner.sum(0, |_| Addend::Rows { matrix, first }),
     });
-    planner.schedule(true, planner.pulls(&made), departures, None, reduction)
+    Schedule::new(planner.parts(true, planner.pulls(&made), departures, None, reduction))
 }

@@ -18,9 +18,8 @@ use crate::schedule::plan::partials::{
 };
 use crate::schedule::plan::tile_order::{TileRow, ring};
 use crate::schedule::{
-    Activation, Addend, Agreed, Bias, DTypes, MAX_FLAGS, MatrixSpec, Move, OutputBlock, Parts,
-    Problem, Product, Reduction, Region, Residual, ScaleMatrix, Schedule, Sum, Tile, Transfer,
-    Weight,
+    Addend, Agreed, Bias, DTypes, MAX_FLAGS, MatrixSpec, Move, OutputBlock, Parts, Problem,
+    Product, Reduction, Region, Residual, ScaleMatrix, Sum, Tile, Transfer, Weight,
 };
 
 /// A planner of partial sums for one rank.
@@ -171,16 +170,8 @@ impl SumPlan<'_> {
             })
         };
         Transfer {
-            from,
-            to,
-            source: from,
-            regions: smallvec![moved],
-            after: 0..0,
             produced,
-            added: None,
-            flag,
-            route: self.config.route,
-            turn: 0,
+            ..Transfer::of_own([from, to], moved, self.config.route, flag)
         }
     }
 
@@ -195,15 +186,7 @@ impl SumPlan<'_> {
 
     /// The sum that stores partials as they are, from row `first` of the buffer on.
     pub(super) fn own_partials(&self, first: usize) -> Sum {
-        Sum {
-            out: PARTIALS,
-            first,
-            addends: Vec::new(),
-            bias: None,
-            activation: Activation::Identity,
-            residual: None,
-            scales: None,
-        }
+        Sum::plain(PARTIALS, first)
     }
 
     /// The transfers in which `to` pulls pieces from `from`.
@@ -283,9 +266,6 @@ impl SumPlan<'_> {
     /// A sum that is stored from row `first` of OUT on, with its bias, activation and residual.
     pub(super) fn finished(&self, first: usize) -> Sum {
         Sum {
-            out: OUT,
-            first,
-            addends: Vec::new(),
             bias: Some(Bias {
                 matrix: BIAS,
                 first: 0,
@@ -295,7 +275,7 @@ impl SumPlan<'_> {
                 matrix: RESIDUAL,
                 first,
             }),
-            scales: None,
+            ..Sum::plain(OUT, first)
         }
     }
 
@@ -319,17 +299,6 @@ impl SumPlan<'_> {
             deferred: None,
             blocks,
         }
-    }
-
-    pub(super) fn schedule(
-        &self,
-        collective: bool,
-        arrivals: Vec<Transfer>,
-        departures: Vec<Transfer>,
-        product: Option<(Product, Vec<Tile>)>,
-        reduction: Option<Reduction>,
-    ) -> Result<Schedule> {
-        Schedule::new(self.parts(collective, arrivals, departures, product, reduction))
     }
 
     pub(super) fn parts(

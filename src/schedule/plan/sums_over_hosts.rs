@@ -66,7 +66,7 @@ fn multiply_and_reduce(planner: &SumPlan) -> Result<Schedule> {
             .collect()
     };
     let (arrivals, departures) = (transfers(ways.arrivals()), transfers(ways.departures()));
-    planner.schedule(true, arrivals, departures, Some((product, tiles)), None)
+    Schedule::new(planner.parts(true, arrivals, departures, Some((product, tiles)), None))
 }
 
 /// Pushed pieces are blocks of the product. A rank makes its own rows as one. Of partials that are made before, each rank

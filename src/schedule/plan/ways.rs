@@ -13,8 +13,6 @@
 
 use std::ops::Range;
 
-use smallvec::smallvec;
-
 use super::chunks::{RAIL_BYTES, first_turn, most_on_rail};
 use super::partials::{Incoming, Partial, Partials, Piece};
 use super::pieces::chunk_rows_of_block;
@@ -152,23 +150,16 @@ impl<'a> Ways<'a> {
             rows: slot..slot + piece.rows.len(),
             columns: source.columns.clone(),
         };
+        let moved = Move {
+            from: source,
+            to: to_slot,
+        };
         Transfer {
-            from,
-            to,
-            source: from,
-            regions: smallvec![Move {
-                from: source,
-                to: to_slot,
-            }],
-            after: 0..0,
-            produced: None,
-            added: None,
-            flag,
-            route,
             turn: match route {
                 Route::Net => first_turn(self.hosts.steps(from, to)) + self.part(way),
                 _ => 0,
             },
+            ..Transfer::of_own([from, to], moved, route, flag)
         }
     }
 

@@ -7,10 +7,11 @@ use crate::refusal::Result;
 use crate::route::Route;
 use crate::schedule::limits::require;
 use crate::schedule::plan::chunks::Part;
-use crate::schedule::plan::host_sums::{Source, SumsOverHosts, plain_output};
+use crate::schedule::plan::host_sums::{Source, SumsOverHosts};
+use crate::schedule::plan::matrices::OUT;
 use crate::schedule::plan::partials::Partials;
 use crate::schedule::plan::ways::{Ways, cut_for_rail};
-use crate::schedule::{Problem, Schedule};
+use crate::schedule::{Problem, Schedule, Sum};
 
 /// Gives each rank its rows of the sum.
 ///
@@ -36,7 +37,7 @@ pub(super) fn sums(plan: &CollectivePlan, blocks: Blocks, place: SumPlace) -> Re
     parts.departures = sums.departures();
     parts.requests = sums.requests();
     parts.host_sums = sums.host_sums();
-    parts.reduction = sums.own_sum(plain_output(first));
+    parts.reduction = sums.own_sum(Sum::plain(OUT, first));
     Schedule::new(parts)
 }
 

@@ -5,8 +5,7 @@ use std::ops::Range;
 use super::{Blocks, CollectivePlan, SumPlace, over_hosts};
 use crate::refusal::Result;
 use crate::schedule::plan::chunks::Part;
-use crate::schedule::plan::host_sums::plain_output;
-use crate::schedule::plan::matrices::{A, PARTIALS};
+use crate::schedule::plan::matrices::{A, OUT, PARTIALS};
 use crate::schedule::plan::partials::{Incoming, Partials, Piece, among_others};
 use crate::schedule::plan::tile_order::ring;
 use crate::schedule::{Addend, Move, Reduction, Request, Schedule, Sum, Transfer};
@@ -79,7 +78,7 @@ impl CollectivePlan<'_> {
             n: self.problem.n,
             sum: Sum {
                 addends,
-                ..plain_output(first)
+                ..Sum::plain(OUT, first)
             },
         }
     }
