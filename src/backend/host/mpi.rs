@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_int};
 use std::fmt;
-use std::mem::{forget, take};
+use std::mem::{MaybeUninit, forget, take};
 
 use mpi::ffi;
 use mpi::raw::AsRaw;
@@ -44,13 +44,13 @@ impl Mpi {
     /// `begin` gets the message and how many bytes it has.
     fn begin(
         rank: usize,
-        action: &'static str,
+        way: Way,
         bytes: Vec<u8>,
         begin: impl FnOnce(&mut MpiMessage, c_int) -> c_int,
     ) -> Result<Box<dyn Message>> {
         let mut message = MpiMessage {
             rank,
-            action,
+            way,
             bytes,
             // SAFETY: a constant of the library.
             request: unsafe { ffi::RSMPI_REQUEST_NULL },
@@ -70,7 +70,7 @@ impl Mpi {
 
 impl Network for Mpi {
     fn send(&self, [rank, peer]: [usize; 2], bytes: Vec<u8>) -> Result<Box<dyn Message>> {
-        Mpi::begin(rank, "send rows by MPI", bytes, |message, count| {
+        Mpi::begin(rank, Way::Sent, bytes, |message, count| {
             let first = message.bytes.as_ptr().cast();
             let (peer, request) = (peer as c_int, &mut message.request);
             // SAFETY: the message keeps its bytes until MPI has read them.
@@ -82,7 +82,7 @@ impl Network for Mpi {
     }
 
     fn receive(&self, [peer, rank]: [usize; 2], bytes: Vec<u8>) -> Result<Box<dyn Message>> {
-        Mpi::begin(rank, "receive rows by MPI", bytes, |message, count| {
+        Mpi::begin(rank, Way::Received, bytes, |message, count| {
             let first = message.bytes.as_mut_ptr().cast();
             let (peer, request) = (peer as c_int, &mut message.request);
             // SAFETY: the message keeps its bytes until MPI has written them, and nobody else reads them until then.
@@ -100,11 +100,17 @@ impl fmt::Debug for Mpi {
     }
 }
 
+/// Which way a message goes.
+#[derive(Clone, Copy, PartialEq)]
+enum Way {
+    Sent,
+    Received,
+}
+
 /// A message that MPI sends or receives.
 struct MpiMessage {
     rank: usize,
-    /// What MPI does, for errors.
-    action: &'static str,
+    way: Way,
     bytes: Vec<u8>,
     /// Null once the message has ended.
     request: ffi::MPI_Request,
@@ -112,9 +118,13 @@ struct MpiMessage {
 
 impl MpiMessage {
     fn failed(&self, reason: String) -> Error {
+        let action = match self.way {
+            Way::Sent => "send rows by MPI",
+            Way::Received => "receive rows by MPI",
+        };
         Error::System {
             rank: Some(self.rank),
-            action: self.action.into(),
+            action: action.into(),
             reason,
         }
     }
@@ -136,10 +146,22 @@ impl MpiMessage {
 impl Message for MpiMessage {
     fn take_if_ended(&mut self) -> Result<Option<Vec<u8>>> {
         let (request, mut ended) = (&mut self.request, 0);
+        let mut come = MaybeUninit::zeroed();
         // SAFETY: the request is of this message, or null, which has ended. MPI writes null into it at its end.
-        let status = unsafe { ffi::MPI_Test(request, &mut ended, ffi::RSMPI_STATUS_IGNORE) };
+        let status = unsafe { ffi::MPI_Test(request, &mut ended, come.as_mut_ptr()) };
         self.check(status)?;
-        Ok((ended != 0).then(|| take(&mut self.bytes)))
+        if ended == 0 {
+            return Ok(None);
+        }
+        if self.way == Way::Received {
+            let mut length = 0;
+            // SAFETY: MPI has written the status of a message that has ended.
+            let status =
+                unsafe { ffi::MPI_Get_count(come.as_ptr(), ffi::RSMPI_UINT8_T, &mut length) };
+            self.check(status)?;
+            self.bytes.truncate(usize::try_from(length).unwrap_or(0));
+        }
+        Ok(Some(take(&mut self.bytes)))
     }
 }
 
@@ -150,6 +172,33 @@ impl Drop for MpiMessage {
         // The group has failed, and MPI may still read or write the bytes.
         if is_under_way {
             forget(take(&mut self.bytes));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Ends a message.
+    fn end(mut message: Box<dyn Message>) -> Vec<u8> {
+        loop {
+            if let Some(bytes) = message.take_if_ended().unwrap() {
+                return bytes;
+            }
+        }
+    }
+
+    /// What stood in the memory before is no part of it.
+    #[test]
+    fn a_message_is_as_long_as_it_was_sent() {
+        let (_universe, _) = mpi::initialize_with_threading(mpi::Threading::Multiple).unwrap();
+        let network = Mpi::new(&mpi::topology::SimpleCommunicator::self_comm());
+        for sent in [vec![1; 100], vec![2; 3], vec![]] {
+            let received = network.receive([0, 0], vec![7; 100]).unwrap();
+            let sending = network.send([0, 0], sent.clone()).unwrap();
+            assert_eq!(end(received), sent);
+            assert_eq!(end(sending), sent);
         }
     }
 }

@@ -25,14 +25,15 @@ use crate::schedule::{Extent, Move, Reduction, Schedule, Transfer};
 pub trait Network: Send + Sync + Debug {
     /// Begins to send `bytes` from this rank, the first, to another.
     fn send(&self, ends: [usize; 2], bytes: Vec<u8>) -> Result<Box<dyn Message>>;
-    /// Begins to receive a message, as long as `bytes`, from another rank, the first, to this one.
+    /// Begins to receive a message from another rank, the first, to this one. `bytes` is memory for it.
     fn receive(&self, ends: [usize; 2], bytes: Vec<u8>) -> Result<Box<dyn Message>>;
 }
 
 /// A message under way. It owns its bytes. If it is dropped before it has ended, its bytes are never freed, because the
 /// library may still read or write them.
 pub trait Message {
-    /// Its bytes, once the library has taken them or has received them all.
+    /// Its bytes, once the library has taken them or has received them all. A message that was received has as many as
+    /// were sent.
     fn take_if_ended(&mut self) -> Result<Option<Vec<u8>>>;
 }
 
@@ -206,7 +207,7 @@ impl<'a> Carrier<'a, '_> {
             pulled: false,
         };
         let bytes = self.finish(message, awaited)?;
-        if bytes.last_chunk() != Some(&self.members.key_of_operation().to_le_bytes()) {
+        if !self.is_of_this_call(transfer, &bytes) {
             return Err(self.members.await_mismatch(transfer.from, self.epoch));
         }
         for (place, region, packed) in self.regions(transfer) {
@@ -217,6 +218,12 @@ impl<'a> Carrier<'a, '_> {
         }
         self.spares.put(bytes);
         Ok(())
+    }
+
+    /// True if the rank that has sent these bytes makes this rank's call.
+    fn is_of_this_call(&self, transfer: &Transfer, bytes: &[u8]) -> bool {
+        bytes.len() == self.length_of(transfer)
+            && bytes.last_chunk() == Some(&self.members.key_of_operation().to_le_bytes())
     }
 
     /// Waits for a message, and returns its bytes.
@@ -237,10 +244,16 @@ impl<'a> Carrier<'a, '_> {
     }
 
     fn memory_for(&self, transfer: &Transfer) -> Result<Vec<u8>> {
-        let last = self.regions(transfer).last();
-        let bytes = last.map_or(0, |(.., packed)| packed.offset + packed.rows * packed.width);
-        let memory = self.spares.take(self.members.rank, bytes + KEY);
+        let bytes = self.length_of(transfer);
+        let memory = self.spares.take(self.members.rank, bytes);
         memory.map_err(|error| self.members.fail(error))
+    }
+
+    /// How many bytes a transfer's message has.
+    fn length_of(&self, transfer: &Transfer) -> usize {
+        let last = self.regions(transfer).last();
+        let rows = last.map_or(0, |(.., packed)| packed.offset + packed.rows * packed.width);
+        rows + KEY
     }
 
     /// The regions of a transfer in this rank's memory, and where its message has them, one behind the other.
