@@ -23,7 +23,7 @@ pub struct Identity {
     pub deadlines: Deadlines,
     /// What it says of itself when all have come.
     pub arrival: Arrival,
-    /// What the group is called, if that is known before all have come.
+    /// What the group is called. That is known before all have come if the group's ranks are those of the launcher's job.
     pub naming: Option<Naming>,
     /// Sends reports to the launcher, if it has started this process.
     pub launcher: Option<ReportSender>,
@@ -55,8 +55,60 @@ impl Identity {
     }
 
     /// True if `rank` is another rank, and this rank's launcher says that its process has ended.
+    ///
+    /// The launcher speaks of ranks of its job. Which of them a group has is known only here if they are all.
     pub fn has_ended(&self, rank: usize) -> bool {
-        let launcher = self.launcher.as_ref().filter(|_| rank != self.rank);
+        let is_of_job = rank != self.rank && self.naming.is_some();
+        let launcher = self.launcher.as_ref().filter(|_| is_of_job);
         launcher.is_some_and(|launcher| launcher.has_ended(rank))
+    }
+
+    /// A rank of a group on one host, as tests need it.
+    #[cfg(any(test, fuzzing))]
+    pub fn of_test(rank: usize, world: usize, address: &str) -> Identity {
+        use std::time::Duration;
+
+        let deadline = Duration::from_secs(5);
+        Identity {
+            rank,
+            world,
+            address: address.into(),
+            hosts: Hosts::default(),
+            meeting: None,
+            backend: "host",
+            deadlines: Deadlines::new(deadline, Some(deadline)),
+            arrival: Arrival {
+                name: None,
+                job: None,
+            },
+            naming: None,
+            launcher: None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ranks::address::draw;
+    use crate::ranks::reports::ReportReceiver;
+
+    #[test]
+    fn the_end_of_a_rank_of_the_job_is_none_of_a_group_that_counts_its_ranks_anew() {
+        let launch = draw().unwrap();
+        let mut receiver = ReportReceiver::new(&launch, 4).unwrap();
+        receiver.show_end(0);
+        // Ranks 2 and 3 of the job meet as 0 and 1.
+        let pair = Identity {
+            launcher: ReportSender::new(3, &launch),
+            ..Identity::of_test(1, 2, "pair")
+        };
+        assert!(!pair.has_ended(0));
+        let job = Identity {
+            launcher: ReportSender::new(3, &launch),
+            naming: Some(Naming::of_job(None, 4)),
+            ..Identity::of_test(3, 4, &launch)
+        };
+        assert!(job.has_ended(0) && !job.has_ended(1));
     }
 }

@@ -4,41 +4,19 @@ use std::io::Write;
 use std::net::Shutdown;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener};
-use std::time::Duration;
 
 use super::PROTOCOL_VERSION;
 use super::attempt::Rendezvous;
 use super::introduction::{Guest, Hello, Introduced, MAX_HELLO, Prefix, Stranger};
-use crate::ranks::deadlines::Deadlines;
 use crate::ranks::identity::Identity;
-use crate::ranks::naming::Arrival;
 use crate::ranks::wire;
-use crate::schedule::Hosts;
-
-fn identity() -> Identity {
-    Identity {
-        rank: 0,
-        world: 4,
-        address: String::new(),
-        hosts: Hosts::default(),
-        meeting: None,
-        backend: "host",
-        deadlines: Deadlines::new(Duration::from_secs(1), None),
-        arrival: Arrival {
-            name: None,
-            job: None,
-        },
-        naming: None,
-        launcher: None,
-    }
-}
 
 thread_local! {
     static HOST: Rendezvous<'static> = {
         let name = format!("gemmesh/fuzz/{}", std::process::id());
         let address = SocketAddr::from_abstract_name(name).expect("an address");
         let listener = UnixListener::bind_addr(&address).expect("a listener");
-        let identity = Box::leak(Box::new(identity()));
+        let identity = Box::leak(Box::new(Identity::of_test(0, 4, "")));
         let hello = Hello::new(identity).expect("the kernel's id");
         Rendezvous::new(identity, hello, listener, PROTOCOL_VERSION).expect("a host")
     };
@@ -73,7 +51,7 @@ fn judge(guest: &Guest) {
 
 /// The introductions of a rank, of the same rank on a different host, and of one with a different version.
 pub fn seeds() -> Vec<Vec<u8>> {
-    let hello = Hello::new(&identity()).expect("the kernel's id");
+    let hello = Hello::new(&Identity::of_test(0, 4, "")).expect("the kernel's id");
     let elsewhere = Hello {
         boot_id: "another".into(),
         ..hello.clone()

@@ -152,7 +152,6 @@ mod tests {
     use crate::ranks::deadlines::Deadlines;
     use crate::ranks::identity::Identity;
     use crate::ranks::meeting::{Key, Place};
-    use crate::ranks::naming::Arrival;
     use crate::ranks::rendezvous::{PROTOCOL_VERSION, meet_speaking};
     use crate::ranks::tcp;
     use crate::schedule::Hosts;
@@ -176,22 +175,12 @@ mod tests {
                 _ => Place::At(vec![rank_0]),
             };
             let mut identity = Identity {
-                rank: ranks[place],
-                world,
-                address: address.clone(),
                 hosts: Hosts::of(&hosts).unwrap(),
                 meeting: Some(Arc::new(Meeting {
                     key: Key::of(&address, "test"),
                     place: place_of_rank_0,
                 })),
-                backend: "host",
-                deadlines: Deadlines::new(Duration::from_secs(5), Some(Duration::from_secs(5))),
-                arrival: Arrival {
-                    name: None,
-                    job: None,
-                },
-                naming: None,
-                launcher: None,
+                ..Identity::of_test(ranks[place], world, &address)
             };
             change(place, &mut identity);
             identity
