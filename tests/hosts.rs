@@ -1,5 +1,6 @@
 //! What every gather and every sum over several hosts promises: each row crosses the network once a host, comes to each
-//! rank once or is added once, and no rank waits for another in a circle.
+//! rank once or is added once, and no rank waits for another in a circle. (If all ranks get few sums, each row crosses it
+//! once a rank.)
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -503,6 +504,48 @@ proptest! {
             let expected = Some(format!("({})", all.join("+")));
             let out = &sums.rows[&OUT];
             prop_assert!(out.iter().all(|sum| *sum == expected), "{:?} {:?}", out, expected);
+        }
+    }
+
+    #[test]
+    fn of_few_sums_for_all_each_rank_adds_the_partials_of_all(
+        case in cases(),
+        (operation, route) in select(vec![
+            (Operation::MatmulAllReduce, Route::Push),
+            (Operation::MatmulAllReduce, Route::Pull),
+            (Operation::AllReduce, Route::Push),
+        ]),
+        // Ranks choose their own tiles.
+        heights in prop::collection::vec(select(vec![16, 64, 128]), MAX_WORLD),
+    ) {
+        let hosts = Hosts::of(&case.hosts).unwrap();
+        prop_assume!(hosts.count() > 1);
+        let rows: Vec<usize> = case.rows.iter().map(|rows| rows % 8).collect();
+        let layout = Layout::new(&rows, 8).unwrap();
+        let (m, world) = (layout.m(), layout.world());
+        let problem = Problem {
+            hosts: hosts.clone(),
+            ..Problem::new(operation, DType::Bf16, layout, 8)
+        };
+        let schedule = |rank: usize| {
+            let height = if route == Route::Pull { heights[rank] } else { 128 };
+            let tile = TileShape::new(height, 64, 64);
+            plan(&problem, rank, Config::new(tile, case.config.chunking, route)).unwrap()
+        };
+        let schedules: Vec<_> = (0..world).map(schedule).collect();
+        let come = by_ends(&schedules, |schedule| schedule.arrivals().iter().collect());
+        let moved =
+            by_ends(&schedules, |schedule| schedule.moves().chain(schedule.sent()).collect());
+        prop_assert_eq!(come, moved);
+        prop_assert!(has_turns(&schedules));
+        let all: Vec<_> = (0..world).map(|rank| rank.to_string()).collect();
+        let expected = Some(format!("({})", all.join("+")));
+        let made = if operation == Operation::AllReduce { 0 } else { m };
+        for sums in play(&schedules, made) {
+            let is_moved_alone = sums.schedule.product().is_none();
+            prop_assert!(is_moved_alone && sums.schedule.host_sums().is_empty());
+            let out = &sums.rows[&OUT];
+            prop_assert!(out.len() == m && out.iter().all(|sum| *sum == expected), "{:?}", out);
         }
     }
 }

@@ -29,8 +29,9 @@ use crate::trace::Trace;
 ///
 /// The owner of a row of `out` adds its partials and sends the sum to all ranks. For few rows, all ranks send their
 /// partials to all ranks instead, and each rank adds all rows. Rows are few if M · N elements fit in 1 MiB on two
-/// ranks, in 512 KiB on up to four, or in 256 KiB on up to eight. Two ranks also do so if partials are stored behind the
-/// product ([`Config::product_first`]), however many rows there are.
+/// ranks, in 512 KiB on up to four, or in 256 KiB on up to eight. (Over several hosts: in 1 MiB on two ranks or in 256 KiB
+/// on more, of which a rank sends other hosts at most 2 MiB.) Two ranks of a host also do so if partials are stored behind
+/// the product ([`Config::product_first`]), however many rows there are.
 ///
 /// The numbers and the memory are those of [`matmul_reduce_scatter`](crate::matmul_reduce_scatter), with one exception.
 /// If each rank adds all rows, the memory for incoming partials has (W - 1) · M rows.
@@ -172,7 +173,8 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// - `Store` with [`Config::product_first`]: product and sum follow one another, and with more than two ranks and
     ///   many rows a gather follows them. Kernels store what is moved.
     ///
-    /// By default, up to eight ranks with GPUs of their own store few rows and push many. Other groups pull.
+    /// By default, up to eight ranks with GPUs of their own store few rows and push many. Other groups pull. Over several
+    /// hosts the product of few rows always comes first, and their partials are pushed.
     pub fn config(mut self, config: Config) -> Self {
         self.options.config = Some(config);
         self

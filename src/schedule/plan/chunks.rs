@@ -32,6 +32,28 @@ pub(super) fn first_turn(step: usize) -> usize {
     step * (MAX_FLAGS + 1)
 }
 
+/// A transfer under `flag` of a rank's own rows, which go to each rank at once, also if that is of another host. `part`: its
+/// number among those from the first of `ends` to the second. `near`: the route within a host.
+pub(super) fn transfer_at_once(
+    problem: &Problem,
+    near: Route,
+    [from, to]: [usize; 2],
+    moved: Move,
+    [part, flag]: [usize; 2],
+) -> Transfer {
+    let world = problem.layout.world();
+    // A rank sends around the ring of ranks, and receives from it backwards.
+    let step = (to + world - from) % world;
+    let route = problem.hosts.route(from, to, near);
+    Transfer {
+        turn: match route {
+            Route::Net => first_turn(step) + part,
+            _ => 0,
+        },
+        ..Transfer::of_own([from, to], moved, route, flag)
+    }
+}
+
 /// About how many bytes of a shard cross the network at a time: enough to make its latency small, and little enough
 /// that passing them on ends soon after the last have come.
 pub(super) const RAIL_BYTES: usize = 2 << 20;

@@ -17,9 +17,11 @@ use crate::route::Route;
 use crate::schedule::config::{Chunking, Config, TileShape};
 use crate::schedule::layout::{MAX_EXTENT, MAX_WORLD, chunk_rows};
 use crate::schedule::limits::limit;
-use crate::schedule::plan::chunks::{Part, RAIL_BYTES, first_turn, most_on_rail, stored_parts};
+use crate::schedule::plan::chunks::{
+    Part, RAIL_BYTES, most_on_rail, stored_parts, transfer_at_once,
+};
 use crate::schedule::plan::matrices::{self, A, OUT, PARTIALS};
-use crate::schedule::plan::partials::Partials;
+use crate::schedule::plan::partials::{FEW_BYTES, Partials, is_little_for_network};
 use crate::schedule::{
     Agreed, DTypes, Layout, MatrixSpec, Move, Operation, Parts, Problem, Region, Schedule, Transfer,
 };
@@ -64,11 +66,10 @@ pub(super) fn all_reduce(problem: &Problem, rank: usize, config: Config) -> Resu
 ///
 /// This is so if more than two ranks would each get many bytes.
 pub fn leaves_gather(problem: &Problem) -> bool {
-    /// The most bytes of an addend, if each of more than two ranks gets all of it.
-    const FEW_BYTES: usize = 256 << 10;
     let elements = problem.layout.m().saturating_mul(problem.n);
     let bytes = elements.saturating_mul(problem.dtypes.operands.bytes());
-    problem.layout.world() > 2 && bytes > FEW_BYTES
+    let are_few = bytes <= FEW_BYTES && is_little_for_network(problem, bytes);
+    problem.layout.world() > 2 && !are_few
 }
 
 /// As [`reduce_scatter`], of blocks that the caller makes: first those of the peers' rows, in ring order, then its own. Over
@@ -211,19 +212,9 @@ impl<'a> CollectivePlan<'a> {
         }
     }
 
-    /// A transfer under `flag`. `part`: its number among those from `from` to `to`.
-    fn transfer(&self, [from, to]: [usize; 2], moved: Move, part: usize, flag: usize) -> Transfer {
-        let hosts = &self.problem.hosts;
-        // A rank sends around the ring of ranks, and receives from it backwards.
-        let step = (to + self.world() - from) % self.world();
-        let route = hosts.route(from, to, self.config.route);
-        Transfer {
-            turn: match route {
-                Route::Net => first_turn(step) + part,
-                _ => 0,
-            },
-            ..Transfer::of_own([from, to], moved, route, flag)
-        }
+    /// A transfer under `flag`. `part`: its number among those from the first of `ends` to the second.
+    fn transfer(&self, ends: [usize; 2], moved: Move, part: usize, flag: usize) -> Transfer {
+        transfer_at_once(self.problem, self.config.route, ends, moved, [part, flag])
     }
 
     /// The rank whose rows are broadcast. If there are none, it makes no difference.

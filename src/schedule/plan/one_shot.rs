@@ -2,7 +2,8 @@
 //! them.
 //!
 //! If all ranks have the same tiles, each tile may be sent as soon as it is made. Or the product has a schedule of its
-//! own, and this one follows.
+//! own, and this one follows. Over several hosts it always does: then each rank sends its partials to all ranks at once,
+//! and each adds them up in the order of the ranks, whatever the configuration.
 
 use std::ops::Range;
 
@@ -10,12 +11,12 @@ use super::pieces::{SumOwners, SumPlan};
 use crate::refusal::Result;
 use crate::route::Route;
 use crate::schedule::layout::chunk_rows;
-use crate::schedule::plan::chunks::{Part, stored_parts};
+use crate::schedule::plan::chunks::{Part, stored_parts, transfer_at_once};
 use crate::schedule::plan::matrices::{A, PARTIALS};
 use crate::schedule::plan::partials::among_others;
 use crate::schedule::plan::tile_order::{self, ring};
 use crate::schedule::{
-    Addend, Config, Move, OutputBlock, Product, Reduction, Region, Schedule, Sum, Tile, Transfer,
+    Addend, Move, OutputBlock, Product, Reduction, Region, Schedule, Sum, Tile, Transfer,
 };
 
 /// Multiplies all rows, and sends their partials to the ranks that get the sums. These add them up at the end.
@@ -23,13 +24,15 @@ use crate::schedule::{
 /// If the product comes first, it has a schedule of its own, and is not part of this one.
 pub(super) fn one_shot(planner: &SumPlan) -> Result<Schedule> {
     let rank = planner.rank;
-    let peers = || ring(rank, planner.problem.layout.world());
-    let arrivals = peers().flat_map(|from| transfers(planner, [from, rank]));
-    let departures = peers().flat_map(|to| transfers(planner, [rank, to]));
+    let world = planner.problem.layout.world();
+    // A rank sends around the ring, and receives from it backwards.
+    let senders = (1..world).map(|step| (rank + world - step) % world);
+    let arrivals = senders.flat_map(|from| transfers(planner, [from, rank]));
+    let departures = ring(rank, world).flat_map(|to| transfers(planner, [rank, to]));
     let (arrivals, mut departures): (Vec<_>, Vec<_>) = (arrivals.collect(), departures.collect());
     // What is made first is sent first.
     departures.sort_by_key(|transfer| transfer.produced);
-    let product = match has_product(&planner.config) {
+    let product = match has_product(planner) {
         true => Some(product(planner)?),
         false => None,
     };
@@ -37,8 +40,13 @@ pub(super) fn one_shot(planner: &SumPlan) -> Result<Schedule> {
 }
 
 /// Whether the schedule has the product.
-fn has_product(config: &Config) -> bool {
-    config.route != Route::Pull && !config.stores_behind()
+fn has_product(
+    SumPlan {
+        problem, config, ..
+    }: &SumPlan,
+) -> bool {
+    let is_one_host = problem.hosts.count() == 1;
+    is_one_host && config.route != Route::Pull && !config.stores_behind()
 }
 
 /// The blocks of rows that are each made as one.
@@ -71,20 +79,34 @@ fn parts(planner: &SumPlan, to: usize) -> Vec<(Option<usize>, Part)> {
         let parts = stored_parts(wanted, columns, planner.problem.layout.world());
         return parts.into_iter().map(|part| (None, part)).collect();
     }
+    if planner.problem.hosts.count() > 1 {
+        // They are so few that they go as one, and tiles may differ from rank to rank.
+        let all = Part {
+            rows: wanted,
+            columns: 0..columns,
+        };
+        let parts = Some((None, all)).filter(|(_, part)| !part.rows.is_empty());
+        return parts.into_iter().collect();
+    }
     let blocks = blocks(planner).into_iter().enumerate();
     let parts = blocks.map(|(block, rows)| {
         let part = Part {
             rows: rows.start.max(wanted.start)..rows.end.min(wanted.end),
             columns: 0..columns,
         };
-        (has_product(config).then_some(block), part)
+        (has_product(planner).then_some(block), part)
     });
     parts.filter(|(_, part)| !part.rows.is_empty()).collect()
 }
 
 /// The transfers from one rank to another.
 fn transfers(planner: &SumPlan, [from, to]: [usize; 2]) -> impl Iterator<Item = Transfer> {
-    let (partials, route) = (planner.partials, planner.config.route);
+    let partials = planner.partials;
+    let route = match planner.problem.hosts.count() {
+        1 => planner.config.route,
+        // Who sends over the network pushes within its host, too.
+        _ => Route::Push,
+    };
     let first = rows_for(planner, to).start;
     let parts = parts(planner, to);
     let before = among_others(from, to) * parts.len();
@@ -101,7 +123,13 @@ fn transfers(planner: &SumPlan, [from, to]: [usize; 2]) -> impl Iterator<Item = 
         };
         Transfer {
             produced,
-            ..Transfer::of_own([from, to], moved, route, before + index)
+            ..transfer_at_once(
+                planner.problem,
+                route,
+                [from, to],
+                moved,
+                [index, before + index],
+            )
         }
     })
 }

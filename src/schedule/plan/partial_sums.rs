@@ -56,6 +56,9 @@ pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> 
 /// # Errors
 /// As [`reduce_scatter`].
 pub(super) fn all_reduce(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    if problem.hosts.count() > 1 {
+        sums_over_hosts::check_route(&config)?;
+    }
     if is_one_shot(problem, &config) {
         return one_shot(&SumPlan::new(problem, rank, config, SumOwners::Everywhere)?);
     }

@@ -5,12 +5,13 @@ use std::ops::Range;
 use super::host_sums::{Source, SumsOverHosts};
 use super::pieces::{SumPlan, chunk_rows_of_block};
 use super::ways::{Way, Ways, cut_for_rail};
-use crate::refusal::{Refusal, Result};
+use crate::refusal::Result;
 use crate::route::Route;
+use crate::schedule::limits::require;
 use crate::schedule::plan::matrices::A;
 use crate::schedule::plan::partials::{Incoming, Piece};
 use crate::schedule::plan::tile_order;
-use crate::schedule::{Addend, OutputBlock, Parts, Schedule, Sum, Transfer};
+use crate::schedule::{Addend, Config, OutputBlock, Parts, Schedule, Sum, Transfer};
 
 /// Gives each rank its rows of the sum. If all ranks get all rows, a gather has to follow.
 ///
@@ -21,12 +22,18 @@ use crate::schedule::{Addend, OutputBlock, Parts, Schedule, Sum, Transfer};
 /// # Errors
 /// As the planner's within one host; `Refusal::Unsupported` if partials are stored.
 pub(super) fn reduce_scatter(planner: &SumPlan) -> Result<Schedule> {
-    let what = "over several hosts Config::route of a sum must be Route::Push or Route::Pull";
+    check_route(&planner.config)?;
     match planner.config.route {
-        Route::Push => multiply_and_reduce(planner),
         Route::Pull => reduce(planner),
-        Route::Store | Route::Net => Err(Refusal::Unsupported { what: what.into() }),
+        _ => multiply_and_reduce(planner),
     }
+}
+
+/// # Errors
+/// `Refusal::Unsupported` if partials are stored.
+pub(super) fn check_route(config: &Config) -> Result<()> {
+    let what = "over several hosts Config::route of a sum must be Route::Push or Route::Pull";
+    require(what, matches!(config.route, Route::Push | Route::Pull))
 }
 
 fn reduce(planner: &SumPlan) -> Result<Schedule> {

@@ -2,9 +2,10 @@
 
 use gemmesh::testing::delay_chunks;
 use gemmesh::{
-    AllGatherAndConsume, Chunk, Chunking, Config, Error, Float, Group, Host, MatmulAllReduce,
-    MatmulReduceScatter, Matrix, Number, ProduceAndAllToAll, ProduceAndReduceScatter, Route,
-    TileShape, all_gather, all_reduce, all_to_all, bf16, broadcast, matmul, reduce_scatter,
+    AllGatherAndConsume, Chunk, Chunking, Config, Error, Float, Group, Host, Matmul,
+    MatmulAllReduce, MatmulReduceScatter, Matrix, Number, ProduceAndAllToAll,
+    ProduceAndReduceScatter, Route, TileShape, all_gather, all_reduce, all_to_all, bf16, broadcast,
+    matmul, reduce_scatter,
 };
 
 use crate::support::numbers::{bits, nan, normal};
@@ -113,10 +114,22 @@ pub fn sum_of_hosts<T: Number>(hosts: &str, rank: usize, value: impl Fn(usize) -
     T::from_f32(sum)
 }
 
-/// Of its own host a rank adds each rank's partial, and of another host their sum, which is rounded.
+/// Of its own host a rank adds each rank's partial, and of another host their sum, which is rounded. But if all ranks get
+/// few sums, each rank adds all partials.
 pub fn sums_are_those_of_hosts(group: &Group<Host>, hosts: &str, rows: &[usize]) {
-    let rank = group.rank();
-    let (m, n, k) = (rows.iter().sum::<usize>(), 11, 12);
+    let m = rows.iter().sum();
+    // Two ranks get more whole of a product's partials.
+    let more = if group.world_size() == 2 { 4 } else { 1 };
+    sums_of_columns(group, hosts, rows, [11, 4]);
+    sums_of_columns(group, hosts, rows, [more * columns_of_many(m), 1024]);
+}
+
+/// `n`: the columns, and those of a tile.
+fn sums_of_columns(group: &Group<Host>, hosts: &str, rows: &[usize], [n, tile_n]: [usize; 2]) {
+    let are_few = n < columns_of_many(rows.iter().sum());
+    let tile = |height| TileShape::new(height, tile_n, 4);
+    let (rank, world) = (group.rank(), group.world_size());
+    let (m, k) = (rows.iter().sum::<usize>(), 12);
     let a = group
         .upload(&normal::<bf16>(rank as u64, m * k), m, k)
         .unwrap();
@@ -124,7 +137,11 @@ pub fn sums_are_those_of_hosts(group: &Group<Host>, hosts: &str, rows: &[usize])
         .upload(&normal::<bf16>(!rank as u64, n * k), n, k)
         .unwrap();
     let mut partial = group.zeros::<bf16>(m, n).unwrap();
-    matmul(&a, &b, &mut partial).unwrap();
+    // With other steps of K products would be added in another order.
+    Matmul::new()
+        .config(Config::new(tile(4), Chunking::new(1), Route::Pull))
+        .run(&a, &b, &mut partial)
+        .unwrap();
     let partial = partial.to_vec().unwrap();
     let partials = group.all_gather_bytes(&bytes(&partial)).unwrap();
     let first = rows[..rank].iter().sum::<usize>() * n;
@@ -136,6 +153,8 @@ pub fn sums_are_those_of_hosts(group: &Group<Host>, hosts: &str, rows: &[usize])
     let expected: Vec<bf16> = indices
         .map(|index| sum_of_hosts(hosts, rank, |rank| value(rank, index)))
         .collect();
+    let everywhere = |index| bf16::from_f32((0..world).map(|rank| value(rank, index)).sum());
+    let everywhere: Vec<bf16> = (0..m * n).map(everywhere).collect();
     delay_chunks(Some(5));
     let mut out = group.zeros::<bf16>(rows[rank], n).unwrap();
     for (chunks, route) in [1, 2, 5]
@@ -147,10 +166,10 @@ pub fn sums_are_those_of_hosts(group: &Group<Host>, hosts: &str, rows: &[usize])
             Route::Pull => 4 << (rank % 2),
             _ => 4,
         };
-        let config = Config::new(TileShape::new(height, 4, 4), Chunking::new(chunks), route);
+        let config = Config::new(tile(height), Chunking::new(chunks), route);
         out.copy_from_host(&vec![bf16::NAN; rows[rank] * n])
             .unwrap();
-        for _ in 0..5 {
+        for _ in 0..if are_few { 5 } else { 1 } {
             let sum = MatmulReduceScatter::new().config(config).rows(rows);
             sum.run(&a, &b, &mut out).unwrap();
         }
@@ -175,11 +194,11 @@ pub fn sums_are_those_of_hosts(group: &Group<Host>, hosts: &str, rows: &[usize])
         sum.run(&a, &b, &mut all).unwrap();
         let all = all.to_vec().unwrap();
         let of_rank = &all[first..first + rows[rank] * n];
-        assert_eq!(
-            bits(of_rank),
-            bits(&expected),
-            "{hosts}, {rows:?}, {chunks}"
-        );
+        let its = match are_few {
+            true => &everywhere[first..first + rows[rank] * n],
+            false => &expected,
+        };
+        assert_eq!(bits(of_rank), bits(its), "{hosts}, {rows:?}, {chunks}");
         // Its other rows are their owners'.
         let owned = group.all_gather_bytes(&bytes(of_rank)).unwrap();
         assert_eq!(bytes(&all), owned.concat(), "{hosts}, {rows:?}, {chunks}");

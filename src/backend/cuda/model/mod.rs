@@ -26,7 +26,10 @@ use crate::backend::cuda::program::block_table::TARGETS;
 use crate::backend::cuda::program::k_slices;
 use crate::explanation::Prediction;
 use crate::schedule::plan::partial_sums;
-use crate::schedule::{Chunking, Config, DTypes, Form, Numerics, Problem, Route, WeightLayout};
+use crate::schedule::plan::partials::are_few;
+use crate::schedule::{
+    Chunking, Config, DTypes, Form, Numerics, Operation, Problem, Route, WeightLayout,
+};
 use tuned::Measured;
 
 /// Chooses an operation's configuration: the fastest measured for this very problem, or else the model's choice.
@@ -60,7 +63,7 @@ pub fn choose(
 }
 
 /// Chooses the tiles of an operation over several hosts. Within a host its rows are pushed, unless a sum has so few that
-/// its product is better made first: see [`is_better_first`].
+/// its product is made first: see [`is_made_first`].
 ///
 /// `network`: the bytes per microsecond that a rank sends and receives. If that takes as long as the product, a row of
 /// tiles is left to make when the last rows have come, or has to be made before the first partials can go. So tiles are
@@ -70,7 +73,7 @@ pub fn over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, network:
     const MANY_ROWS: usize = 4096;
     let m = problem.layout.m();
     let is_sum = problem.operation.is_sum();
-    if is_sum && is_better_first(problem) {
+    if is_sum && is_made_first(problem) {
         let base = Config::new(WIDEST, Chunking::new(1), Route::Pull);
         return tiled(rates, problem, numerics, base).0;
     }
@@ -92,13 +95,22 @@ pub fn over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, network:
     .0
 }
 
-/// True if the product of a sum is better made before any partial is moved. Otherwise the rows of each owner are tiles of
-/// their own, each of which reads its part of the weight again. Ranks whose K differ agree on it.
-fn is_better_first(problem: &Problem) -> bool {
+/// True if the product of a sum is made before any partial is moved: always if all ranks get few sums, and where it is
+/// better. Otherwise the rows of each owner are tiles of their own, each of which reads its part of the weight again. Ranks
+/// whose K differ agree on it.
+fn is_made_first(problem: &Problem) -> bool {
     let layout = &problem.layout;
+    if gets_all_partials(problem) {
+        return true;
+    }
     let tiles = |rows: usize| rows.div_ceil(FEW_ROWS);
     let apart: usize = layout.rows().into_iter().map(tiles).sum();
     apart >= 3 * tiles(layout.m())
+}
+
+/// True if each rank gets all partials, which are few, from all hosts.
+fn gets_all_partials(problem: &Problem) -> bool {
+    problem.operation == Operation::MatmulAllReduce && are_few(problem)
 }
 
 /// Predicts the times of an operation over several hosts, as [`predict`].
@@ -151,7 +163,7 @@ fn time_of_network(problem: &Problem, network: f64) -> f64 {
     network_bytes(problem) as f64 / network
 }
 
-/// The bytes that a rank sends over the network, and that it receives.
+/// The bytes that a rank sends over the network, and that it receives. Those of a gather that follows do not count.
 fn network_bytes(problem: &Problem) -> usize {
     let Problem {
         layout,
@@ -164,7 +176,11 @@ fn network_bytes(problem: &Problem) -> usize {
         true => n.saturating_mul(dtypes.partials.bytes()),
         false => layout.k().saturating_mul(dtypes.operands.bytes()),
     };
-    let rows = layout.m() / layout.world() * (hosts.count() - 1);
+    let world = layout.world();
+    let rows = match gets_all_partials(problem) {
+        true => layout.m() * (world - world / hosts.count()),
+        false => layout.m() / world * (hosts.count() - 1),
+    };
     rows.saturating_mul(row)
 }
 
@@ -341,7 +357,11 @@ mod tests {
                 let product = 2.0 * m as f64 * n as f64 * k as f64 / 700e6;
                 let network = network_bytes(&problem) as f64 / product;
                 let config = over_hosts(&H200, &problem, Numerics::Fast, network);
-                assert_eq!(config.route, Route::Push, "{operation} {m}");
+                let route = match (operation, m) {
+                    (MatmulAllReduce, 16) => Route::Pull,
+                    _ => Route::Push,
+                };
+                assert_eq!(config.route, route, "{operation} {m}");
                 let most = if m < 4096 { 128 } else { 256 };
                 assert!(config.entry_rows() <= most, "{operation} {m}: {config:?}");
                 let fast = over_hosts(&H200, &problem, Numerics::Fast, 1e6);
@@ -361,17 +381,20 @@ mod tests {
     #[test]
     fn a_sum_of_few_rows_over_hosts_is_made_after_its_product() {
         let hosts: Vec<usize> = (0..8).map(|rank| rank / 4).collect();
-        for (m, route) in [(16, Route::Pull), (128, Route::Pull), (512, Route::Push)] {
+        let rows = [(16, Route::Pull), (128, Route::Pull), (512, Route::Push)];
+        let both = [MatmulReduceScatter, MatmulAllReduce].into_iter();
+        for (operation, (m, route)) in both.flat_map(|of| rows.map(|rows| (of, rows))) {
             let layout = Layout::balanced(m, 3584, 8).unwrap();
             let problem = Problem {
                 hosts: Hosts::of(&hosts).unwrap(),
-                ..Problem::new(MatmulReduceScatter, DType::Bf16, layout, 8192)
+                ..Problem::new(operation, DType::Bf16, layout, 8192)
             };
             let config = over_hosts(&H200, &problem, Numerics::Fast, 50e3);
-            assert_eq!(config.route, route, "{m}");
+            assert_eq!(config.route, route, "{operation} {m}");
             for rank in 0..8 {
                 let schedule = plan(&problem, rank, config).unwrap();
-                assert!(support::check(&schedule).is_ok(), "{m}: {config:?}");
+                let is_supported = support::check(&schedule).is_ok();
+                assert!(is_supported, "{operation} {m}: {config:?}");
             }
         }
     }

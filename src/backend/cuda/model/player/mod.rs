@@ -29,6 +29,7 @@ use crate::refusal::{Refusal, Result};
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::require;
 use crate::schedule::plan::collectives::{chunked, leaves_gather, stored};
+use crate::schedule::plan::partials::is_one_shot;
 use crate::schedule::plan::{over_hosts, plan};
 use crate::schedule::{
     Chunking, Config, Hosts, Layout, Numerics, Operation, Problem, Route, Schedule,
@@ -228,7 +229,7 @@ fn play_configured(
             alone,
             timeline: made_alone(problem, config)?,
         },
-        _ if is_sum && config.route == Route::Pull && problem.hosts.count() > 1 => {
+        _ if is_made_first(problem, &config) => {
             let mut product = Played {
                 micros: made(problem, &config),
                 alone,
@@ -240,11 +241,19 @@ fn play_configured(
         _ if is_sum && config.route != Route::Push => by_model(problem, config, alone)?,
         _ => play_schedules(problem, config, network, alone)?,
     };
-    if problem.operation == Operation::MatmulAllReduce && problem.hosts.count() > 1 {
+    let is_over_hosts =
+        problem.operation == Operation::MatmulAllReduce && problem.hosts.count() > 1;
+    if is_over_hosts && !is_one_shot(problem, &config) {
         let gather = gather_of(problem, Operation::GatherOfMatmulAllReduce)?;
         played.extend(play_schedules(&gather, config, network, alone)?);
     }
     Ok(played)
+}
+
+/// True if the product of a sum over several hosts has a schedule of its own, and the sum's follows.
+fn is_made_first(problem: &Problem, config: &Config) -> bool {
+    let is_over_hosts = problem.operation.is_sum() && problem.hosts.count() > 1;
+    is_over_hosts && (config.route == Route::Pull || is_one_shot(problem, config))
 }
 
 /// The gather that follows an all-reduce.
@@ -289,7 +298,8 @@ fn play_schedules(
 
 /// What the ranks of a problem are made of.
 fn machine_of<'a>(problem: &Problem, config: Config, network: &'a SimulatedNetwork) -> Machine<'a> {
-    let tiles = multiplies(problem.operation).then(|| Tiles::of(&TIMED, problem, &config));
+    let multiplies = multiplies(problem.operation) && !is_made_first(problem, &config);
+    let tiles = multiplies.then(|| Tiles::of(&TIMED, problem, &config));
     let bytes = config.entry_rows() * config.entry_columns() * problem.dtypes.partials.bytes();
     Machine {
         rates: match problem.operation {
