@@ -18,11 +18,9 @@ use ranks::Machine;
 use rates::{STORED_SUMS, TIMED, TIMED_ALONE, TIMED_SUMS, sustained};
 
 use super::tiles::Tiles;
-use super::{choose, configs_with_room, sums, tiled};
+use super::{choose, over_hosts as chosen_over_hosts, sums};
 use crate::backend::cuda::MOST_STORED;
-use crate::backend::cuda::gpu::kernels::{Variant, WIDEST};
 use crate::backend::cuda::gpu::rates::H200;
-use crate::backend::cuda::program::block_table::TARGETS;
 use crate::element::DType;
 use crate::profile::span::{Lane, Span, Work};
 use crate::refusal::{Refusal, Result};
@@ -31,9 +29,7 @@ use crate::schedule::limits::require;
 use crate::schedule::plan::collectives::{chunked, leaves_gather, stored};
 use crate::schedule::plan::partials::is_one_shot;
 use crate::schedule::plan::{over_hosts, plan};
-use crate::schedule::{
-    Chunking, Config, Hosts, Layout, Numerics, Operation, Problem, Route, Schedule,
-};
+use crate::schedule::{Config, Hosts, Layout, Numerics, Operation, Problem, Route, Schedule};
 use crate::trace::{Timeline, Trace};
 
 /// What a rank's network card does.
@@ -84,7 +80,7 @@ pub fn play_operation(
 ) -> crate::error::Result<Played> {
     let problem = problem_of(operation, [m, n, k], [hosts, places]);
     let played = problem.and_then(|problem| match multiplies(operation) {
-        true => play_fastest(&problem, network),
+        true => play_chosen(&problem, network),
         false => play_collective(&problem, network),
     });
     played.map_err(Refusal::of(None, "play_operation"))
@@ -140,57 +136,18 @@ fn play_collective(problem: &Problem, network: &SimulatedNetwork) -> Result<Play
     Ok(played)
 }
 
-/// Plays a problem with each candidate that the planner takes, and returns the fastest.
-fn play_fastest(problem: &Problem, network: &SimulatedNetwork) -> Result<Played> {
-    let all = candidates(problem)?.into_iter();
-    let played = all.map(|config| play_configured(problem, config, network));
-    let fastest = played.reduce(|one, other| match (&one, &other) {
-        (Ok(first), Ok(second)) if second.micros < first.micros => other,
-        (Err(_), Ok(_)) => other,
-        _ => one,
-    });
-    let what = "a simulation must have a kernel for its product";
-    fastest.unwrap_or_else(|| Err(Refusal::Unsupported { what: what.into() }))
-}
-
-/// The configurations that may be the fastest. On one host it is the library's choice.
-///
-/// That choice knows links within a host only. Over several hosts the tiles that suit the product alone may be better,
-/// and sums are cut in several ways.
-fn candidates(problem: &Problem) -> Result<Vec<Config>> {
-    let (world, hosts) = (problem.layout.world(), problem.hosts.count());
-    if problem.operation.is_sum() && (hosts > 1 || world > TARGETS) {
-        return Ok(of_sums(problem));
-    }
-    let chosen = choose(&H200, problem, Numerics::Fast, true, None);
-    let (_, of_alone) = alone(problem)?;
-    let other = (hosts > 1).then_some(of_alone.with_route(chosen.route));
-    Ok([chosen].into_iter().chain(other).collect())
-}
-
-/// The tiles that make the blocks of all owners the fastest, with few and with more chunks. Over hosts also those of a
-/// product that is made first.
-fn of_sums(problem: &Problem) -> Vec<Config> {
-    let world = problem.layout.world();
-    let base = Config::new(WIDEST, Chunking::new(1), Route::Push);
-    let time = |config: &Config| {
-        let tiles = Tiles::of(&H200, problem, config);
-        let share = problem.layout.m().div_ceil(world);
-        let entries = world * share.div_ceil(tiles.rows) * tiles.columns;
-        entries.div_ceil(tiles.slots) as f64 * tiles.wave(tiles.slots.min(entries))
+/// Plays a problem with the library's choice. But more ranks than a group can have push their partials, because a kernel
+/// cannot add so many at once.
+fn play_chosen(problem: &Problem, network: &SimulatedNetwork) -> Result<Played> {
+    let config = match problem.hosts.count() {
+        1 => choose(&H200, problem, Numerics::Fast, true, None),
+        _ => chosen_over_hosts(&H200, problem, Numerics::Fast, network.bytes),
     };
-    let kernels = configs_with_room(&H200, base, Variant::Sums, &problem.dtypes, &problem.form);
-    let fastest = kernels.min_by(|one, other| time(one).total_cmp(&time(other)));
-    let cut = |config: Config| {
-        [1, 2, 4].map(|count| Config {
-            chunking: Chunking::new(count),
-            ..config
-        })
+    let config = match problem.layout.world() > MAX_WORLD {
+        true => config.with_route(Route::Push),
+        false => config,
     };
-    let first = Config::new(WIDEST, Chunking::new(1), Route::Pull);
-    let is_several = problem.hosts.count() > 1;
-    let first = is_several.then(|| tiled(&H200, problem, Numerics::Fast, first).0);
-    fastest.into_iter().flat_map(cut).chain(first).collect()
+    play_configured(problem, config, network)
 }
 
 /// The product of one rank, with all rows there: its time, and the library's choice for it.
@@ -316,7 +273,12 @@ fn machine_of<'a>(problem: &Problem, config: Config, network: &'a SimulatedNetwo
 
 /// The time before and after all that is played.
 fn around(problem: &Problem, config: Config, machine: &Machine) -> f64 {
-    let link = machine.rates.link(over_hosts(problem, config).route);
+    let route = match is_made_first(problem, &config) {
+        // The partials that are made are pushed.
+        true => Route::Push,
+        false => over_hosts(problem, config).route,
+    };
+    let link = machine.rates.link(route);
     match machine.tiles {
         Some(tiles) if !problem.operation.is_sum() => tiles.start + tiles.joined() + link.around,
         _ => link.around,

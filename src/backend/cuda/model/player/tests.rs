@@ -1,4 +1,6 @@
 use super::*;
+use crate::backend::cuda::gpu::kernels::WIDEST;
+use crate::schedule::Chunking;
 use crate::schedule::Operation::{
     AllGather, AllGatherMatmul, AllReduce, MatmulAllReduce, MatmulReduceScatter, ReduceScatter,
 };
