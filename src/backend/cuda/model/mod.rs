@@ -96,16 +96,16 @@ pub fn over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, network:
 }
 
 /// True if the product of a sum is made before any partial is moved: always if all ranks get few sums, and where it is
-/// better. Otherwise the rows of each owner are tiles of their own, each of which reads its part of the weight again. Ranks
-/// whose K differ agree on it.
+/// better. Otherwise the rows of each owner are tiles of their own, each of which reads its part of the weight again. Of
+/// owners with few rows they would be twice as many. Ranks whose K differ agree on it.
 fn is_made_first(problem: &Problem) -> bool {
     let layout = &problem.layout;
     if gets_all_partials(problem) {
         return true;
     }
-    let tiles = |rows: usize| rows.div_ceil(FEW_ROWS);
+    let tiles = |rows: usize| rows.div_ceil(WIDEST.m);
     let apart: usize = layout.rows().into_iter().map(tiles).sum();
-    apart >= 3 * tiles(layout.m())
+    apart >= 2 * tiles(layout.m())
 }
 
 /// True if each rank gets all partials, which are few, from all hosts.
@@ -139,10 +139,12 @@ pub fn predict_over_hosts(
 
 /// Until an operation over hosts of these tiles is complete, whose network takes so long.
 fn until_complete(problem: &Problem, config: &Config, tiles: &Tiles, sent: f64) -> f64 {
-    let product = tiles.cold();
     if problem.operation.is_sum() && config.route == Route::Pull {
-        return product + sent;
+        return tiles.cold() + sent;
     }
+    let tiles = tiles.by_owners(problem);
+    let product = tiles.cold();
+    let moved = sent.max(time_of_copies(tiles.rates, problem));
     let row = match problem.operation.is_sum() {
         // Partials go in pieces as high as a tile, each by one of the network's lanes. So there should be many pieces.
         true => {
@@ -154,13 +156,22 @@ fn until_complete(problem: &Problem, config: &Config, tiles: &Tiles, sent: f64) 
             waves * tiles.wave(tiles.columns.min(tiles.slots))
         }
     };
-    product.max(sent + row)
+    product.max(moved + row)
 }
 
 /// Microseconds in which a rank sends its rows over the network, and receives as many, at `network` bytes per
 /// microsecond.
 fn time_of_network(problem: &Problem, network: f64) -> f64 {
     network_bytes(problem) as f64 / network
+}
+
+/// Microseconds in which a rank's copy engine moves rows within its host: to each neighbour as many for each host as it
+/// sends to each other host.
+fn time_of_copies(rates: &Rates, problem: &Problem) -> f64 {
+    let (world, hosts) = (problem.layout.world(), problem.hosts.count());
+    let copies = hosts * (world / hosts - 1);
+    let bytes = network_bytes(problem) as f64 / (hosts - 1) as f64;
+    copies as f64 * (rates.push.chunk + bytes / rates.push.bytes)
 }
 
 /// The bytes that a rank sends over the network, and that it receives. Those of a gather that follows do not count.
@@ -357,9 +368,9 @@ mod tests {
                 let product = 2.0 * m as f64 * n as f64 * k as f64 / 700e6;
                 let network = network_bytes(&problem) as f64 / product;
                 let config = over_hosts(&H200, &problem, Numerics::Fast, network);
-                let route = match (operation, m) {
-                    (MatmulAllReduce, 16) => Route::Pull,
-                    _ => Route::Push,
+                let route = match operation.is_sum() && m == 16 {
+                    true => Route::Pull,
+                    false => Route::Push,
                 };
                 assert_eq!(config.route, route, "{operation} {m}");
                 let most = if m < 4096 { 128 } else { 256 };
@@ -381,7 +392,7 @@ mod tests {
     #[test]
     fn a_sum_of_few_rows_over_hosts_is_made_after_its_product() {
         let hosts: Vec<usize> = (0..8).map(|rank| rank / 4).collect();
-        let rows = [(16, Route::Pull), (128, Route::Pull), (512, Route::Push)];
+        let rows = [(16, Route::Pull), (512, Route::Pull), (1024, Route::Push)];
         let both = [MatmulReduceScatter, MatmulAllReduce].into_iter();
         for (operation, (m, route)) in both.flat_map(|of| rows.map(|rows| (of, rows))) {
             let layout = Layout::balanced(m, 3584, 8).unwrap();

@@ -337,6 +337,14 @@ impl<'a> Tiles<'a> {
         }
     }
 
+    /// The same if the rows of each rank have entries of their own, because they are moved while others are multiplied.
+    pub fn by_owners(mut self, problem: &Problem) -> Self {
+        let rows = problem.layout.rows().into_iter();
+        let entries: usize = rows.map(|rows| rows.div_ceil(self.rows)).sum();
+        self.entries = entries * self.columns;
+        self
+    }
+
     /// The time of `count` entries that are made at the same time.
     pub fn wave(&self, count: usize) -> f64 {
         let count = count as f64;
