@@ -23,7 +23,7 @@ pub struct Identity {
     pub deadlines: Deadlines,
     /// What it says of itself when all have come.
     pub arrival: Arrival,
-    /// What the group is called. That is known before all have come if the group's ranks are those of the launcher's job.
+    /// What the group is called, if that is known before all have come.
     pub naming: Option<Naming>,
     /// Sends reports to the launcher, if it has started this process.
     pub launcher: Option<ReportSender>,
@@ -56,11 +56,14 @@ impl Identity {
 
     /// True if `rank` is another rank, and this rank's launcher says that its process has ended.
     ///
-    /// The launcher speaks of ranks of its job. Which of them a group has is known only here if they are all.
+    /// The launcher speaks of ranks of its job. A group that meets at an address of its own does not know yet which of them
+    /// it has, so it waits until the deadline.
     pub fn has_ended(&self, rank: usize) -> bool {
-        let is_of_job = rank != self.rank && self.naming.is_some();
-        let launcher = self.launcher.as_ref().filter(|_| is_of_job);
-        launcher.is_some_and(|launcher| launcher.has_ended(rank))
+        let naming = self.naming.as_ref().filter(|naming| naming.is_of_one_job);
+        let of_job = naming.and_then(|naming| naming.job_ranks.get(rank));
+        let launcher = self.launcher.as_ref().filter(|_| rank != self.rank);
+        let of_launcher = launcher.zip(of_job);
+        of_launcher.is_some_and(|(launcher, &rank)| launcher.has_ended(rank))
     }
 
     /// A rank of a group on one host, as tests need it.

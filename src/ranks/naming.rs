@@ -45,6 +45,8 @@ pub struct Naming {
     pub name: Option<String>,
     /// By rank. Without a launcher, the job is the group from which this one was split.
     pub job_ranks: Vec<usize>,
+    /// False if some of its processes are of no job or of another one, so that `job_ranks` says nothing to a launcher.
+    pub is_of_one_job: bool,
 }
 
 impl Naming {
@@ -53,6 +55,7 @@ impl Naming {
         Naming {
             name,
             job_ranks: (0..world).collect(),
+            is_of_one_job: true,
         }
     }
 
@@ -82,19 +85,22 @@ impl Naming {
     pub fn agreed(arrivals: &[Arrival], other: impl FnOnce() -> String) -> Result<Naming> {
         let names = arrivals.iter().map(|arrival| &arrival.name).enumerate();
         let name = agree(names)?;
-        let jobs = arrivals.iter().map(|arrival| arrival.job.as_ref());
-        let Some(jobs) = jobs.collect::<Option<Vec<_>>>() else {
-            return Ok(Naming::of_job(name, arrivals.len()));
-        };
         let whole = Naming::of_job(name, arrivals.len());
-        if jobs.iter().any(|other| other.job != jobs[0].job) {
-            return Ok(whole);
-        }
+        let jobs = arrivals.iter().map(|arrival| arrival.job.as_ref());
+        let jobs = jobs.collect::<Option<Vec<_>>>();
+        let jobs = jobs.filter(|jobs| jobs.iter().all(|other| other.job == jobs[0].job));
+        let Some(jobs) = jobs else {
+            return Ok(Naming {
+                is_of_one_job: false,
+                ..whole
+            });
+        };
         let job_ranks: Vec<usize> = jobs.iter().map(|job| job.rank).collect();
         let is_part = jobs[0].world != job_ranks.len() || job_ranks != whole.job_ranks;
         Ok(Naming {
             name: whole.name.or_else(|| is_part.then(other)),
             job_ranks,
+            is_of_one_job: true,
         })
     }
 }
@@ -148,8 +154,12 @@ mod tests {
         job_ranks.iter().map(arrival).collect()
     }
 
+    fn agreed(arrivals: &[Arrival]) -> Naming {
+        Naming::agreed(arrivals, || "address".into()).unwrap()
+    }
+
     fn named(arrivals: &[Arrival]) -> (Option<String>, Vec<usize>) {
-        let naming = Naming::agreed(arrivals, || "address".into()).unwrap();
+        let naming = agreed(arrivals);
         (naming.name, naming.job_ranks)
     }
 
@@ -167,9 +177,11 @@ mod tests {
         let mut strangers = arrivals(&[2, 3], 4);
         strangers[1].job = None;
         assert_eq!(named(&strangers), (None, vec![0, 1]));
+        assert!(!agreed(&strangers).is_of_one_job);
         let mut others = arrivals(&[2, 3], 4);
         others[1].job.as_mut().unwrap().job = "b".into();
         assert_eq!(named(&others), (None, vec![0, 1]));
+        assert!(!agreed(&others).is_of_one_job && agreed(&arrivals(&[2, 3], 4)).is_of_one_job);
     }
 
     #[test]

@@ -316,6 +316,21 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_tells_nothing_of_a_group_with_processes_of_no_job() {
+        let launch = draw().unwrap();
+        let mut receiver = ReportReceiver::new(&launch, 2).unwrap();
+        let memory = Mapping::shared(memfd(SharedState::BYTES).unwrap(), SharedState::BYTES);
+        let state = SharedState::new(memory.unwrap(), 0, 2);
+        let state = state.with_launcher(ReportSender::new(0, &launch));
+        state.set_naming(Naming {
+            is_of_one_job: false,
+            ..Naming::of_job(None, 2)
+        });
+        state.fail(lost(1));
+        assert_eq!(told(&mut receiver), []);
+    }
+
+    #[test]
     fn a_rank_learns_which_ranks_have_ended() {
         let launch = draw().unwrap();
         let mut receiver = ReportReceiver::new(&launch, 3).unwrap();

@@ -206,9 +206,11 @@ impl SharedState {
         self.rank
     }
 
-    /// Does nothing before the ranks of a part of the job know which ranks of the job they are.
+    /// Does nothing before the ranks of a part of the job know which ranks of the job they are, or if they are not all of
+    /// one job.
     fn tell_launcher(&self, first: &Error) {
-        let (Some(launcher), Some(naming)) = (&self.launcher, self.naming()) else {
+        let naming = self.naming().filter(|naming| naming.is_of_one_job);
+        let (Some(launcher), Some(naming)) = (&self.launcher, naming) else {
             return;
         };
         let by = self.reporter().and_then(|by| naming.job_ranks.get(by));

@@ -138,6 +138,7 @@ impl Part {
         let naming = Naming {
             name: Some(own.name.clone().unwrap_or_else(default)),
             job_ranks: ranks.iter().map(|&rank| above.job_ranks[rank]).collect(),
+            is_of_one_job: above.is_of_one_job,
         };
         let rank = ranks.iter().position(|&rank| rank == whole.rank);
         Ok(Part {
