@@ -32,9 +32,9 @@ pub(super) fn first_turn(step: usize) -> usize {
     step * (MAX_FLAGS + 1)
 }
 
-/// A transfer under `flag` of a rank's own rows, which go to each rank at once, also if that is of another host. `part`: its
-/// number among those from the first of `ends` to the second. `near`: the route within a host.
-pub(super) fn transfer_at_once(
+/// A transfer of a rank's own rows under `flag`, straight to another rank on any host. `part`: its number among those
+/// between the two. `near`: the route within a host.
+pub(super) fn straight_transfer(
     problem: &Problem,
     near: Route,
     [from, to]: [usize; 2],
@@ -58,10 +58,18 @@ pub(super) fn transfer_at_once(
 /// that passing them on ends soon after the last have come.
 pub(super) const RAIL_BYTES: usize = 2 << 20;
 
-/// The most chunks of a shard on the network, if it goes to so many ranks. A rank then has about as many turns as a shard may
-/// have chunks, for which the queues of a GPU have room.
-pub(super) fn most_on_rail(ranks: usize) -> usize {
-    (MAX_CHUNKS / ranks.max(1)).max(1)
+/// The most chunks of a shard on the network, if it goes to so many ranks, of which each has so many neighbours that move
+/// the same chunks too. A rank then has about as many turns as a shard may have chunks, and no more copies than the queues
+/// of a GPU have room for.
+pub(super) fn most_on_rail(ranks: usize, neighbours: usize) -> usize {
+    const MOST_COPIES: usize = 160;
+    let most = MAX_CHUNKS.min(MOST_COPIES / neighbours.max(1));
+    (most / ranks.max(1)).max(1)
+}
+
+/// The same if it goes over the rails of these ranks.
+pub(super) fn most_on_rails(hosts: &Hosts, world: usize) -> usize {
+    most_on_rail(hosts.count() - 1, world / hosts.count() - 1)
 }
 
 /// A part of a shard that one transfer moves.
@@ -124,7 +132,7 @@ impl<'a> Cutter<'a> {
             rail_chunks: match is_one_host {
                 true => Vec::new(),
                 false => {
-                    let most = most_on_rail(hosts.count() - 1) / layout.stages();
+                    let most = most_on_rails(hosts, layout.world()) / layout.stages();
                     all(&|source| cut_for_rail(layout, width, most.max(1), source))
                 }
             },

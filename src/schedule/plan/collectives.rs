@@ -18,7 +18,7 @@ use crate::schedule::config::{Chunking, Config, TileShape};
 use crate::schedule::layout::{MAX_EXTENT, MAX_WORLD, chunk_rows};
 use crate::schedule::limits::limit;
 use crate::schedule::plan::chunks::{
-    Part, RAIL_BYTES, most_on_rail, stored_parts, transfer_at_once,
+    Part, RAIL_BYTES, most_on_rail, stored_parts, straight_transfer,
 };
 use crate::schedule::plan::matrices::{self, A, OUT, PARTIALS};
 use crate::schedule::plan::partials::{FEW_BYTES, Partials, is_little_for_network};
@@ -186,7 +186,7 @@ impl<'a> CollectivePlan<'a> {
         let least = match blocks {
             Blocks::Had if hosts.count() > 1 => {
                 let places = self.world() / hosts.count();
-                (bytes / RAIL_BYTES).min(most_on_rail(self.world() - places))
+                (bytes / RAIL_BYTES).min(most_on_rail(self.world() - places, 0))
             }
             _ => 1,
         };
@@ -214,7 +214,7 @@ impl<'a> CollectivePlan<'a> {
 
     /// A transfer under `flag`. `part`: its number among those from the first of `ends` to the second.
     fn transfer(&self, ends: [usize; 2], moved: Move, part: usize, flag: usize) -> Transfer {
-        transfer_at_once(self.problem, self.config.route, ends, moved, [part, flag])
+        straight_transfer(self.problem, self.config.route, ends, moved, [part, flag])
     }
 
     /// The rank whose rows are broadcast. If there are none, it makes no difference.

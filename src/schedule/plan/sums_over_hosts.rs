@@ -97,7 +97,7 @@ fn ways<'a>(planner: &SumPlan<'a>) -> Ways<'a> {
         }
         match hosts.share(maker, owner) {
             true => chunk_rows_of_block(rows, count, height).collect(),
-            false => cut_for_rail(hosts, rows, row, height),
+            false => cut_for_rail((hosts, layout.world()), rows, row, height),
         }
     };
     Ways::new(planner.problem, planner.rank, planner.partials, cut)

@@ -13,7 +13,7 @@
 
 use std::ops::Range;
 
-use super::chunks::{RAIL_BYTES, first_turn, most_on_rail};
+use super::chunks::{RAIL_BYTES, first_turn, most_on_rails};
 use super::partials::{Incoming, Partial, Partials, Piece};
 use super::pieces::chunk_rows_of_block;
 use crate::route::Route;
@@ -268,12 +268,12 @@ fn owners_in_order(hosts: &Hosts, rank: usize, world: usize) -> Vec<usize> {
 /// Rows of another host, as they go to gateways and over the network. `row` is the bytes of a row, and `height` the rows
 /// at whose multiples they are cut.
 pub(super) fn cut_for_rail(
-    hosts: &Hosts,
+    (hosts, world): (&Hosts, usize),
     rows: Range<usize>,
     row: usize,
     height: usize,
 ) -> Vec<Range<usize>> {
     let bytes = rows.len().saturating_mul(row);
-    let most = most_on_rail(hosts.count() - 1);
+    let most = most_on_rails(hosts, world);
     chunk_rows_of_block(rows, (bytes / RAIL_BYTES).clamp(1, most), height).collect()
 }

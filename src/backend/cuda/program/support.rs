@@ -251,6 +251,43 @@ mod tests {
     }
 
     #[test]
+    fn the_queues_have_room_for_long_shards_over_hosts() {
+        let operations = [
+            (AllGatherMatmul, 1 << 13),
+            (Operation::AllGather, 0),
+            (MatmulReduceScatter, 1 << 13),
+            (MatmulAllReduce, 1 << 13),
+            (Operation::ReduceScatter, 1 << 13),
+            (Operation::AllReduce, 1 << 13),
+            (Operation::ProduceAndReduceScatter, 1 << 13),
+        ];
+        for (hosts, places) in [(2, 2), (2, 8), (4, 8), (8, 8)] {
+            let world = hosts * places;
+            let names: Vec<usize> = (0..world).map(|rank| rank / places).collect();
+            for (operation, n) in operations {
+                let k = if operation.is_sum() { 1024 } else { 1 << 13 };
+                // 256 MiB a rank.
+                let layout = Layout::new(&vec![1 << 14; world], k).unwrap();
+                let problem = Problem {
+                    hosts: Hosts::of(&names).unwrap(),
+                    ..Problem::new(operation, DType::Bf16, layout, n)
+                };
+                let tile = TileShape::new(256, 256, 64);
+                for chunks in [1, 2] {
+                    let config = Config::new(tile, Chunking::new(chunks), Route::Push);
+                    let schedule = plan(&problem, 1, config).unwrap();
+                    let (checked, counted) = (check(&schedule), commands(&schedule));
+                    let has_room = checked.is_ok() && counted <= COMMANDS;
+                    assert!(
+                        has_room,
+                        "{hosts} {places} {operation}: {checked:?} {counted}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
     fn all_schedules_of_no_rows_run_on_gpus() {
         for operation in [
             MatmulReduceScatter,

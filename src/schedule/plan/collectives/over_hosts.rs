@@ -59,7 +59,7 @@ impl CollectivePlan<'_> {
             (Blocks::Had, _) if maker == owner => Vec::new(),
             (Blocks::Had, false) => {
                 let row = n * dtypes.operands.bytes();
-                cut_for_rail(hosts, rows, row, self.config.entry_rows())
+                cut_for_rail((hosts, layout.world()), rows, row, self.config.entry_rows())
             }
             _ => ranges(self.cut(rows, blocks)),
         }
