@@ -4,6 +4,7 @@ use std::fmt::{Debug, Display, Formatter, Result};
 
 use crate::error::Counted;
 use crate::route::Route;
+use crate::schedule::plan::partials::sends_all_partials;
 use crate::schedule::{Config, Problem};
 
 /// How an operation is cut up, and its predicted time. `Display` says it in sentences, a line each.
@@ -42,6 +43,8 @@ enum Moved {
     Rows,
     /// Partial sums.
     Sums,
+    /// All partial sums of all rows, which are few, over several hosts.
+    AllSums,
 }
 
 impl Debug for Explanation {
@@ -74,6 +77,7 @@ impl Explanation {
     ) -> Explanation {
         let moved = match (problem.layout.world(), problem.operation.is_sum()) {
             (1, _) => Moved::Nothing,
+            _ if sends_all_partials(problem) => Moved::AllSums,
             (_, true) => Moved::Sums,
             (_, false) => Moved::Rows,
         };
@@ -156,6 +160,19 @@ impl Explanation {
             (Moved::Rows, Route::Pull) => "Each rank copies the other ranks' rows to itself",
             (Moved::Rows, Route::Push) => "Each rank copies its rows to the other ranks",
             (Moved::Rows, Route::Store) => "Each rank's kernel stores its rows at the other ranks",
+            (Moved::AllSums, _) => {
+                return f.write_str(
+                    "\nWhen a rank's product is complete, it sends its partial sums of all rows to all ranks, over the \
+                     network too (Route::Push, Route::Net). Each rank adds up all rows.",
+                );
+            }
+            (Moved::Sums, Route::Pull) if self.several_hosts => {
+                f.write_str(
+                    "\nWhen a rank's product is complete, it copies partial sums to the ranks that add them \
+                     (Route::Push).",
+                )?;
+                return self.write_hosts(f);
+            }
             (Moved::Sums, Route::Pull) => {
                 "Each rank copies the partial sums that it adds to itself"
             }
@@ -249,6 +266,10 @@ mod tests {
         for (moved, expected) in [
             (Moved::Rows, "Rows of another host come over the network"),
             (Moved::Sums, "Partial sums for another host are added"),
+            (
+                Moved::AllSums,
+                "When a rank's product is complete, it sends",
+            ),
         ] {
             let words = of(moved).to_string();
             assert!(

@@ -7,7 +7,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use gemmesh::DType;
 use gemmesh::schedule::layout::MAX_WORLD;
 use gemmesh::schedule::plan::matrices::{A, OUT, PARTIALS};
-use gemmesh::schedule::plan::plan;
+use gemmesh::schedule::plan::{over_hosts, plan};
 use gemmesh::schedule::{
     Addend, Chunking, Config, HostSum, Hosts, Layout, Operation, Problem, Reduction, Refusal,
     Route, RowOrder, Schedule, Sum, TileShape, Transfer,
@@ -546,6 +546,24 @@ proptest! {
             prop_assert!(is_moved_alone && sums.schedule.host_sums().is_empty());
             let out = &sums.rows[&OUT];
             prop_assert!(out.len() == m && out.iter().all(|sum| *sum == expected), "{:?}", out);
+        }
+    }
+}
+
+#[test]
+fn a_rank_sends_other_hosts_at_most_two_mebibytes_of_what_it_adds_up_for_all() {
+    // Four hosts of four. 16 rows of 5461 columns go to 12 ranks.
+    let hosts: Vec<usize> = (0..16).map(|rank| rank / 4).collect();
+    for operation in [Operation::MatmulAllReduce, Operation::AllReduce] {
+        for (n, added) in [(5456, 16), (5472, 1)] {
+            let problem = Problem {
+                hosts: Hosts::of(&hosts).unwrap(),
+                ..Problem::new(operation, DType::Bf16, Layout::new(&[1; 16], n).unwrap(), n)
+            };
+            let config = Config::new(TileShape::new(64, 64, 64), Chunking::new(1), Route::Pull);
+            let schedule = plan(&problem, 5, over_hosts(&problem, config)).unwrap();
+            let rows = schedule.reduction().map(|reduction| reduction.rows);
+            assert_eq!(rows, Some(added), "{operation} {n}");
         }
     }
 }

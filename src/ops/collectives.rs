@@ -229,7 +229,11 @@ pub fn sum_for_all<B: Backend>(a: RawView<B>, out: RawShards<B>) -> Result<()> {
         chunks: 1,
     };
     call.run(group, out.layout, a.input(), out.bound(), &[out.id])?;
-    match leaves_gather(&Problem::new(OPERATION, a.dtype, out.layout.clone(), n)) {
+    let problem = Problem {
+        hosts: group.host_map().clone(),
+        ..Problem::new(OPERATION, a.dtype, out.layout.clone(), n)
+    };
+    match leaves_gather(&problem) {
         true => gather(Operation::GatherOfAllReduce, out),
         false => Ok(()),
     }

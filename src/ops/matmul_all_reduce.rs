@@ -29,12 +29,13 @@ use crate::trace::Trace;
 ///
 /// The owner of a row of `out` adds its partials and sends the sum to all ranks. For few rows, all ranks send their
 /// partials to all ranks instead, and each rank adds all rows. Rows are few if M · N elements fit in 1 MiB on two
-/// ranks, in 512 KiB on up to four, or in 256 KiB on up to eight. (Over several hosts: in 1 MiB on two ranks or in 256 KiB
-/// on more, of which a rank sends other hosts at most 2 MiB.) Two ranks of a host also do so if partials are stored behind
+/// ranks, in 512 KiB on up to four, or in 256 KiB on up to eight. (Over several hosts: in 1 MiB on two ranks, and on more in
+/// 256 KiB and in 2 MiB divided by the ranks of other hosts.) Two ranks of a host also do so if partials are stored behind
 /// the product ([`Config::product_first`]), however many rows there are.
 ///
-/// The numbers and the memory are those of [`matmul_reduce_scatter`](crate::matmul_reduce_scatter), with one exception.
-/// If each rank adds all rows, the memory for incoming partials has (W - 1) · M rows.
+/// The numbers and the memory are those of [`matmul_reduce_scatter`](crate::matmul_reduce_scatter), with two exceptions.
+/// If each rank adds all rows, the memory for incoming partials has (W - 1) · M rows. And then the partials of all hosts
+/// are added in the order of the ranks, as on one host.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, bf16, matmul_all_reduce};
@@ -166,7 +167,8 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
 
     /// Uses `config` instead of the configuration that the backend would choose.
     ///
-    /// - [`Route::Pull`](crate::Route::Pull): product, sum and gather follow one another.
+    /// - [`Route::Pull`](crate::Route::Pull): product, sum and gather follow one another. If each rank adds all
+    ///   rows, no gather follows.
     /// - [`Route::Push`](crate::Route::Push) and [`Route::Store`](crate::Route::Store): the chunks are panels. One
     ///   panel is summed while the next is multiplied. With `Store`, the kernel stores partials itself, on GPUs to at
     ///   most seven peers.

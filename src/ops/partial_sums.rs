@@ -83,7 +83,7 @@ impl Which {
     }
 
     /// True if a gather must follow, so that all ranks have all sums: over several hosts, and if the sum's schedule has no
-    /// product.
+    /// product, unless each rank adds all rows.
     fn needs_gather(self, problem: &Problem, config: &Config, has_product: bool) -> bool {
         let sends_none = !has_product || problem.hosts.count() > 1;
         sends_none && self.reduces_own_rows(problem, config)

@@ -72,7 +72,8 @@ pub enum Numerics {
     /// ranks.
     ///
     /// No rank cuts its K. A row has the same bits in every batch. (A configuration that a call gives the host backend
-    /// still says how deep its steps through K are.)
+    /// still says how deep its steps through K are. Over several hosts a sum also depends on which host owns the row, and on
+    /// whether all ranks get few sums.)
     Invariant,
 }
 

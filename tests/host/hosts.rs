@@ -11,7 +11,7 @@ use crate::support::shared::{
     self,
     hosts::{
         LAYOUTS, addends_are_added_host_by_host, blocks_and_a_root_s_rows_come, columns_of_many,
-        gathers_bring_all_rows, products, sums_are_those_of_hosts,
+        gathers_bring_all_rows, products, sums_are_those_of_hosts, sums_of_columns,
     },
 };
 
@@ -78,6 +78,24 @@ fn addends_over_hosts_are_added_host_by_host() {
             addends_are_added_host_by_host::<_, bf16>(group, hosts, [m, n]).unwrap();
         }
     });
+}
+
+/// Of 16 rows, 5440 columns are few and 6000 are not, because each rank would send them to 12 ranks of other hosts.
+#[test]
+fn sums_for_all_over_four_hosts_of_four_are_right_on_either_side_of_what_is_few() {
+    let hosts = "aaaabbbbccccdddd";
+    let names: Vec<char> = hosts.chars().collect();
+    let builder = Group::<Host>::builder()
+        .workers(1)
+        .play_hosts(Hosts::of(&names).unwrap());
+    let done = builder.threads(names.len(), |group| {
+        for n in [5440, 6000] {
+            addends_are_added_host_by_host::<_, bf16>(&group, hosts, [16, n])?;
+        }
+        sums_of_columns(&group, hosts, &[1; 16], [6000, 1024]);
+        Ok::<_, Error>(())
+    });
+    done.unwrap();
 }
 
 #[test]

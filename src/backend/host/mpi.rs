@@ -178,18 +178,23 @@ impl Drop for MpiMessage {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use super::*;
 
     /// Ends a message.
     fn end(mut message: Box<dyn Message>) -> Vec<u8> {
-        loop {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while Instant::now() < deadline {
             if let Some(bytes) = message.take_if_ended().unwrap() {
                 return bytes;
             }
         }
+        panic!("a message to this process does not come");
     }
 
-    /// What stood in the memory before is no part of it.
+    /// What stood in the memory before is no part of it. (MPI can be initialised once in a process, so this is the only test
+    /// here that uses it.)
     #[test]
     fn a_message_is_as_long_as_it_was_sent() {
         let (_universe, _) = mpi::initialize_with_threading(mpi::Threading::Multiple).unwrap();

@@ -2,8 +2,8 @@
 //! them.
 //!
 //! If all ranks have the same tiles, each tile may be sent as soon as it is made. Or the product has a schedule of its
-//! own, and this one follows. Over several hosts it always does: then each rank sends its partials to all ranks at once,
-//! and each adds them up in the order of the ranks, whatever the configuration.
+//! own, and this one follows. Over several hosts it always does: then each rank sends its partials to all ranks, and each
+//! adds them up in the order of the ranks.
 
 use std::ops::Range;
 
@@ -11,9 +11,9 @@ use super::pieces::{SumOwners, SumPlan};
 use crate::refusal::Result;
 use crate::route::Route;
 use crate::schedule::layout::chunk_rows;
-use crate::schedule::plan::chunks::{Part, stored_parts, transfer_at_once};
+use crate::schedule::plan::chunks::{Part, stored_parts, straight_transfer};
 use crate::schedule::plan::matrices::{A, PARTIALS};
-use crate::schedule::plan::partials::among_others;
+use crate::schedule::plan::partials::{among_others, follows_product};
 use crate::schedule::plan::tile_order::{self, ring};
 use crate::schedule::{
     Addend, Move, OutputBlock, Product, Reduction, Region, Schedule, Sum, Tile, Transfer,
@@ -45,14 +45,16 @@ fn has_product(
         problem, config, ..
     }: &SumPlan,
 ) -> bool {
-    let is_one_host = problem.hosts.count() == 1;
-    is_one_host && config.route != Route::Pull && !config.stores_behind()
+    let comes_first = config.route == Route::Pull || config.stores_behind();
+    !comes_first && !follows_product(problem, config)
 }
 
 /// The blocks of rows that are each made as one.
 fn blocks(planner: &SumPlan) -> Vec<Range<usize>> {
     let config = &planner.config;
     let count = match planner.sums {
+        // What goes over a network is so little that it goes as one.
+        SumOwners::Everywhere if planner.problem.hosts.count() > 1 => 1,
         SumOwners::Everywhere => config.chunking.count,
         // A block with rows of several owners has no single target.
         SumOwners::Own | SumOwners::All => 1,
@@ -78,15 +80,6 @@ fn parts(planner: &SumPlan, to: usize) -> Vec<(Option<usize>, Part)> {
     if config.stores_behind() {
         let parts = stored_parts(wanted, columns, planner.problem.layout.world());
         return parts.into_iter().map(|part| (None, part)).collect();
-    }
-    if planner.problem.hosts.count() > 1 {
-        // They are so few that they go as one, and tiles may differ from rank to rank.
-        let all = Part {
-            rows: wanted,
-            columns: 0..columns,
-        };
-        let parts = Some((None, all)).filter(|(_, part)| !part.rows.is_empty());
-        return parts.into_iter().collect();
     }
     let blocks = blocks(planner).into_iter().enumerate();
     let parts = blocks.map(|(block, rows)| {
@@ -123,7 +116,7 @@ fn transfers(planner: &SumPlan, [from, to]: [usize; 2]) -> impl Iterator<Item = 
         };
         Transfer {
             produced,
-            ..transfer_at_once(
+            ..straight_transfer(
                 planner.problem,
                 route,
                 [from, to],

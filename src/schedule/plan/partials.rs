@@ -31,17 +31,30 @@ pub(super) fn is_stored_by_tiles(config: &Config) -> bool {
 pub fn is_one_shot(problem: &Problem, config: &Config) -> bool {
     match problem.operation {
         Operation::MatmulReduceScatter => by_owners(problem, config),
-        _ if problem.hosts.count() > 1 => are_few(problem),
+        _ if problem.hosts.count() > 1 => sends_all_partials(problem),
         // Between two ranks, one step moves as many bytes as two.
         _ => are_few(problem) || config.stores_behind() && problem.layout.world() <= 2,
     }
+}
+
+/// True if over several hosts each rank sends its partials of all rows, which are few, to all ranks when its product is
+/// complete, whatever the configuration's route.
+pub fn sends_all_partials(problem: &Problem) -> bool {
+    let is_over_hosts = problem.hosts.count() > 1;
+    problem.operation == Operation::MatmulAllReduce && is_over_hosts && are_few(problem)
+}
+
+/// True if over several hosts a sum follows its product, which has a schedule of its own.
+pub fn follows_product(problem: &Problem, config: &Config) -> bool {
+    let is_over_hosts = problem.operation.is_sum() && problem.hosts.count() > 1;
+    is_over_hosts && (config.route == Route::Pull || sends_all_partials(problem))
 }
 
 /// True if there are so few rows that one step takes less time than two, though it moves more bytes.
 ///
 /// (The limits are those of vLLM's custom all-reduce. It has none for two ranks. Here that limit is 1 MiB, because
 /// above it two steps can be hidden.)
-pub fn are_few(problem: &Problem) -> bool {
+pub(super) fn are_few(problem: &Problem) -> bool {
     let is_one_host = problem.hosts.count() == 1;
     let most = match problem.layout.world() {
         1 => 0,

@@ -125,11 +125,15 @@ pub fn sums_are_those_of_hosts(group: &Group<Host>, hosts: &str, rows: &[usize])
 }
 
 /// `n`: the columns, and those of a tile.
-fn sums_of_columns(group: &Group<Host>, hosts: &str, rows: &[usize], [n, tile_n]: [usize; 2]) {
-    let are_few = n < columns_of_many(rows.iter().sum());
+pub fn sums_of_columns(group: &Group<Host>, hosts: &str, rows: &[usize], [n, tile_n]: [usize; 2]) {
     let tile = |height| TileShape::new(height, tile_n, 4);
     let (rank, world) = (group.rank(), group.world_size());
     let (m, k) = (rows.iter().sum::<usize>(), 12);
+    let sent = 2 * m * n.next_multiple_of(16);
+    let are_few = match world {
+        2 => sent <= 1 << 20,
+        _ => are_few(hosts, sent),
+    };
     let a = group
         .upload(&normal::<bf16>(rank as u64, m * k), m, k)
         .unwrap();
@@ -137,7 +141,7 @@ fn sums_of_columns(group: &Group<Host>, hosts: &str, rows: &[usize], [n, tile_n]
         .upload(&normal::<bf16>(!rank as u64, n * k), n, k)
         .unwrap();
     let mut partial = group.zeros::<bf16>(m, n).unwrap();
-    // With other steps of K products would be added in another order.
+    // The same steps through K give the same bits.
     Matmul::new()
         .config(Config::new(tile(4), Chunking::new(1), Route::Pull))
         .run(&a, &b, &mut partial)
@@ -160,6 +164,8 @@ fn sums_of_columns(group: &Group<Host>, hosts: &str, rows: &[usize], [n, tile_n]
     for (chunks, route) in [1, 2, 5]
         .into_iter()
         .zip([Route::Push, Route::Push, Route::Pull])
+        // Many columns take longer.
+        .skip(if are_few { 0 } else { 1 })
     {
         // Of partials that are made first, each rank chooses its own tiles.
         let height = match route {
@@ -336,7 +342,8 @@ pub fn addends_are_added_host_by_host<B: Produces, T: Float>(
     let addends = Addends::<T>::new([m, n], world);
     let value = |rank: usize, index: usize| addends.of[rank][index].to_f32();
     let sums = addends.sums(|owner, index| sum_of_hosts(hosts, owner, |rank| value(rank, index)));
-    let everywhere = match world == 2 || size_of::<T>() * m * n <= FEW_BYTES {
+    let bytes = size_of::<T>() * m * n;
+    let everywhere = match world == 2 || are_few(hosts, bytes) {
         true => {
             addends.sums(|_, index| T::from_f32((0..world).map(|rank| value(rank, index)).sum()))
         }
@@ -364,6 +371,16 @@ pub fn addends_are_added_host_by_host<B: Produces, T: Float>(
 
 /// The most bytes of an addend that each of more than two ranks gets whole.
 const FEW_BYTES: usize = 256 << 10;
+
+/// Whether each of more than two ranks gets whole addends of so many bytes. A rank sends at most 2 MiB to other hosts.
+fn are_few(hosts: &str, bytes: usize) -> bool {
+    let sent = bytes
+        * hosts
+            .chars()
+            .filter(|host| !hosts.starts_with(*host))
+            .count();
+    bytes <= FEW_BYTES && sent <= 2 << 20
+}
 
 /// So many columns that `m` rows of 16 bits are more.
 pub fn columns_of_many(m: usize) -> usize {

@@ -26,10 +26,8 @@ use crate::backend::cuda::program::block_table::TARGETS;
 use crate::backend::cuda::program::k_slices;
 use crate::explanation::Prediction;
 use crate::schedule::plan::partial_sums;
-use crate::schedule::plan::partials::are_few;
-use crate::schedule::{
-    Chunking, Config, DTypes, Form, Numerics, Operation, Problem, Route, WeightLayout,
-};
+use crate::schedule::plan::partials::{follows_product, sends_all_partials};
+use crate::schedule::{Chunking, Config, DTypes, Form, Numerics, Problem, Route, WeightLayout};
 use tuned::Measured;
 
 /// Chooses an operation's configuration: the fastest measured for this very problem, or else the model's choice.
@@ -63,20 +61,25 @@ pub fn choose(
 }
 
 /// Chooses the tiles of an operation over several hosts. Within a host its rows are pushed, unless a sum has so few that
-/// its product is made first: see [`is_made_first`].
+/// its product is better made first: see [`is_better_first`].
 ///
 /// `network`: the bytes per microsecond that a rank sends and receives. If that takes as long as the product, a row of
 /// tiles is left to make when the last rows have come, or has to be made before the first partials can go. So tiles are
 /// better whose rows take few waves, and for sums low ones.
 pub fn over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, network: f64) -> Config {
+    if problem.operation.is_sum() && is_better_first(problem) {
+        let base = Config::new(WIDEST, Chunking::new(1), Route::Pull);
+        return tiled(rates, problem, numerics, base).0;
+    }
+    pushed_over_hosts(rates, problem, numerics, network)
+}
+
+/// As [`over_hosts`], if rows are pushed.
+fn pushed_over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, network: f64) -> Config {
     /// If there are fewer rows, sums have low tiles.
     const MANY_ROWS: usize = 4096;
     let m = problem.layout.m();
     let is_sum = problem.operation.is_sum();
-    if is_sum && is_made_first(problem) {
-        let base = Config::new(WIDEST, Chunking::new(1), Route::Pull);
-        return tiled(rates, problem, numerics, base).0;
-    }
     let tile = match is_sum && m < MANY_ROWS {
         true => WIDEST.with_cluster(1, 1),
         false => WIDEST,
@@ -95,22 +98,16 @@ pub fn over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, network:
     .0
 }
 
-/// True if the product of a sum is made before any partial is moved: always if all ranks get few sums, and where it is
-/// better. Otherwise the rows of each owner are tiles of their own, each of which reads its part of the weight again. Of
-/// owners with few rows they would be twice as many. Ranks whose K differ agree on it.
-fn is_made_first(problem: &Problem) -> bool {
+/// True if all ranks get few sums, or if the tiles of each owner's rows would be at least twice as many as the tiles of all
+/// rows. Each tile reads its part of the weight. Ranks whose K differ agree on it.
+fn is_better_first(problem: &Problem) -> bool {
     let layout = &problem.layout;
-    if gets_all_partials(problem) {
+    if sends_all_partials(problem) {
         return true;
     }
     let tiles = |rows: usize| rows.div_ceil(WIDEST.m);
     let apart: usize = layout.rows().into_iter().map(tiles).sum();
     apart >= 2 * tiles(layout.m())
-}
-
-/// True if each rank gets all partials, which are few, from all hosts.
-fn gets_all_partials(problem: &Problem) -> bool {
-    problem.operation == Operation::MatmulAllReduce && are_few(problem)
 }
 
 /// Predicts the times of an operation over several hosts, as [`predict`].
@@ -139,8 +136,8 @@ pub fn predict_over_hosts(
 
 /// Until an operation over hosts of these tiles is complete, whose network takes so long.
 fn until_complete(problem: &Problem, config: &Config, tiles: &Tiles, sent: f64) -> f64 {
-    if problem.operation.is_sum() && config.route == Route::Pull {
-        return tiles.cold() + sent;
+    if follows_product(problem, config) {
+        return tiles.cold() + sent.max(time_of_copies(tiles.rates, problem));
     }
     let tiles = tiles.by_owners(problem);
     let product = tiles.cold();
@@ -165,13 +162,17 @@ fn time_of_network(problem: &Problem, network: f64) -> f64 {
     network_bytes(problem) as f64 / network
 }
 
-/// Microseconds in which a rank's copy engine moves rows within its host: to each neighbour as many for each host as it
-/// sends to each other host.
+/// Microseconds in which a rank's copy engine moves rows within its host: to each neighbour all rows, or as many for each
+/// host as it sends to each other host.
 fn time_of_copies(rates: &Rates, problem: &Problem) -> f64 {
     let (world, hosts) = (problem.layout.world(), problem.hosts.count());
-    let copies = hosts * (world / hosts - 1);
-    let bytes = network_bytes(problem) as f64 / (hosts - 1) as f64;
-    copies as f64 * (rates.push.chunk + bytes / rates.push.bytes)
+    let places = world / hosts;
+    let (for_each, receivers) = match sends_all_partials(problem) {
+        true => (1, world - places),
+        false => (hosts, hosts - 1),
+    };
+    let bytes = network_bytes(problem) as f64 / receivers as f64;
+    (for_each * (places - 1)) as f64 * (rates.push.chunk + bytes / rates.push.bytes)
 }
 
 /// The bytes that a rank sends over the network, and that it receives. Those of a gather that follows do not count.
@@ -188,7 +189,7 @@ fn network_bytes(problem: &Problem) -> usize {
         false => layout.k().saturating_mul(dtypes.operands.bytes()),
     };
     let world = layout.world();
-    let rows = match gets_all_partials(problem) {
+    let rows = match sends_all_partials(problem) {
         true => layout.m() * (world - world / hosts.count()),
         false => layout.m() / world * (hosts.count() - 1),
     };

@@ -18,7 +18,7 @@ use ranks::Machine;
 use rates::{STORED_SUMS, TIMED, TIMED_ALONE, TIMED_SUMS, sustained};
 
 use super::tiles::Tiles;
-use super::{choose, over_hosts as chosen_over_hosts, sums};
+use super::{choose, over_hosts, pushed_over_hosts, sums};
 use crate::backend::cuda::MOST_STORED;
 use crate::backend::cuda::gpu::rates::H200;
 use crate::element::DType;
@@ -27,8 +27,8 @@ use crate::refusal::{Refusal, Result};
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::require;
 use crate::schedule::plan::collectives::{chunked, leaves_gather, stored};
-use crate::schedule::plan::partials::is_one_shot;
-use crate::schedule::plan::{over_hosts, plan};
+use crate::schedule::plan::partials::{follows_product, sends_all_partials};
+use crate::schedule::plan::{self, plan};
 use crate::schedule::{Config, Hosts, Layout, Numerics, Operation, Problem, Route, Schedule};
 use crate::trace::{Timeline, Trace};
 
@@ -139,13 +139,13 @@ fn play_collective(problem: &Problem, network: &SimulatedNetwork) -> Result<Play
 /// Plays a problem with the library's choice. But more ranks than a group can have push their partials, because a kernel
 /// cannot add so many at once.
 fn play_chosen(problem: &Problem, network: &SimulatedNetwork) -> Result<Played> {
+    let choose_over_hosts = match problem.layout.world() > MAX_WORLD {
+        true => pushed_over_hosts,
+        false => over_hosts,
+    };
     let config = match problem.hosts.count() {
         1 => choose(&H200, problem, Numerics::Fast, true, None),
-        _ => chosen_over_hosts(&H200, problem, Numerics::Fast, network.bytes),
-    };
-    let config = match problem.layout.world() > MAX_WORLD {
-        true => config.with_route(Route::Push),
-        false => config,
+        _ => choose_over_hosts(&H200, problem, Numerics::Fast, network.bytes),
     };
     play_configured(problem, config, network)
 }
@@ -186,7 +186,7 @@ fn play_configured(
             alone,
             timeline: made_alone(problem, config)?,
         },
-        _ if is_made_first(problem, &config) => {
+        _ if follows_product(problem, &config) => {
             let mut product = Played {
                 micros: made(problem, &config),
                 alone,
@@ -200,17 +200,12 @@ fn play_configured(
     };
     let is_over_hosts =
         problem.operation == Operation::MatmulAllReduce && problem.hosts.count() > 1;
-    if is_over_hosts && !is_one_shot(problem, &config) {
+    if is_over_hosts && !sends_all_partials(problem) {
         let gather = gather_of(problem, Operation::GatherOfMatmulAllReduce)?;
+        let config = plan::over_hosts(&gather, config);
         played.extend(play_schedules(&gather, config, network, alone)?);
     }
     Ok(played)
-}
-
-/// True if the product of a sum over several hosts has a schedule of its own, and the sum's follows.
-fn is_made_first(problem: &Problem, config: &Config) -> bool {
-    let is_over_hosts = problem.operation.is_sum() && problem.hosts.count() > 1;
-    is_over_hosts && (config.route == Route::Pull || is_one_shot(problem, config))
 }
 
 /// The gather that follows an all-reduce.
@@ -255,7 +250,7 @@ fn play_schedules(
 
 /// What the ranks of a problem are made of.
 fn machine_of<'a>(problem: &Problem, config: Config, network: &'a SimulatedNetwork) -> Machine<'a> {
-    let multiplies = multiplies(problem.operation) && !is_made_first(problem, &config);
+    let multiplies = multiplies(problem.operation) && !follows_product(problem, &config);
     let tiles = multiplies.then(|| Tiles::of(&TIMED, problem, &config));
     let bytes = config.entry_rows() * config.entry_columns() * problem.dtypes.partials.bytes();
     Machine {
@@ -273,10 +268,10 @@ fn machine_of<'a>(problem: &Problem, config: Config, network: &'a SimulatedNetwo
 
 /// The time before and after all that is played.
 fn around(problem: &Problem, config: Config, machine: &Machine) -> f64 {
-    let route = match is_made_first(problem, &config) {
+    let route = match follows_product(problem, &config) {
         // The partials that are made are pushed.
         true => Route::Push,
-        false => over_hosts(problem, config).route,
+        false => plan::over_hosts(problem, config).route,
     };
     let link = machine.rates.link(route);
     match machine.tiles {
