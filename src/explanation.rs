@@ -243,7 +243,8 @@ impl Display for Explanation {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schedule::{Chunking, TileShape};
+    use crate::element::DType;
+    use crate::schedule::{Chunking, Hosts, Layout, Operation, TileShape};
 
     fn explained(moved: Moved, tile: TileShape, chunking: Chunking, route: Route) -> String {
         let explanation = Explanation {
@@ -253,6 +254,36 @@ mod tests {
             several_hosts: false,
         };
         explanation.to_string()
+    }
+
+    #[test]
+    fn sums_over_hosts_that_follow_their_product_are_explained_as_such() {
+        let explained = |columns| {
+            let problem = Problem {
+                hosts: Hosts::of(&["a", "b", "a", "b"]).unwrap(),
+                ..Problem::new(
+                    Operation::MatmulAllReduce,
+                    DType::Bf16,
+                    Layout::new(&[2; 4], 64).unwrap(),
+                    columns,
+                )
+            };
+            let config = Config::new(TileShape::new(8, 8, 8), Chunking::new(1), Route::Pull);
+            Explanation::new(&problem, true, config, Vec::new()).to_string()
+        };
+        let (few, many) = (explained(64), explained(1 << 16));
+        assert!(
+            few.contains("sends its partial sums of all rows to all ranks"),
+            "{few}"
+        );
+        assert!(
+            many.contains("it copies partial sums to the ranks that add them"),
+            "{many}"
+        );
+        assert!(
+            many.contains("Partial sums for another host are added within"),
+            "{many}"
+        );
     }
 
     #[test]

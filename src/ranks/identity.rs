@@ -113,5 +113,16 @@ mod tests {
             ..Identity::of_test(3, 4, &launch)
         };
         assert!(job.has_ended(0) && !job.has_ended(1));
+        let part = |is_of_one_job| Identity {
+            launcher: ReportSender::new(3, &launch),
+            naming: Some(Naming {
+                name: None,
+                job_ranks: vec![2, 0, 3],
+                is_of_one_job,
+            }),
+            ..Identity::of_test(2, 3, "part")
+        };
+        assert!(part(true).has_ended(1) && !part(true).has_ended(0));
+        assert!(!part(false).has_ended(1));
     }
 }

@@ -60,7 +60,8 @@ impl fmt::Debug for Config {
 /// What the bits of a product may depend on, if the library chooses how it is cut up
 /// ([`Builder::numerics`](crate::Builder::numerics)).
 ///
-/// They never depend on which transfer comes first, who makes a row, who owns it, or how it is moved.
+/// They never depend on which transfer comes first, who makes a row, who owns it, or how it is moved. With one exception:
+/// over several hosts a sum over the ranks depends on which host owns its row, and on whether all ranks get few sums.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Numerics {
@@ -72,8 +73,7 @@ pub enum Numerics {
     /// ranks.
     ///
     /// No rank cuts its K. A row has the same bits in every batch. (A configuration that a call gives the host backend
-    /// still says how deep its steps through K are. Over several hosts a sum also depends on which host owns the row, and on
-    /// whether all ranks get few sums.)
+    /// still says how deep its steps through K are.)
     Invariant,
 }
 

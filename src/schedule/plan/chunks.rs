@@ -58,18 +58,21 @@ pub(super) fn straight_transfer(
 /// that passing them on ends soon after the last have come.
 pub(super) const RAIL_BYTES: usize = 2 << 20;
 
-/// The most chunks of a shard on the network, if it goes to so many ranks, of which each has so many neighbours that move
-/// the same chunks too. A rank then has about as many turns as a shard may have chunks, and no more copies than the queues
-/// of a GPU have room for.
-pub(super) fn most_on_rail(ranks: usize, neighbours: usize) -> usize {
+/// The most chunks of a shard on the network, if it goes to so many ranks. A rank then has about as many turns as a shard may
+/// have chunks. `copies`: how often a rank copies a chunk to its neighbours, for all shards. A copy takes about three
+/// commands, and a GPU's queue holds 1024.
+pub(super) fn most_on_rail(ranks: usize, copies: usize) -> usize {
     const MOST_COPIES: usize = 160;
-    let most = MAX_CHUNKS.min(MOST_COPIES / neighbours.max(1));
-    (most / ranks.max(1)).max(1)
+    let turns = MAX_CHUNKS / ranks.max(1);
+    turns.min(MOST_COPIES / copies.max(1)).max(1)
 }
 
-/// The same if it goes over the rails of these ranks.
-pub(super) fn most_on_rails(hosts: &Hosts, world: usize) -> usize {
-    most_on_rail(hosts.count() - 1, world / hosts.count() - 1)
+/// The same if it goes over a rail, and from there to the neighbours.
+pub(super) fn most_on_rails(hosts: &Hosts, layout: &Layout) -> usize {
+    let others = hosts.count() - 1;
+    let neighbours = layout.world() / hosts.count() - 1;
+    let sources = layout.rows().into_iter().filter(|&rows| rows > 0);
+    most_on_rail(others, neighbours * sources.count().min(others))
 }
 
 /// A part of a shard that one transfer moves.
@@ -132,7 +135,7 @@ impl<'a> Cutter<'a> {
             rail_chunks: match is_one_host {
                 true => Vec::new(),
                 false => {
-                    let most = most_on_rails(hosts, layout.world()) / layout.stages();
+                    let most = most_on_rails(hosts, layout) / layout.stages();
                     all(&|source| cut_for_rail(layout, width, most.max(1), source))
                 }
             },

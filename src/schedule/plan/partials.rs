@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::route::Route;
+use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::{Config, Operation, Problem};
 
 /// The length of a row of partials is a multiple of 16 bytes, which copies and loads on GPUs require.
@@ -78,7 +79,8 @@ pub(super) const FEW_BYTES: usize = 256 << 10;
 pub(super) fn is_little_for_network(problem: &Problem, bytes: usize) -> bool {
     const LITTLE: usize = 2 << 20;
     let (world, hosts) = (problem.layout.world(), problem.hosts.count());
-    (world - world / hosts).saturating_mul(bytes) <= LITTLE
+    // A kernel adds no more addends. (Simulations have more ranks.)
+    world <= MAX_WORLD && (world - world / hosts).saturating_mul(bytes) <= LITTLE
 }
 
 /// True if a reduce-scatter is made in one step.

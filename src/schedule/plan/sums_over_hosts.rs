@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::chunks::most_on_rails;
 use super::host_sums::{Source, SumsOverHosts};
 use super::pieces::{SumPlan, chunk_rows_of_block};
 use super::ways::{Way, Ways, cut_for_rail};
@@ -87,6 +88,7 @@ fn ways<'a>(planner: &SumPlan<'a>) -> Ways<'a> {
         _ => (planner.config.entry_rows(), planner.config.chunking.count),
     };
     let row = planner.partials.columns() * planner.problem.dtypes.partials.bytes();
+    let most = most_on_rails(hosts, layout);
     let cut = |maker: usize, owner: usize| {
         let rows = layout.rows_of(owner);
         if maker == owner {
@@ -97,7 +99,7 @@ fn ways<'a>(planner: &SumPlan<'a>) -> Ways<'a> {
         }
         match hosts.share(maker, owner) {
             true => chunk_rows_of_block(rows, count, height).collect(),
-            false => cut_for_rail((hosts, layout.world()), rows, row, height),
+            false => cut_for_rail(most, rows, row, height),
         }
     };
     Ways::new(planner.problem, planner.rank, planner.partials, cut)

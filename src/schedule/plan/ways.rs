@@ -13,7 +13,7 @@
 
 use std::ops::Range;
 
-use super::chunks::{RAIL_BYTES, first_turn, most_on_rails};
+use super::chunks::{RAIL_BYTES, first_turn};
 use super::partials::{Incoming, Partial, Partials, Piece};
 use super::pieces::chunk_rows_of_block;
 use crate::route::Route;
@@ -265,15 +265,14 @@ fn owners_in_order(hosts: &Hosts, rank: usize, world: usize) -> Vec<usize> {
     owners
 }
 
-/// Rows of another host, as they go to gateways and over the network. `row` is the bytes of a row, and `height` the rows
-/// at whose multiples they are cut.
+/// Rows of another host, as they go to gateways and over the network, in at most `most` parts. `row` is the bytes of a row,
+/// and `height` the rows at whose multiples they are cut.
 pub(super) fn cut_for_rail(
-    (hosts, world): (&Hosts, usize),
+    most: usize,
     rows: Range<usize>,
     row: usize,
     height: usize,
 ) -> Vec<Range<usize>> {
     let bytes = rows.len().saturating_mul(row);
-    let most = most_on_rails(hosts, world);
     chunk_rows_of_block(rows, (bytes / RAIL_BYTES).clamp(1, most), height).collect()
 }

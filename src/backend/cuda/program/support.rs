@@ -31,6 +31,11 @@ pub fn check(schedule: &Schedule) -> Result<Destination> {
     check_routes(schedule)?;
     let turns = schedule.turns().count();
     limit("turns of an operation over the network", turns, 0, TURNS)?;
+    if turns > 0 {
+        // If a queue were full, the driver would wait without a deadline.
+        let what = "commands of an operation over the network, which has fewer with fewer stages and chunks,";
+        limit(what, commands(schedule), 1, COMMANDS)?;
+    }
     if !is_quantised {
         check_sums(schedule)?;
     }
@@ -173,7 +178,7 @@ mod tests {
         self, AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, MultiplyPartials,
     };
     use crate::schedule::plan::plan;
-    use crate::schedule::{Chunking, Config, DTypes, Hosts, Layout, Problem, TileShape};
+    use crate::schedule::{Chunking, Config, DTypes, Hosts, Layout, Problem, RowOrder, TileShape};
 
     fn problem(operation: Operation, rows: &[usize]) -> Problem {
         let layout = Layout::new(rows, 8).unwrap();
@@ -284,6 +289,22 @@ mod tests {
                     );
                 }
             }
+        }
+    }
+
+    #[test]
+    fn what_a_queue_has_no_room_for_is_refused() {
+        let names: Vec<usize> = (0..16).map(|rank| rank / 8).collect();
+        let layout = Layout::new(&[1 << 14; 16], 1 << 13).unwrap();
+        for (stages, is_refused) in [(8, false), (64, true)] {
+            let layout = layout.clone().staged(stages, RowOrder::ByRank).unwrap();
+            let problem = Problem {
+                hosts: Hosts::of(&names).unwrap(),
+                ..Problem::new(AllGatherMatmul, DType::Bf16, layout, 1 << 13)
+            };
+            let config = Config::new(TileShape::new(256, 256, 64), Chunking::new(1), Route::Push);
+            let checked = check(&plan(&problem, 3, config).unwrap());
+            assert_eq!(checked.is_err(), is_refused, "{stages} {checked:?}");
         }
     }
 

@@ -6,7 +6,7 @@ use super::{Blocks, CollectivePlan, SumPlace};
 use crate::refusal::Result;
 use crate::route::Route;
 use crate::schedule::limits::require;
-use crate::schedule::plan::chunks::Part;
+use crate::schedule::plan::chunks::{Part, most_on_rails};
 use crate::schedule::plan::host_sums::{Source, SumsOverHosts};
 use crate::schedule::plan::matrices::OUT;
 use crate::schedule::plan::partials::Partials;
@@ -28,7 +28,8 @@ pub(super) fn sums(plan: &CollectivePlan, blocks: Blocks, place: SumPlace) -> Re
     };
     let most = layout.rows().into_iter().max().unwrap_or(0);
     let room = Partials::of_callers(problem, callers, most);
-    let cut = |maker: usize, owner: usize| plan.cut_over_hosts(blocks, maker, owner);
+    let most = most_on_rails(&problem.hosts, layout);
+    let cut = |maker: usize, owner: usize| plan.cut_over_hosts(most, blocks, [maker, owner]);
     let ways = Ways::new(problem, rank, room, cut);
     let sums = SumsOverHosts::new((problem, rank), source, problem.n, ways);
     let (first, out) = place.of(layout, rank);
@@ -43,8 +44,13 @@ pub(super) fn sums(plan: &CollectivePlan, blocks: Blocks, place: SumPlace) -> Re
 
 impl CollectivePlan<'_> {
     /// How `maker` cuts its addend to rows of `owner`: the caller's blocks as within one host, and other rows as they go
-    /// over the network.
-    fn cut_over_hosts(&self, blocks: Blocks, maker: usize, owner: usize) -> Vec<Range<usize>> {
+    /// over the network, in at most `most` parts.
+    fn cut_over_hosts(
+        &self,
+        most: usize,
+        blocks: Blocks,
+        [maker, owner]: [usize; 2],
+    ) -> Vec<Range<usize>> {
         let Problem {
             layout,
             hosts,
@@ -59,7 +65,7 @@ impl CollectivePlan<'_> {
             (Blocks::Had, _) if maker == owner => Vec::new(),
             (Blocks::Had, false) => {
                 let row = n * dtypes.operands.bytes();
-                cut_for_rail((hosts, layout.world()), rows, row, self.config.entry_rows())
+                cut_for_rail(most, rows, row, self.config.entry_rows())
             }
             _ => ranges(self.cut(rows, blocks)),
         }
