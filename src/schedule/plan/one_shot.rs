@@ -24,12 +24,13 @@ use crate::schedule::{
 /// If the product comes first, it has a schedule of its own, and is not part of this one.
 pub(super) fn one_shot(planner: &SumPlan) -> Result<Schedule> {
     let rank = planner.rank;
-    let world = planner.problem.layout.world();
-    // A rank sends around the ring, and receives from it backwards.
-    let senders = (1..world).map(|step| (rank + world - step) % world);
-    let arrivals = senders.flat_map(|from| transfers(planner, [from, rank]));
-    let departures = ring(rank, world).flat_map(|to| transfers(planner, [rank, to]));
-    let (arrivals, mut departures): (Vec<_>, Vec<_>) = (arrivals.collect(), departures.collect());
+    let peers = || ring(rank, planner.problem.layout.world());
+    let arrivals = peers().flat_map(|from| transfers(planner, [from, rank]));
+    let departures = peers().flat_map(|to| transfers(planner, [rank, to]));
+    let (mut arrivals, mut departures): (Vec<_>, Vec<_>) =
+        (arrivals.collect(), departures.collect());
+    // What comes over a network comes turn by turn.
+    arrivals.sort_by_key(|transfer| transfer.turn);
     // What is made first is sent first.
     departures.sort_by_key(|transfer| transfer.produced);
     let product = match has_product(planner) {
