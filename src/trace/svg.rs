@@ -184,7 +184,7 @@ impl<'a> Picture<'a> {
         let adds = self.has(|work| matches!(work, Work::Add { .. }));
         let entries = ranks
             .into_iter()
-            .map(|rank| (colour(rank), format!("rows of rank {rank}")))
+            .map(|rank| (colour(rank), format!("rank {rank}")))
             .take(RANKS.len())
             .chain([(WAITING, "waiting".to_string())])
             .chain(adds.then(|| (INK, "adding".to_string())));
