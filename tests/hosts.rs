@@ -85,14 +85,18 @@ fn cases() -> impl Strategy<Value = Case> {
     })
 }
 
-/// By (sender, receiver, flag) the transfers of all ranks, as each side has them.
-fn by_ends<'s>(
-    schedules: &'s [Schedule],
-    of: impl Fn(&'s Schedule) -> Vec<&'s Transfer>,
-) -> HashMap<(usize, usize, usize), &'s Transfer> {
-    let all = schedules.iter().flat_map(of);
-    all.map(|moved| ((moved.from, moved.to, moved.flag), moved))
-        .collect()
+/// By (sender, receiver, flag) the transfers of all ranks, as those have them to whom they come, and as those who move or
+/// send them.
+fn by_ends(schedules: &[Schedule]) -> [HashMap<(usize, usize, usize), &Transfer>; 2] {
+    let key = |moved: &Transfer| (moved.from, moved.to, moved.flag);
+    let come = schedules.iter().flat_map(|schedule| schedule.arrivals());
+    let moved = schedules
+        .iter()
+        .flat_map(|schedule| schedule.moves().chain(schedule.sent()));
+    [
+        come.map(|come| (key(come), come)).collect(),
+        moved.map(|moved| (key(moved), moved)).collect(),
+    ]
 }
 
 /// Plays all ranks' transfers over the network turn by turn, as a library does that sends and receives at the same time.
@@ -224,8 +228,7 @@ proptest! {
     #[test]
     fn both_ends_have_the_same_transfers_and_none_waits_in_a_circle(case in cases()) {
         let schedules = case.schedules();
-        let come = by_ends(&schedules, |schedule| schedule.arrivals().iter().collect());
-        let moved = by_ends(&schedules, |schedule| schedule.moves().chain(schedule.sent()).collect());
+        let [come, moved] = by_ends(&schedules);
         prop_assert_eq!(come, moved);
         prop_assert_eq!(stuck(&schedules), 0);
         prop_assert!(has_turns(&schedules));
@@ -262,9 +265,7 @@ proptest! {
             let schedules: Vec<_> = (0..world)
                 .map(|rank| plan(&problem, rank, config).unwrap())
                 .collect();
-            let come = by_ends(&schedules, |schedule| schedule.arrivals().iter().collect());
-            let moved =
-                by_ends(&schedules, |schedule| schedule.moves().chain(schedule.sent()).collect());
+            let [come, moved] = by_ends(&schedules);
             prop_assert_eq!(come, moved);
             prop_assert_eq!(stuck(&schedules), 0);
             prop_assert!(has_turns(&schedules));
@@ -471,9 +472,7 @@ proptest! {
         let schedules: Vec<_> = (0..world)
             .map(|rank| plan(&problem, rank, config).unwrap())
             .collect();
-        let come = by_ends(&schedules, |schedule| schedule.arrivals().iter().collect());
-        let moved =
-            by_ends(&schedules, |schedule| schedule.moves().chain(schedule.sent()).collect());
+        let [come, moved] = by_ends(&schedules);
         prop_assert_eq!(come, moved);
         for schedule in &schedules {
             for moved in schedule.moves() {
@@ -533,9 +532,7 @@ proptest! {
             plan(&problem, rank, Config::new(tile, case.config.chunking, route)).unwrap()
         };
         let schedules: Vec<_> = (0..world).map(schedule).collect();
-        let come = by_ends(&schedules, |schedule| schedule.arrivals().iter().collect());
-        let moved =
-            by_ends(&schedules, |schedule| schedule.moves().chain(schedule.sent()).collect());
+        let [come, moved] = by_ends(&schedules);
         prop_assert_eq!(come, moved);
         prop_assert!(has_turns(&schedules));
         let all: Vec<_> = (0..world).map(|rank| rank.to_string()).collect();

@@ -41,13 +41,10 @@ pub(super) fn one_shot(planner: &SumPlan) -> Result<Schedule> {
 }
 
 /// Whether the schedule has the product.
-fn has_product(
-    SumPlan {
-        problem, config, ..
-    }: &SumPlan,
-) -> bool {
+fn has_product(planner: &SumPlan) -> bool {
+    let config = &planner.config;
     let comes_first = config.route == Route::Pull || config.stores_behind();
-    !comes_first && !follows_product(problem, config)
+    !comes_first && !follows_product(planner.problem, config)
 }
 
 /// The blocks of rows that are each made as one.
