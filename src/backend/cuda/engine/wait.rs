@@ -85,12 +85,15 @@ pub fn for_the_end(gpu: &Gpu, shared: &mut Shared, members: &Members, has_graphs
     if !at_rest() {
         // Operations that have not begun yet then run through without waiting.
         shared.monitor.release();
+        if let Some(network) = &shared.network {
+            network.abort(|| shared.monitor.release());
+        }
     }
     let (arrived, reports) = shared.monitor.stop();
     if let Some(network) = &shared.network {
         match members.fault().is_none() && at_rest() {
             true => network.close(members.rank, CLOSED),
-            false => network.abort(),
+            false => network.abort(|| ()),
         }
     }
     if arrived {

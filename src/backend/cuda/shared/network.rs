@@ -124,10 +124,18 @@ impl Network {
     }
 
     /// Ends all messages that are under way. It takes half a second.
-    pub fn abort(&self) {
+    ///
+    /// NCCL waits for what is on the device, so `release` lets that run through. It is called again and again, because
+    /// another thread may put an operation on the streams that waits for more.
+    pub fn abort(&self, release: impl Fn()) {
+        const PERIOD: Duration = Duration::from_millis(2);
         std::thread::scope(|scope| {
-            for communicator in self.lanes.iter().filter_map(Lane::take) {
-                scope.spawn(|| communicator.abort());
+            let lanes = self.lanes.iter().filter_map(Lane::take);
+            let aborts = lanes.map(|communicator| scope.spawn(|| communicator.abort()));
+            let aborts: Vec<_> = aborts.collect();
+            while !aborts.iter().all(|abort| abort.is_finished()) {
+                release();
+                std::thread::sleep(PERIOD);
             }
         });
     }
