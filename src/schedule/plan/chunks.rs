@@ -135,8 +135,8 @@ impl<'a> Cutter<'a> {
             rail_chunks: match is_one_host {
                 true => Vec::new(),
                 false => {
-                    let most = most_on_rails(hosts, layout) / layout.stages();
-                    all(&|source| cut_for_rail(layout, width, most.max(1), source))
+                    let most = most_of_block(hosts, layout);
+                    all(&|source| cut_for_rail(layout, width, most, source))
                 }
             },
         }
@@ -327,8 +327,7 @@ fn cut_for_rail(layout: &Layout, width: usize, most: usize, source: usize) -> Ve
     let (k, stages) = (layout.k(), layout.stages());
     let blocks = (0..stages).map(|stage| (stage, layout.block(source, stage)));
     let chunks = blocks.flat_map(|(stage, block)| {
-        let bytes = block.len().saturating_mul(k).saturating_mul(width);
-        let count = (bytes / RAIL_BYTES).clamp(1, most);
+        let count = chunks_of_block(block.len(), k * width, most);
         let rows = chunk_rows(block.clone(), count, boundary(block.len() / count));
         rows.map(move |rows| StagedChunk {
             stage,
@@ -339,6 +338,25 @@ fn cut_for_rail(layout: &Layout, width: usize, most: usize, source: usize) -> Ve
         })
     });
     chunks.collect()
+}
+
+/// The number of chunks for the network of a block of a gather. `row`: the bytes of a row.
+fn chunks_of_block(rows: usize, row: usize, most: usize) -> usize {
+    (rows.saturating_mul(row) / RAIL_BYTES).clamp(1, most)
+}
+
+/// The most of them.
+fn most_of_block(hosts: &Hosts, layout: &Layout) -> usize {
+    (most_on_rails(hosts, layout) / layout.stages()).max(1)
+}
+
+/// The rows of a chunk for the network, of the longest blocks of a gather.
+pub fn rows_of_rail_chunk(problem: &Problem) -> usize {
+    let (layout, width) = (&problem.layout, problem.dtypes.operands.bytes());
+    let shard = layout.rows().into_iter().max().unwrap_or(0);
+    let block = shard.div_ceil(layout.stages());
+    let most = most_of_block(&problem.hosts, layout);
+    block.div_ceil(chunks_of_block(block, layout.k() * width, most))
 }
 
 /// The number of rows at whose multiples chunks of `rows` rows are cut.

@@ -25,6 +25,7 @@ use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::program::block_table::TARGETS;
 use crate::backend::cuda::program::k_slices;
 use crate::explanation::Prediction;
+use crate::schedule::plan::chunks::rows_of_rail_chunk;
 use crate::schedule::plan::partial_sums;
 use crate::schedule::plan::partials::{follows_product, sends_all_partials};
 use crate::schedule::{Chunking, Config, DTypes, Form, Numerics, Problem, Route, WeightLayout};
@@ -63,9 +64,9 @@ pub fn choose(
 /// Chooses the tiles of an operation over several hosts. Within a host its rows are pushed, unless a sum has so few that
 /// its product is better made first: see [`is_better_first`].
 ///
-/// `network`: the bytes per microsecond that a rank sends and receives. If that takes as long as the product, a row of
-/// tiles is left to make when the last rows have come, or has to be made before the first partials can go. So tiles are
-/// better whose rows take few waves, and for sums low ones.
+/// `network`: the bytes per microsecond that a rank sends and receives. If that takes as long as the product, the
+/// tiles of a chunk are left to make when the last rows have come, or a row of tiles has to be made before the first
+/// partials can go. So tiles are better whose rows take few waves, and for sums low ones.
 pub fn over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, network: f64) -> Config {
     if problem.operation.is_sum() && is_better_first(problem) {
         let base = Config::new(WIDEST, Chunking::new(1), Route::Pull);
@@ -136,24 +137,41 @@ pub fn predict_over_hosts(
 
 /// Until an operation over hosts of these tiles is complete, whose network takes so long.
 fn until_complete(problem: &Problem, config: &Config, tiles: &Tiles, sent: f64) -> f64 {
-    if follows_product(problem, config) {
-        return tiles.cold() + sent.max(time_of_copies(tiles.rates, problem));
-    }
-    let tiles = tiles.by_owners(problem);
-    let product = tiles.cold();
     let moved = sent.max(time_of_copies(tiles.rates, problem));
-    let row = match problem.operation.is_sum() {
-        // Partials go in pieces as high as a tile, each by one of the network's lanes. So there should be many pieces.
+    if follows_product(problem, config) {
+        return tiles.cold() + moved;
+    }
+    let is_sum = problem.operation.is_sum();
+    // Only pieces of sums are cut by owners.
+    let tiles = match is_sum {
+        true => &tiles.by_owners(problem),
+        false => tiles,
+    };
+    let product = tiles.cold();
+    let height = config.entry_rows();
+    let rest = match is_sum {
+        // Before the first partials go. Pieces are at least as high as a tile, and there should be many.
         true => {
             let m = problem.layout.m().max(1);
-            product * config.entry_rows().min(m) as f64 / m as f64
+            product * height.min(m) as f64 / m as f64
         }
+        // When the last rows have come. A chunk may have rows of several tiles, and tiles rows of several chunks.
         false => {
-            let waves = tiles.columns.div_ceil(tiles.slots) as f64;
-            waves * tiles.wave(tiles.columns.min(tiles.slots))
+            let chunk = rows_of_rail_chunk(problem);
+            let rows = (chunk + height - gcd(chunk, height)).div_ceil(height);
+            let count = rows * tiles.columns;
+            count.div_ceil(tiles.slots) as f64 * tiles.wave(count.min(tiles.slots))
         }
     };
-    product.max(moved + row)
+    product.max(moved + rest)
+}
+
+/// The greatest number that divides both.
+fn gcd(one: usize, other: usize) -> usize {
+    match other {
+        0 => one,
+        _ => gcd(other, one % other),
+    }
 }
 
 /// Microseconds in which a rank sends its rows over the network, and receives as many, at `network` bytes per
@@ -388,6 +406,34 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// `places`: ranks of each of two hosts.
+    fn chosen_over_hosts(
+        operation: Operation,
+        [m, n, k]: [usize; 3],
+        places: usize,
+        network: f64,
+    ) -> Config {
+        let hosts: Vec<usize> = (0..2 * places).map(|rank| rank / places).collect();
+        let layout = Layout::balanced(m, k, 2 * places).unwrap();
+        let problem = Problem {
+            hosts: Hosts::of(&hosts).unwrap(),
+            ..Problem::new(operation, DType::Bf16, layout, n)
+        };
+        over_hosts(&H200, &problem, Numerics::Fast, network)
+    }
+
+    #[test]
+    fn tiles_of_a_gather_over_hosts_may_have_rows_of_several_ranks() {
+        let config = chosen_over_hosts(AllGatherMatmul, [256, 3328, 16_384], 8, 50e3);
+        assert!(config.entry_rows() > 256 / 16, "{config:?}");
+    }
+
+    #[test]
+    fn low_tiles_do_not_help_if_a_chunk_has_many_rows() {
+        let config = chosen_over_hosts(AllGatherMatmul, [1024, 14_336, 4096], 1, 3300.0);
+        assert!(config.entry_rows() >= 128, "{config:?}");
     }
 
     #[test]
