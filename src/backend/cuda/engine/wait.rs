@@ -86,7 +86,7 @@ pub fn for_the_end(gpu: &Gpu, shared: &mut Shared, members: &Members, has_graphs
         // Operations that have not begun yet then run through without waiting.
         shared.monitor.release();
         if let Some(network) = &shared.network {
-            network.abort(|| shared.monitor.release());
+            network.abort(|| shared.monitor.release_again());
         }
     }
     let (arrived, reports) = shared.monitor.stop();

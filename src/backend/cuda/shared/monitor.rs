@@ -240,6 +240,11 @@ impl Monitor {
         let _ = self.watch.release();
     }
 
+    /// The same for what has been put on the device since.
+    pub fn release_again(&self) {
+        self.watch.release_again();
+    }
+
     /// Ends the thread, and waits until the words that it has sent have arrived.
     ///
     /// Returns true if they have: then the memory to which they go may be unmapped. False if that can't be known. The

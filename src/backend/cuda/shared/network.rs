@@ -3,7 +3,7 @@
 //! NCCL moves a message by a kernel with a few CTAs, so the library's own kernels leave it multiprocessors
 //! ([`CTAS`]). Such a kernel ends when its messages have come or gone, or when its communicator is aborted. Messages of
 //! one communicator are moved one after the other. So there are two communicators, the **lanes**, which have even and odd
-//! turns ([`Transfer::turn`](crate::schedule::Transfer::turn)).
+//! turns ([`Transfer::turn`](crate::schedule::Transfer::turn)). Of a long last message each may have a half.
 //!
 //! Opening and closing wait for other ranks. A thread does them, so that the caller's wait has a deadline. (If a rank dies
 //! while NCCL opens a communicator, the thread may never end.) Putting a message on a lane waits for nobody, because each
@@ -130,8 +130,12 @@ impl Network {
     pub fn abort(&self, release: impl Fn()) {
         const PERIOD: Duration = Duration::from_millis(2);
         std::thread::scope(|scope| {
-            let lanes = self.lanes.iter().filter_map(Lane::take);
-            let aborts = lanes.map(|communicator| scope.spawn(|| communicator.abort()));
+            // Another thread may hold a lane until the streams are released.
+            let abort = |lane: &Lane| lane.take().map_or((), Communicator::abort);
+            let aborts = self
+                .lanes
+                .iter()
+                .map(|lane| scope.spawn(move || abort(lane)));
             let aborts: Vec<_> = aborts.collect();
             while !aborts.iter().all(|abort| abort.is_finished()) {
                 release();

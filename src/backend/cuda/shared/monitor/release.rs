@@ -25,6 +25,15 @@ pub struct Satisfying {
 unsafe impl bytemuck::Zeroable for Satisfying {}
 
 impl Watch {
+    /// Lets what was put on the device since the last release run through, too, unless that one's words are still on their
+    /// way.
+    pub(super) fn release_again(&self) {
+        if self.rescue.is_idle().unwrap_or(false) {
+            // If the words can't be written, the device has failed, and nothing helps.
+            let _ = self.release();
+        }
+    }
+
     /// Lets this rank's kernels and streams run through. Their results are void, because the group has failed.
     ///
     /// It is safe that this writes flags of other writers, because nobody uses what they guard any more.

@@ -67,7 +67,7 @@ impl Watch {
                 // If the words can't be written, the device has failed, and nothing helps.
                 released = self.release().is_ok();
                 if let Some(network) = &self.network {
-                    network.abort(|| drop(self.release()));
+                    network.abort(|| self.release_again());
                 }
             }
         }
