@@ -9,8 +9,8 @@ use gemmesh::schedule::layout::MAX_WORLD;
 use gemmesh::schedule::plan::matrices::{A, OUT, PARTIALS};
 use gemmesh::schedule::plan::{over_hosts, plan};
 use gemmesh::schedule::{
-    Addend, Chunking, Config, HostSum, Hosts, Layout, Operation, Problem, Reduction, Refusal,
-    Route, RowOrder, Schedule, Sum, TileShape, Transfer,
+    Addend, Chunking, Config, HostSum, Hosts, Layout, MAX_FLAGS, Operation, Problem, Reduction,
+    Refusal, Route, RowOrder, Schedule, Sum, TileShape, Transfer,
 };
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -126,6 +126,34 @@ fn stuck_turns(schedules: &[Schedule]) -> usize {
     }
 }
 
+/// Of an odd number of transfers of the last step from one rank to another the last is alone, and both ranks know it.
+fn alone_alike(schedules: &[Schedule]) -> bool {
+    let step = |moved: &Transfer| moved.turn / (MAX_FLAGS + 1);
+    let sent = || schedules.iter().flat_map(|schedule| schedule.sent());
+    let last = sent().map(step).max();
+    let mut of_last: HashMap<(usize, usize), Vec<usize>> = HashMap::new();
+    for moved in sent().filter(|moved| moved.last_step) {
+        if Some(step(moved)) != last {
+            return false;
+        }
+        let turns = of_last.entry((moved.from, moved.to)).or_default();
+        turns.push(moved.turn);
+    }
+    let odd = of_last.iter().filter(|(_, turns)| turns.len() % 2 == 1);
+    let expected: HashSet<_> = odd
+        .map(|(&(from, to), turns)| (from, to, turns.iter().max().copied()))
+        .collect();
+    let turns = || schedules.iter().flat_map(|schedule| schedule.turns());
+    let ends = |moved: &Transfer| (moved.from, moved.to, Some(moved.turn));
+    let sent = turns().filter(|turn| turn.sends_alone);
+    let received = turns().filter(|turn| turn.receives_alone);
+    let sent: HashSet<_> = sent.filter_map(|turn| turn.sent.map(ends)).collect();
+    let received: HashSet<_> = received
+        .filter_map(|turn| turn.received.map(ends))
+        .collect();
+    sent == expected && received == expected
+}
+
 /// Each rank sends by increasing turns and receives by increasing turns, and turns end.
 fn has_turns(schedules: &[Schedule]) -> bool {
     let increase = |turns: Vec<usize>| turns.windows(2).all(|pair| pair[0] < pair[1]);
@@ -134,7 +162,7 @@ fn has_turns(schedules: &[Schedule]) -> bool {
             && increase(schedule.received().map(|moved| moved.turn).collect())
             && schedule.moves().all(|moved| moved.turn == 0)
     });
-    all_increase && stuck_turns(schedules) == 0
+    all_increase && stuck_turns(schedules) == 0 && alone_alike(schedules)
 }
 
 /// Plays all ranks' transfers, each rank's in its order, and each after the chunks that it waits for. Over the network a

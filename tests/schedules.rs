@@ -230,6 +230,7 @@ fn copies_within(first: usize, rank: usize, world: usize) -> Result<Schedule, Re
         flag: 0,
         route: Route::Pull,
         turn: 0,
+        last_step: false,
     };
     let problem = Asked {
         world,

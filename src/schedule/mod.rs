@@ -185,10 +185,17 @@ impl Schedule {
         std::iter::from_fn(move || {
             let both = [sent.peek(), received.peek()].into_iter().flatten();
             let number = both.map(|transfer| transfer.turn).min()?;
+            let sent_now = sent.next_if(|transfer| transfer.turn == number);
+            let received_now = received.next_if(|transfer| transfer.turn == number);
+            let stays_alone = |now: Option<&Transfer>, next: Option<&&Transfer>| {
+                now.is_some_and(|now| now.stays_alone(next.copied()))
+            };
             Some(Turn {
                 number,
-                sent: sent.next_if(|transfer| transfer.turn == number),
-                received: received.next_if(|transfer| transfer.turn == number),
+                sent: sent_now,
+                received: received_now,
+                sends_alone: stays_alone(sent_now, sent.peek()),
+                receives_alone: stays_alone(received_now, received.peek()),
             })
         })
     }

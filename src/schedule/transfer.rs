@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use smallvec::{SmallVec, smallvec};
 
+use super::MAX_FLAGS;
 use crate::element::DType;
 use crate::route::Route;
 
@@ -132,6 +133,8 @@ pub struct Transfer {
     /// Over a network, its place in time: a rank takes its transfers by increasing turns, and sends and receives at most
     /// one at each. Both ranks of a transfer know its turn. Within a host it is 0.
     pub turn: usize,
+    /// Over a network, whether no rank sends anything at a later step of turns.
+    pub last_step: bool,
 }
 
 impl Transfer {
@@ -153,6 +156,7 @@ impl Transfer {
             flag,
             route,
             turn: 0,
+            last_step: false,
         }
     }
 
@@ -190,11 +194,25 @@ impl Transfer {
         }
     }
 
+    /// True if it is the last of an odd number of transfers of the last step. `next`: the rank's next one over a network.
+    pub(super) fn stays_alone(&self, next: Option<&Transfer>) -> bool {
+        self.last_step && next.is_none() && (self.turn % STEP).is_multiple_of(2)
+    }
+
     /// True for the second part of a copied chunk that is cut along K.
     pub fn is_deferred(&self) -> bool {
         let is_behind = |moved: &Move| moved.to.columns.start > 0;
         self.route != Route::Store && self.regions.iter().any(is_behind)
     }
+}
+
+/// The turns that a step may have.
+const STEP: usize = MAX_FLAGS + 1;
+
+/// The number of the first turn of a step, in which a rank sends to one rank and receives from one. The numbers alternate
+/// between even and odd from step to step, too.
+pub(in crate::schedule) fn first_turn(step: usize) -> usize {
+    step * STEP
 }
 
 /// What a rank does over a network at one turn: it sends, or receives, or both.
@@ -206,6 +224,11 @@ pub struct Turn<'a> {
     pub sent: Option<&'a Transfer>,
     /// What it receives.
     pub received: Option<&'a Transfer>,
+    /// Whether what it sends is the last of an odd number of transfers of the operation's last step. If even and odd turns
+    /// are under way at the same time, no other one is when this one is.
+    pub sends_alone: bool,
+    /// The same of what it receives.
+    pub receives_alone: bool,
 }
 
 /// A block of rows that the caller makes.

@@ -155,6 +155,7 @@ pub fn staged(problem: Asked, stages: usize, rank: usize, config: Config) -> Sch
                     flag,
                     route: config.route,
                     turn: 0,
+                    last_step: false,
                 }
             })
             .collect()
@@ -192,6 +193,7 @@ pub fn with_scales(problem: Asked, apart: bool, rank: usize, config: Config) -> 
             flag,
             route: config.route,
             turn: 0,
+            last_step: false,
         })
     };
     let arrivals = (1..world).flat_map(|step| transfers((rank + step) % world, rank));
@@ -232,6 +234,7 @@ pub fn relayed(problem: Asked, rank: usize, config: Config) -> Schedule {
                 flag: flag_of(source, to),
                 route: Route::Push,
                 turn: 0,
+                last_step: false,
             }
         };
         (1..world).map(transfer).collect()

@@ -8,7 +8,8 @@ use crate::route::Route;
 use crate::schedule::config::{CUT_COLUMNS, Chunking, Config};
 use crate::schedule::layout::{Layout, MAX_CHUNKS, RowOrder, chunk_rows};
 use crate::schedule::plan::matrices::A;
-use crate::schedule::{Hosts, MAX_FLAGS, Move, Problem, Region, Transfer};
+use crate::schedule::transfer::first_turn;
+use crate::schedule::{Hosts, Move, Problem, Region, Transfer};
 
 /// How rows are cut into chunks, and the ways that they go.
 ///
@@ -24,12 +25,6 @@ pub(super) struct Cutter<'a> {
     last_chunks: Option<Vec<Vec<StagedChunk>>>,
     /// The chunks of each source's shard for the ranks of other hosts. Empty if there are none.
     rail_chunks: Vec<Vec<StagedChunk>>,
-}
-
-/// The number of the first turn of a step, in which a rank sends to one rank and receives from one. The numbers alternate
-/// between even and odd from step to step, too.
-pub(super) fn first_turn(step: usize) -> usize {
-    step * (MAX_FLAGS + 1)
 }
 
 /// A transfer of a rank's own rows under `flag`, straight to another rank on any host. `part`: its number among those
@@ -50,6 +45,7 @@ pub(super) fn straight_transfer(
             Route::Net => first_turn(step) + part,
             _ => 0,
         },
+        last_step: route == Route::Net && step + 1 == world,
         ..Transfer::of_own([from, to], moved, route, flag)
     }
 }
@@ -91,6 +87,7 @@ struct Way {
     come: Option<usize>,
     /// The turn of the first chunk.
     turn: usize,
+    last_step: bool,
 }
 
 impl Way {
@@ -227,6 +224,7 @@ impl<'a> Cutter<'a> {
             flag: first + index,
             route: way.route,
             turn: way.turn_of(index),
+            last_step: way.last_step,
         })
     }
 
@@ -242,12 +240,15 @@ impl<'a> Cutter<'a> {
             Route::Push
         };
         // All ranks send to the host before their own at the same time, and then to the one before that.
-        let step = stage * self.hosts.count() + self.hosts.steps(peer, from);
+        let hosts = self.hosts.count();
+        let step = stage * hosts + self.hosts.steps(peer, from);
+        let route = self.hosts.route(from, peer, near);
         Way {
             from,
-            route: self.hosts.route(from, peer, near),
+            route,
             come,
             turn: first_turn(step),
+            last_step: route == Route::Net && step + 1 == self.layout.stages() * hosts,
         }
     }
 

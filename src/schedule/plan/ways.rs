@@ -13,11 +13,12 @@
 
 use std::ops::Range;
 
-use super::chunks::{RAIL_BYTES, first_turn};
+use super::chunks::RAIL_BYTES;
 use super::partials::{Incoming, Partial, Partials, Piece};
 use super::pieces::chunk_rows_of_block;
 use crate::route::Route;
 use crate::schedule::plan::matrices::PARTIALS;
+use crate::schedule::transfer::first_turn;
 use crate::schedule::{Addend, Hosts, Layout, Move, Problem, Region, Transfer};
 
 /// The ways of partials.
@@ -154,11 +155,13 @@ impl<'a> Ways<'a> {
             from: source,
             to: to_slot,
         };
+        let step = self.hosts.steps(from, to);
         Transfer {
             turn: match route {
-                Route::Net => first_turn(self.hosts.steps(from, to)) + self.part(way),
+                Route::Net => first_turn(step) + self.part(way),
                 _ => 0,
             },
+            last_step: route == Route::Net && step + 1 == self.hosts.count(),
             ..Transfer::of_own([from, to], moved, route, flag)
         }
     }

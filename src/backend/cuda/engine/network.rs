@@ -86,6 +86,9 @@ pub fn enqueue<'a, 'm>(
     Ok(carrier.stamps)
 }
 
+/// Addresses at whose multiples NCCL moves bytes fast.
+const ALIGNMENT: usize = 256;
+
 type Messages = SmallVec<[NcclMessage; 2]>;
 type Gaps = SmallVec<[RowsWithGaps; 2]>;
 
@@ -104,7 +107,7 @@ impl RowsWithGaps {
             width, pitch, rows, ..
         } = self.extent;
         // SAFETY: the staging memory has room for them, and lives until the stream has passed. All messages that use it
-        // are on this stream.
+        // are on this stream, or this stream waits for them.
         unsafe { stream.copy_rows((self.packed, width), (self.place, pitch), width, rows) }
     }
 
@@ -115,6 +118,31 @@ impl RowsWithGaps {
         // SAFETY: as in `pack`.
         unsafe { stream.copy_rows((self.place, pitch), (self.packed, width), width, rows) }
     }
+}
+
+/// The bytes of the shortest half that goes by a lane of its own. A shorter one takes little longer with the other.
+const HALF: usize = 64 << 10;
+
+/// The two halves of messages, if `are_alone` and they are long. Otherwise the second half is empty. Both ranks of the
+/// messages cut them alike.
+fn halves(messages: &[NcclMessage], are_alone: bool) -> [Messages; 2] {
+    let bytes: usize = messages.iter().map(|message| message.bytes).sum();
+    let mut halves = [Messages::new(), Messages::new()];
+    let mut left = match are_alone && bytes >= 2 * HALF {
+        true => (bytes / 2).next_multiple_of(ALIGNMENT),
+        false => bytes,
+    };
+    for &NcclMessage { peer, place, bytes } in messages {
+        let first = bytes.min(left);
+        left -= first;
+        let parts = [(place, first), (place + first as u64, bytes - first)];
+        for (half, (place, bytes)) in halves.iter_mut().zip(parts) {
+            if bytes > 0 {
+                half.push(NcclMessage { peer, place, bytes });
+            }
+        }
+    }
+    halves
 }
 
 /// The transfers of a call that go over the network.
@@ -150,12 +178,7 @@ impl Carrier<'_, '_, '_> {
         let (received, come) = self.messages(lane, turn.received)?;
         let before = self.stamps.now(stream)?;
         packed.iter().try_for_each(|gaps| gaps.pack(stream))?;
-        // SAFETY: this rank's memory holds the regions. What is sent is final: the lane has waited for the main stream,
-        // and for its block if that is made during the operation, or has added it up itself. What is received is read
-        // after its flag alone, and the kernels of earlier operations are in front of the lane. The memory lives until
-        // the streams have passed.
-        let exchanged = unsafe { network.exchange(at.members, lane, stream, &sent, &received) };
-        exchanged.map_err(|error| self.blame(error, turn))?;
+        self.exchange(network, lane, turn, [&sent, &received])?;
         come.iter().try_for_each(|gaps| gaps.unpack(stream))?;
         if let Some(moved) = turn.received.or(turn.sent) {
             let work = || work_of(moved, at.members.rank);
@@ -166,6 +189,41 @@ impl Carrier<'_, '_, '_> {
             (Some(received), Flags::Mailbox) => self.signal_kernel(lane, received),
             _ => Ok(()),
         }
+    }
+
+    /// Sends and receives the messages of a turn. If the other lane would have none at the same time, it has a half of a long
+    /// one. The turn has ended on its own lane when both halves have.
+    fn exchange(
+        &self,
+        network: &Network,
+        lane: usize,
+        turn: &Turn,
+        [sent, received]: [&[NcclMessage]; 2],
+    ) -> Result<()> {
+        let sent = halves(sent, turn.sends_alone);
+        let received = halves(received, turn.receives_alone);
+        let streams = self.at.gpu.streams();
+        let own = &streams.lanes[lane];
+        let exchange = |number: usize, half: usize| {
+            let (to, from) = (&sent[half], &received[half]);
+            // SAFETY: this rank's memory holds the regions. What is sent is final: the turn's lane has waited for the
+            // main stream, and for its block if that is made during the operation, or has added it up itself, and the
+            // other lane has waited for this lane. What is received is read after its flag alone, and the kernels of
+            // earlier operations are in front of the lanes. The memory lives until the streams have passed.
+            let exchanged = unsafe {
+                network.exchange(self.at.members, number, &streams.lanes[number], to, from)
+            };
+            exchanged.map_err(|error| self.blame(error, turn))
+        };
+        if sent[1].is_empty() && received[1].is_empty() {
+            return exchange(lane, 0);
+        }
+        const { assert!(LANES == 2) };
+        let other = 1 - lane;
+        streams.lanes[other].wait_for(own, &streams.halved)?;
+        exchange(lane, 0)?;
+        exchange(other, 1)?;
+        own.wait_for(&streams.lanes[other], &streams.halved)
     }
 
     /// The error of a turn that NCCL refuses with `error`. A rank that has died is named by whoever sees that, and a
@@ -319,5 +377,75 @@ impl Carrier<'_, '_, '_> {
             unsafe { self.lane(lane).words(&resets)? };
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn messages(lengths: &[usize]) -> Messages {
+        let mut next = 1 << 40;
+        let message = |&bytes: &usize| {
+            let place = next;
+            next += bytes as u64;
+            NcclMessage {
+                peer: 3,
+                place,
+                bytes,
+            }
+        };
+        lengths.iter().map(message).collect()
+    }
+
+    fn places(messages: &[NcclMessage]) -> Vec<(DevicePtr, usize)> {
+        messages.iter().map(|m| (m.place, m.bytes)).collect()
+    }
+
+    #[test]
+    fn the_halves_of_long_messages_are_all_of_them() {
+        for lengths in [
+            &[2 * HALF][..],
+            &[2 * HALF + 2],
+            &[3 * HALF, 2, 5 * HALF + 6],
+            &[2, 2 * HALF - 2],
+        ] {
+            let all = messages(lengths);
+            let halves = halves(&all, true);
+            let [one, other] = halves
+                .each_ref()
+                .map(|half| half.iter().map(|m| m.bytes).sum::<usize>());
+            assert_eq!(one + other, lengths.iter().sum::<usize>());
+            assert!(
+                one.abs_diff(other) <= 2 * ALIGNMENT && one.is_multiple_of(ALIGNMENT),
+                "{lengths:?}"
+            );
+            // Those that follow one another in memory do so in the halves, too.
+            let places = halves.concat();
+            assert!(
+                places
+                    .windows(2)
+                    .all(|pair| pair[0].place + pair[0].bytes as u64 == pair[1].place)
+            );
+            assert!(
+                places
+                    .iter()
+                    .all(|message| message.bytes > 0 && message.peer == 3)
+            );
+        }
+    }
+
+    #[test]
+    fn short_messages_and_those_beside_others_stay_whole() {
+        for (lengths, are_alone) in [
+            (&[2 * HALF - 1][..], true),
+            (&[8 * HALF, 4], false),
+            (&[], true),
+        ] {
+            let all = messages(lengths);
+            let [one, other] = halves(&all, are_alone);
+            assert_eq!(places(&one), places(&all));
+            assert!(other.is_empty());
+        }
     }
 }

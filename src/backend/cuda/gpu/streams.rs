@@ -34,6 +34,8 @@ pub struct Streams {
     pub permitted: Event,
     /// A lane has received a chunk that is passed on.
     pub received: Event,
+    /// A lane has reached a message of which the other lane moves a half, or the other lane has moved that half.
+    pub halved: Event,
     /// A lane has done its part of an operation.
     pub carried: Event,
     /// Stream 0 has reached the first callback's work.
@@ -63,6 +65,7 @@ impl Streams {
             produced: event()?,
             permitted: event()?,
             received: event()?,
+            halved: event()?,
             carried: event()?,
             turn: event()?,
             called: event()?,

@@ -149,7 +149,11 @@ pub fn commands(schedule: &Schedule) -> usize {
     // A host's sum: waits for the addends, and the kernel that adds.
     let of_sums = schedule.host_sums().iter().map(|sum| sum.flags.len() + 1);
     // A turn: a wait for its block, NCCL's kernel, its count, the flag, and the word's reset.
-    let of_turns = 5 * schedule.turns().count();
+    let alone = schedule
+        .turns()
+        .filter(|turn| turn.sends_alone || turn.receives_alone);
+    // At a message of which each lane has a half, its own lane tells the other, and waits for it.
+    let of_turns = 5 * schedule.turns().count() + 2 * alone.count();
     commands_before(schedule) + 3 * passed_on.count() + of_turns + of_sums.sum::<usize>()
 }
 

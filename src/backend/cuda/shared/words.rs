@@ -315,6 +315,7 @@ pub struct NetworkTurns([Vec<NetworkTurn>; LANES]);
 /// What a rank waits for at one turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct NetworkTurn {
+    number: usize,
     /// The rank that sends, and the flag of its chunk.
     from: Option<(usize, usize)>,
     /// The rank that receives.
@@ -326,6 +327,7 @@ impl NetworkTurns {
         let mut lanes: [Vec<NetworkTurn>; LANES] = Default::default();
         for turn in schedule.turns() {
             lanes[turn.number % LANES].push(NetworkTurn {
+                number: turn.number,
                 from: turn.received.map(|moved| (moved.from, moved.flag)),
                 to: turn.sent.map(|moved| moved.to),
             });
@@ -340,20 +342,23 @@ impl NetworkTurns {
 
     /// What the first turn that has not ended waits for, and its lane's count. `before`: the lanes' counts before the
     /// operation. `now`: their counts at this moment.
+    ///
+    /// A turn may wait for an earlier one on the other lane, which has a half of it.
     pub fn missing(&self, before: [u32; LANES], now: [u32; LANES]) -> Option<(Awaited, u32)> {
-        let mut lanes = self.0.iter().zip(before).zip(now);
-        lanes.find_map(|((turns, before), now)| {
+        let lanes = self.0.iter().zip(before).zip(now);
+        let next = lanes.filter_map(|((turns, before), now)| {
             // A lane that is still in an earlier operation has a lower count.
             let had = (now.wrapping_sub(before) as i32).max(0);
-            let &NetworkTurn { from, to } = turns.get(had as usize)?;
-            let received = from.map(|(source, flag)| Awaited::Chunk {
-                source,
-                flag,
-                pulled: true,
-            });
-            let awaited = received.or(to.map(|peer| Awaited::Taken { peer }));
-            awaited.map(|awaited| (awaited, now))
-        })
+            turns.get(had as usize).map(|turn| (turn, now))
+        });
+        let (&NetworkTurn { from, to, .. }, now) = next.min_by_key(|(turn, _)| turn.number)?;
+        let received = from.map(|(source, flag)| Awaited::Chunk {
+            source,
+            flag,
+            pulled: true,
+        });
+        let awaited = received.or(to.map(|peer| Awaited::Taken { peer }));
+        awaited.map(|awaited| (awaited, now))
     }
 }
 
@@ -456,12 +461,13 @@ mod tests {
 
     #[test]
     fn a_turn_that_has_not_ended_is_found() {
-        let turn = |from: Option<usize>, to| NetworkTurn {
+        let turn = |number, from: Option<usize>, to| NetworkTurn {
+            number,
             from: from.map(|rank| (rank, 7)),
             to,
         };
         let turns = NetworkTurns([
-            vec![turn(Some(2), Some(3)), turn(None, Some(1))],
+            vec![turn(2, Some(2), Some(3)), turn(6, None, Some(1))],
             Vec::new(),
         ]);
         let missing = |had: u32| turns.missing([u32::MAX, 4], [u32::MAX.wrapping_add(had), 4]);
@@ -476,6 +482,11 @@ mod tests {
         // An earlier operation has not ended.
         let earlier = turns.missing([9, 4], [8, 4]);
         assert_eq!(earlier, Some((received, 8)));
+        // Of both lanes' next turns, the later one may wait for the other.
+        let both = NetworkTurns([vec![turn(6, Some(2), None)], vec![turn(5, None, Some(1))]]);
+        let first = both.missing([0, 4], [0, 4]);
+        assert_eq!(first, Some((Awaited::Taken { peer: 1 }, 4)));
+        assert_eq!(both.missing([0, 4], [0, 5]), Some((received, 0)));
     }
 
     #[test]
