@@ -142,8 +142,9 @@ fn until_complete(problem: &Problem, config: &Config, tiles: &Tiles, sent: f64) 
         return tiles.cold() + moved;
     }
     let is_sum = problem.operation.is_sum();
-    // Only pieces of sums are cut by owners.
-    let tiles = match is_sum {
+    // Pieces of sums are cut by owners. Of a gather, a tile with rows of two ranks waits for both.
+    let owned = problem.layout.m() / problem.layout.world();
+    let tiles = match is_sum || config.entry_rows() <= owned {
         true => &tiles.by_owners(problem),
         false => tiles,
     };
