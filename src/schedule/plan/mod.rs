@@ -1,7 +1,7 @@
 //! The planners, which make each rank's schedule of a problem.
 
 mod all_gather;
-pub(crate) mod chunks;
+pub mod chunks;
 pub mod collectives;
 mod host_sums;
 pub mod matrices;
