@@ -139,8 +139,9 @@ fn two_hosts_are_played_within_5_percent_in_the_mean() {
     errors.sort_by(f64::total_cmp);
     let errors = Errors(errors);
     println!("two hosts: {errors}");
-    assert_eq!(errors.0.len(), 13);
-    assert!(errors.mean() < 0.05 && errors.at(1.0) < 0.15, "{errors}");
+    assert_eq!(errors.0.len(), 26);
+    // Once a collective alone took longer than with its product.
+    assert!(errors.mean() < 0.05 && errors.at(0.97) < 0.1, "{errors}");
 }
 
 #[test]
