@@ -154,6 +154,75 @@ fn alone_alike(schedules: &[Schedule]) -> bool {
     sent == expected && received == expected
 }
 
+/// What a rank has on a lane at a turn: the ranks of what it sends and receives there.
+struct OnLane {
+    turn: usize,
+    peers: Vec<usize>,
+    /// Whether it is the other lane's turn, of which this one has a half.
+    is_half: bool,
+}
+
+/// What a rank has on its two lanes, if each message that is alone goes in halves.
+fn lanes_of(schedule: &Schedule) -> [VecDeque<OnLane>; 2] {
+    let mut lanes = [VecDeque::new(), VecDeque::new()];
+    for turn in schedule.turns() {
+        let both = [
+            (turn.sent.map(|moved| moved.to), turn.sends_alone),
+            (turn.received.map(|moved| moved.from), turn.receives_alone),
+        ];
+        let on_lane = |is_half: bool| OnLane {
+            turn: turn.number,
+            peers: both
+                .into_iter()
+                .filter(|(_, is_alone)| *is_alone || !is_half)
+                .filter_map(|(peer, _)| peer)
+                .collect(),
+            is_half,
+        };
+        lanes[turn.number % 2].push_back(on_lane(false));
+        if turn.sends_alone || turn.receives_alone {
+            lanes[1 - turn.number % 2].push_back(on_lane(true));
+        }
+    }
+    lanes
+}
+
+/// Plays all ranks' lanes. A lane begins with a half when the other lane is at its turn, and that turn ends after the half.
+/// A message ends when both ranks have begun with it. Returns how many never end.
+fn stuck_on_lanes(schedules: &[Schedule]) -> usize {
+    let mut left: Vec<[VecDeque<OnLane>; 2]> = schedules.iter().map(lanes_of).collect();
+    let front = |left: &[[VecDeque<OnLane>; 2]], rank: usize, lane: usize| {
+        let first = left[rank][lane].front();
+        first.map(|first| (first.turn, first.is_half))
+    };
+    loop {
+        let mut any = false;
+        for (rank, lane) in (0..left.len()).flat_map(|rank| [(rank, 0), (rank, 1)]) {
+            let has_begun = |rank: usize, turn: usize| match front(&left, rank, lane) {
+                Some((at, _)) if at < turn => false,
+                Some((at, true)) if at == turn => {
+                    front(&left, rank, 1 - lane) == Some((turn, false))
+                }
+                // Or it has ended.
+                _ => true,
+            };
+            let ends = left[rank][lane].front().is_some_and(|first| {
+                let mut beside = left[rank][1 - lane].iter();
+                let awaits_half = !first.is_half && beside.any(|half| half.turn == first.turn);
+                let mut both = first.peers.iter().chain([&rank]);
+                !awaits_half && both.all(|&rank| has_begun(rank, first.turn))
+            });
+            if ends {
+                left[rank][lane].pop_front();
+                any = true;
+            }
+        }
+        if !any {
+            return left.iter().flatten().map(VecDeque::len).sum();
+        }
+    }
+}
+
 /// Each rank sends by increasing turns and receives by increasing turns, and turns end.
 fn has_turns(schedules: &[Schedule]) -> bool {
     let increase = |turns: Vec<usize>| turns.windows(2).all(|pair| pair[0] < pair[1]);
@@ -162,7 +231,8 @@ fn has_turns(schedules: &[Schedule]) -> bool {
             && increase(schedule.received().map(|moved| moved.turn).collect())
             && schedule.moves().all(|moved| moved.turn == 0)
     });
-    all_increase && stuck_turns(schedules) == 0 && alone_alike(schedules)
+    let is_stuck = stuck_turns(schedules) + stuck_on_lanes(schedules) > 0;
+    all_increase && !is_stuck && alone_alike(schedules)
 }
 
 /// Plays all ranks' transfers, each rank's in its order, and each after the chunks that it waits for. Over the network a
