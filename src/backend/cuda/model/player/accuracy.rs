@@ -109,7 +109,8 @@ fn prefills_of_models_are_played_within_5_percent_in_the_mean() {
     }
 }
 
-/// The network's rate is that at which the line's collective moved its bytes, alone.
+/// The network's rate is that at which the line's collective moved its bytes, alone or, if that was faster, with the product:
+/// it was at least as fast.
 #[test]
 fn two_hosts_are_played_within_5_percent_in_the_mean() {
     let mut errors = Vec::new();
@@ -126,7 +127,7 @@ fn two_hosts_are_played_within_5_percent_in_the_mean() {
             _ => n,
         };
         let network = SimulatedNetwork {
-            bytes: (m / 2 * columns * 2) as f64 / line.alone.unwrap(),
+            bytes: (m / 2 * columns * 2) as f64 / line.alone.unwrap().min(line.micros),
             latency: 10.0,
         };
         let played = play_configured(&problem, line.config, &network).unwrap();
@@ -140,8 +141,7 @@ fn two_hosts_are_played_within_5_percent_in_the_mean() {
     let errors = Errors(errors);
     println!("two hosts: {errors}");
     assert_eq!(errors.0.len(), 26);
-    // Once a collective alone took longer than with its product.
-    assert!(errors.mean() < 0.05 && errors.at(0.97) < 0.1, "{errors}");
+    assert!(errors.mean() < 0.05 && errors.at(1.0) < 0.15, "{errors}");
 }
 
 #[test]
