@@ -98,6 +98,41 @@ def threads_have_streams_of_their_own() -> None:
     assert not failed, failed
 
 
+def multiplies(seed: int, stream: torch.cuda.Stream, failed: list[str]) -> Callable[[], None]:
+    """Calls with one thread's rows on a stream. What is wrong is added to a list."""
+    group, a, b = alone(), made(512, 2048, seed=seed), weight(2048, 256, seed=seed + 1)
+    lent = gemmesh.torch.empty((512, 2048), torch.bfloat16, group, "cuda")
+    lent.copy_(a)
+    calls = [(module, rows) for module in (gemmesh.torch, OPS) for rows in (a, lent, a.t().contiguous().t())]
+    _, (c,) = OPS.fused_all_gather_matmul(a, [b], 0, group)
+    near(c, a.double() @ b.double())
+    torch.cuda.synchronize()
+
+    def run() -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(60):
+                # The stream is late, so the calls of several threads are in its queue, or in several streams' queues.
+                torch.cuda._sleep(500_000)
+                found = [module.fused_all_gather_matmul(rows, [b], 0, group) for module, rows in calls]
+                for full, (product,) in found:
+                    failed.extend(
+                        what
+                        for what, is_right in (("A", torch.equal(full, a)), ("C", torch.equal(product, c)))
+                        if not is_right
+                    )
+
+    return run
+
+
+@case
+def threads_have_gathered_rows_of_their_own() -> None:
+    for streams in ([torch.cuda.Stream()] * 3, [torch.cuda.Stream() for _ in range(3)]):
+        failed: list[str] = []
+        ranks.in_threads([multiplies(10 * thread, stream, failed) for thread, stream in enumerate(streams)])
+        counts = {what: failed.count(what) for what in ("A", "C")}
+        assert not failed, f"wrong of {3 * 60 * 6} calls on {len(set(streams))} streams: {counts}"
+
+
 @case
 def graphs_capture_what_has_run() -> None:
     (up, down), x = weights(), torch.zeros(64, 512, device="cuda", dtype=torch.bfloat16)

@@ -12,8 +12,10 @@ import gc
 import json
 import math
 import os
+import signal
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -338,6 +340,123 @@ def matrices_grow_beside_calls_of_other_threads() -> None:
     ends.set()
     thread.join()
     assert not failed, failed
+
+
+def scaled_gather(a: Tensor, bs: list[Tensor], of_a: Tensor, of_bs: list[Tensor], dim: int, group: str) -> list[Tensor]:
+    """The gathered rows and their products with weights of fp8."""
+    count, none = len(bs), [None] * len(bs)
+    full, products = OPS.fused_all_gather_scaled_matmul(
+        a, bs, of_a, of_bs, dim, group, none, none, [torch.bfloat16] * count, [False] * count
+    )
+    return [full.view(torch.uint8), *products]
+
+
+def scaled_scatter(
+    a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, shape: list[int], dim: int, group: str, bias: Tensor | None = None
+) -> Tensor:
+    """This rank's rows of the sum of products of fp8."""
+    sums: Tensor = OPS.fused_scaled_matmul_reduce_scatter(
+        a, b, of_a, of_b, "sum", dim, 0, group, shape, bias, None, torch.bfloat16
+    )
+    return sums
+
+
+Operation = Callable[[], list[Tensor]]
+
+
+def each_operation(group: str, seed: int) -> dict[str, Operation]:
+    """Each operation, with inputs of its own for each seed. All have the same shapes."""
+    ours, k, n = gemmesh.torch, 32, 8 * world()
+    a, b = made(4, k, of=rank(), seed=seed), weight(k, n, seed=seed + 1)
+    more = [b, weight(k, n, seed=seed + 2).contiguous(), weight(2 * k, n, seed=seed + 3)[::2]]
+    wide, long = made(4 * world(), k, of=rank(), seed=seed + 4), weight(k * world(), n, seed=seed + 5)
+    ranks = dist.get_world_size(torch._C._distributed_c10d._resolve_process_group(group))
+    long = long[: k * ranks]
+    a8, b8 = fp8(a), fp8(b.t()).t()
+    of_rows = made(4, 1, of=rank(), seed=seed + 6, dtype=torch.float32).abs() + 0.1
+    of_wide = made(4 * world(), 1, of=rank(), seed=seed + 7, dtype=torch.float32).abs() + 0.1
+    one, bias = scalar(0.5, 1), made(n, of=rank(), seed=seed + 8)
+
+    def gather(module: Any, bs: list[Tensor], dim: int, a: Tensor = a) -> list[Tensor]:
+        full, products = module.fused_all_gather_matmul(a, bs, dim, group)
+        return [full, *products]
+
+    def scatter(module: Any, op: str, dim: int) -> list[Tensor]:
+        return [module.fused_matmul_reduce_scatter(wide, b, op, dim, group)]
+
+    return {
+        "gather": lambda: gather(ours, [b], 0),
+        "gather of the dispatcher": lambda: gather(OPS, [b], 0),
+        "gather, several weights": lambda: gather(OPS, more, 0),
+        "gather, no weight": lambda: gather(OPS, [], 0),
+        "gather, dimension 1": lambda: gather(OPS, [b], 1, a.view(2, 2, k)),
+        "gather, last dimension": lambda: gather(OPS, [long], 1),
+        "scatter": lambda: scatter(ours, "sum", 0),
+        "scatter of the dispatcher": lambda: scatter(OPS, "avg", 0),
+        "scatter, last dimension": lambda: scatter(OPS, "sum", 1),
+        "scaled gather": lambda: scaled_gather(a8, [b8], of_rows, [one], 0, group),
+        "scaled gather, a scale": lambda: scaled_gather(a8, [b8, b8], one, [one, one], 0, group),
+        "scaled scatter": lambda: [scaled_scatter(fp8(wide), b8, of_wide, one, [4 * world(), n], 0, group)],
+        "scaled scatter, bias": lambda: [scaled_scatter(fp8(wide), b8, of_wide, one, [4 * world(), n], 0, group, bias)],
+        "sums of a gradient": lambda: [OPS._reduce_scatter(wide, 0, group)],
+    }
+
+
+def in_threads(programs: list[Callable[[], None]]) -> None:
+    """Runs programs at once. Raises the first error."""
+    failed: list[BaseException] = []
+    begin = threading.Barrier(len(programs))
+
+    def run(program: Callable[[], None]) -> None:
+        try:
+            begin.wait()
+            program()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(each,)) for each in programs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def repeats(operations: dict[str, Operation], calls: int) -> Callable[[], None]:
+    """Calls the operations in turn, again and again, and compares their results with those of the first call."""
+    expected = {what: operation() for what, operation in operations.items()}
+
+    def run() -> None:
+        for call in range(calls):
+            for what, operation in operations.items():
+                for index, (found, first) in enumerate(zip(operation(), expected[what], strict=True)):
+                    assert torch.equal(found, first), f"call {call} of {what}: result {index} is wrong"
+
+    return run
+
+
+#: Threads of a rank that call one group.
+THREADS = 3
+
+
+@case
+def threads_of_a_rank_have_results_of_their_own() -> None:
+    # Each thread has inputs of its own, in a group of this rank alone: the order of the calls does not matter there.
+    inputs = [each_operation(alone(), 100 * thread) for thread in range(THREADS)]
+    for what in inputs[0]:
+        in_threads([repeats({what: operations[what]}, 40) for operations in inputs])
+    orders = [list(operations.items()) for operations in inputs]
+    turned = [dict(order[3 * thread :] + order[: 3 * thread]) for thread, order in enumerate(orders)]
+    in_threads([repeats(operations, 10) for operations in turned])
+
+
+@case
+def threads_of_all_ranks_call_each_operation() -> None:
+    # Each rank's threads make the same calls with the same inputs, so any order of them is the same on all ranks.
+    for operation in each_operation(name(), 0).items():
+        in_threads([repeats(dict([operation]), 10) for _ in range(THREADS)])
+        dist.barrier()
 
 
 @case
@@ -686,6 +805,70 @@ def groups_follow_process_groups() -> None:
         torch._C._distributed_c10d._unregister_process_group(known)
     refuses(gemmesh.MisuseError, "no process group", lambda: gemmesh.torch.group_of("nobody"))
     refuses(ValueError, "no process group", lambda: gemmesh.torch.group_of(dist.GroupMember.NON_GROUP_MEMBER))
+
+
+@case
+def process_groups_are_not_kept_alive() -> None:
+    one = dist.new_group(list(range(world())))
+    known, ended = one.group_name, weakref.ref(one)
+    ours = gemmesh.torch.group_of(one, DEVICE)
+    for operation in each_operation(known, 0).values():
+        operation()
+    left = weakref.ref(ours)
+    dist.barrier()
+    gc.disable()
+    try:
+        dist.destroy_process_group(one)
+        del one, ours, operation
+        assert ended() is None, gc.get_referrers(ended())
+        assert left() is None, gc.get_referrers(left())
+    finally:
+        gc.enable()
+    tables = (_groups._ON_HOST, _groups._ON_CUDA, {of for of, _ in _groups._JOINING})
+    assert not any(known in table for table in tables)
+
+
+@case
+def threads_join_a_process_group_once() -> None:
+    one, found = dist.new_group(list(range(world()))), []
+    in_threads([lambda: found.append(gemmesh.torch.group_of(one, DEVICE)) for _ in range(THREADS)])
+    assert all(group is found[0] for group in found)
+    found[0].barrier()
+
+
+@case
+def forks_refuse_operations_while_a_thread_is_in_one() -> None:
+    if DEVICE == "cuda":
+        return  # A fork cannot use CUDA.
+    found, held, forked = joined(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with found.turn:
+            held.set()
+            forked.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        try:
+            OPS.fused_all_gather_matmul(made(4, 32), [weight(32, 16, of=0)], 0, name())
+        except gemmesh.MisuseError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    forked.set()
+    thread.join()
+    deadline = time.monotonic() + 30
+    ended, status = 0, 0
+    while not ended and time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.01)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended and status == 0, f"the fork's status is {status}" if ended else "the fork hangs"
 
 
 @case

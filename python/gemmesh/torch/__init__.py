@@ -34,6 +34,12 @@ operation begins: by PyTorch, such as a tensor that is no list; while a program 
 gradients. A group that has failed is not used again: destroy the process group and make another, or give its name a new
 group by `use`.
 
+Several threads of a rank may call operations of one group, on one stream or on several. One operation follows the
+other, from its first step to its last. As with PyTorch's collectives, all ranks must make a group's calls in the same
+order: threads whose calls have no order use a process group each.
+
+gemmesh keeps no process group alive. What it has made for one ends with it.
+
 The operations take tensors of bf16 and f16, and the scaled ones those of fp8. Their numbers differ from `symm_mem`'s in
 two ways. Sums over ranks are made in f32 and rounded once. An average is the sum, divided by W: in its own type if
 that is bf16 and W is a power of two, because then the division is exact, and in f32 otherwise.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +43,7 @@ class Joined:
         "scatter_calls",
         "scatters",
         "shards",
+        "turn",
         "world",
     )
 
@@ -47,8 +51,16 @@ class Joined:
         #: The name under which operations find it.
         self.name = name
         self.group = group
-        #: The process group that had the name. None if there was none.
-        self.process_group = process_group
+        #: Held by a thread from the first step of an operation to the last, because steps share memory of the group:
+        #: rows are copied to it, and out of it. If the next operation has a different stream, that waits for the last
+        #: step's work.
+        self.turn = threading.RLock()
+        #: The process group that had the name. None if there was none. It ends when the program drops it: the threads
+        #: of its backend must not outlive the interpreter.
+        self.process_group: weakref.ref[ProcessGroup] | None = None
+        if process_group is not None:
+            self.process_group = weakref.ref(process_group)
+            weakref.finalize(process_group, _forget_if_gone, name).atexit = False
         self.world: int = group.world_size
         self.rank: int = group.rank
         self.cuda: bool = group.backend == "cuda"
@@ -104,7 +116,17 @@ class Joined:
 
     def is_of_now(self) -> bool:
         """False if the process group that had the name is gone."""
-        return self.process_group is None or _registered(self.name) is self.process_group
+        if self.process_group is None:
+            return True
+        process_group = self.process_group()
+        return process_group is not None and _registered(self.name) is process_group
+
+    def clear(self) -> None:
+        """Forgets plans and matrices, which keep the group alive."""
+        for kept in (self.gathers, self.scatters, self.scaled_gathers, self.scaled_scatters, self.shards, self.kept):
+            kept.clear()
+        self.gather_calls.clear()
+        self.scatter_calls.clear()
 
 
 def _current_stream(index: int) -> int:
@@ -116,11 +138,39 @@ def _current_stream(index: int) -> int:
 #: The groups whose operations take tensors on the host, and those on GPUs, by name.
 _ON_HOST: dict[str, Joined] = {}
 _ON_CUDA: dict[str, Joined] = {}
+#: Held by the thread that joins the ranks of a process group, by its name and the type of device. Two groups may be
+#: joined at once: a lock for both would make ranks wait for each other that join them in different orders.
+_JOINING: dict[tuple[str, str], threading.Lock] = {}
+
+
+def _forget_if_gone(name: str) -> None:
+    """Forgets the group of a process group that is gone."""
+    for groups, device in ((_ON_HOST, "cpu"), (_ON_CUDA, "cuda")):
+        found = groups.get(name)
+        if found is not None and not found.is_of_now():
+            groups.pop(name, None)
+            _JOINING.pop((name, device), None)
+            found.clear()
+
+
+def _renew_locks() -> None:
+    """In a fork, a thread that the fork lacks may hold a lock. Calls of the fork are refused, and must come to that."""
+    for groups in (_ON_HOST, _ON_CUDA):
+        for each in groups.values():
+            each.turn = threading.RLock()
+    _JOINING.clear()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 def known(name: str, tensor: torch.Tensor) -> Joined | None:
     """The group of an operation of `tensor`, if it is there."""
-    found = (_ON_CUDA if tensor.is_cuda else _ON_HOST).get(name)
+    return _known(name, "cuda" if tensor.is_cuda else "cpu")
+
+
+def _known(name: str, device: str) -> Joined | None:
+    found = (_ON_CUDA if device == "cuda" else _ON_HOST).get(name)
     return found if found is not None and found.is_of_now() else None
 
 
@@ -157,10 +207,7 @@ def joined_of(group: ProcessGroup | str | None, device: torch.device | str | Non
     if device is None:
         device = "cuda" if _on_cuda(name) else "cpu"
     on = torch.device(device)
-    found = (_ON_CUDA if on.type == "cuda" else _ON_HOST).get(name)
-    if found is not None and found.is_of_now():
-        return found
-    return _join(name, on)
+    return _known(name, on.type) or _join(name, on)
 
 
 def use(group_name: str, group: Group) -> None:
@@ -230,16 +277,22 @@ def _on_cuda(name: str) -> bool:
 
 
 def _join(name: str, device: torch.device) -> Joined:
-    """Makes the group of a process group. Collective."""
-    on_cuda = device.type == "cuda"
+    """The group of a process group, which is made if there is none. Collective if it is."""
     if device.type not in ("cuda", "cpu"):
         raise ArgumentError(f"the tensor is on {device}; gemmesh has operations for cuda and cpu")
-    for groups in (_ON_HOST, _ON_CUDA):
-        for old in [each for each, group in groups.items() if not group.is_of_now()]:
-            del groups[old]
+    for old in {*_ON_HOST, *_ON_CUDA}:
+        _forget_if_gone(old)
     process_group = _registered(name)
     if process_group is None:
         raise _unknown(name)
+    with _JOINING.setdefault((name, device.type), threading.Lock()):
+        # Another thread may have made it.
+        return _known(name, device.type) or _make(name, process_group, device)
+
+
+def _make(name: str, process_group: ProcessGroup, device: torch.device) -> Joined:
+    """Makes the group of a process group. Collective."""
+    on_cuda = device.type == "cuda"
     if on_cuda:
         refuse_capture("join the ranks of a process group")
     rank, world = process_group.rank(), process_group.size()

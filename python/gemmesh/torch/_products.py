@@ -315,10 +315,11 @@ def direct_gather(
     found = known(name, a)
     if dim != 0 or found is None or found.is_captured():
         return None
-    products: list[Tensor] | None = found.gather_calls.run(a, bs)
-    if products is None:
-        return None
-    return (_copy_of_all(found, a) if return_a else None), products
+    with found.turn:
+        products: list[Tensor] | None = found.gather_calls.run(a, bs)
+        if products is None:
+            return None
+        return (_copy_of_all(found, a) if return_a else None), products
 
 
 def _copy_of_all(joined: Joined, a: Tensor) -> Tensor:
@@ -334,17 +335,18 @@ def _gather(
 ) -> tuple[Tensor | None, list[Tensor]]:
     found = joined(group_name, a)
     key = (gather_dim, a.shape, a.dtype, *((b.shape, b.stride(), b.dtype) for b in bs))
-    plan = found.gathers.get(key)
-    if plan is None:
-        with found.planning():
-            check("fused_all_gather_matmul", a, bs, gather_dim, "gather_dim", found.world)
-            check_halves("fused_all_gather_matmul", a)
-            if gather_dim == a.dim() - 1:
-                return _gather_columns(found, a, bs, return_a)
-            refuse_capture("plan a product")
-            plan = Gather(found, a, bs, gather_dim, [a.dtype] * len(bs), [NO_OPTIONS] * len(bs))
-        remember(found.gathers, key, plan)
-    return plan(a, bs, return_a)
+    with found.turn:
+        plan = found.gathers.get(key)
+        if plan is None:
+            with found.planning():
+                check("fused_all_gather_matmul", a, bs, gather_dim, "gather_dim", found.world)
+                check_halves("fused_all_gather_matmul", a)
+                if gather_dim == a.dim() - 1:
+                    return _gather_columns(found, a, bs, return_a)
+                refuse_capture("plan a product")
+                plan = Gather(found, a, bs, gather_dim, [a.dtype] * len(bs), [NO_OPTIONS] * len(bs))
+            remember(found.gathers, key, plan)
+        return plan(a, bs, return_a)
 
 
 def _gather_columns(
@@ -447,44 +449,47 @@ def direct_scatter(a: Tensor, b: Tensor, reduce_op: str, dim: int, name: str) ->
     found = known(name, a)
     if dim != 0 or reduce_op != "sum" or found is None or found.is_captured():
         return None
-    sums: list[Tensor] | None = found.scatter_calls.run(a, (b,))
+    with found.turn:
+        sums: list[Tensor] | None = found.scatter_calls.run(a, (b,))
     return None if sums is None else sums[0]
 
 
 def _scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
     found = joined(group_name, a)
     key = (scatter_dim, reduce_op, a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype)
-    plan = found.scatters.get(key)
-    if plan is None:
-        call = "fused_matmul_reduce_scatter"
-        with found.planning():
-            check(call, a, [b], scatter_dim, "scatter_dim")
-            check_halves(call, a)
-            last = scatter_dim == a.dim() - 1
-            extent = b.shape[1] if last else a.shape[scatter_dim]
-            check_scatter(call, found, extent, scatter_dim, reduce_op, "scatter_dim")
-            if last:
-                # Columns of a product are rows of the transposed one: Bᵀ [N, K] times A [M, K].
-                columns = matmul_reduce_scatter(b.t(), a.reshape(-1, a.shape[-1]).t(), reduce_op, 0, group_name)
-                return columns.t().contiguous().view(*a.shape[:-1], -1)
-            refuse_capture("plan a product")
-            plan = Scatter(found, a, b, scatter_dim, reduce_op == "avg", a.dtype, NO_OPTIONS)
-        remember(found.scatters, key, plan)
-    return plan(a, b)
+    with found.turn:
+        plan = found.scatters.get(key)
+        if plan is None:
+            call = "fused_matmul_reduce_scatter"
+            with found.planning():
+                check(call, a, [b], scatter_dim, "scatter_dim")
+                check_halves(call, a)
+                last = scatter_dim == a.dim() - 1
+                extent = b.shape[1] if last else a.shape[scatter_dim]
+                check_scatter(call, found, extent, scatter_dim, reduce_op, "scatter_dim")
+                if last:
+                    # Columns of a product are rows of the transposed one: Bᵀ [N, K] times A [M, K].
+                    columns = matmul_reduce_scatter(b.t(), a.reshape(-1, a.shape[-1]).t(), reduce_op, 0, group_name)
+                    return columns.t().contiguous().view(*a.shape[:-1], b.shape[1] // found.world)
+                refuse_capture("plan a product")
+                plan = Scatter(found, a, b, scatter_dim, reduce_op == "avg", a.dtype, NO_OPTIONS)
+            remember(found.scatters, key, plan)
+        return plan(a, b)
 
 
 def reduce_scatter(a: Tensor, dim: int, group_name: str) -> Tensor:
     """This rank's part, along a dimension, of the sum of the ranks' tensors."""
     found = joined(group_name, a)
-    if found.cuda:
-        found.enter()
     moved = a.movedim(dim, 0)
     extent = moved.shape[0]
-    with found.planning():
-        check_scatter("reduce_scatter", found, extent, dim, "sum", "dim")
-    addends, sums = (
-        Output((rows, *moved.shape[1:]), a.dtype, a.device) for rows in (extent, extent // found.world)
-    )
-    out = sums.make()
-    found.group.reduce_scatter(addends.make().copy_(moved), out)
-    return sums.made(out).movedim(0, dim).contiguous()
+    with found.turn:
+        if found.cuda:
+            found.enter()
+        with found.planning():
+            check_scatter("reduce_scatter", found, extent, dim, "sum", "dim")
+        addends, sums = (
+            Output((rows, *moved.shape[1:]), a.dtype, a.device) for rows in (extent, extent // found.world)
+        )
+        out = sums.make()
+        found.group.reduce_scatter(addends.make().copy_(moved), out)
+        return sums.made(out).movedim(0, dim).contiguous()

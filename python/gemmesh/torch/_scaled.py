@@ -158,14 +158,15 @@ def all_gather_scaled_matmul(
         tuple(out_dtypes),
         tuple(use_fast_accum),
     )
-    plan: ScaledGather | None = found.scaled_gathers.get(key)
-    if plan is None:
-        with found.planning():
-            plan = _plan_gather(
-                found, a, bs, a_scale, b_scales, gather_dim, biases, result_scales, out_dtypes, use_fast_accum
-            )
-        remember(found.scaled_gathers, key, plan)
-    return plan(a, bs, a_scale, b_scales, biases)
+    with found.turn:
+        plan: ScaledGather | None = found.scaled_gathers.get(key)
+        if plan is None:
+            with found.planning():
+                plan = _plan_gather(
+                    found, a, bs, a_scale, b_scales, gather_dim, biases, result_scales, out_dtypes, use_fast_accum
+                )
+            remember(found.scaled_gathers, key, plan)
+        return plan(a, bs, a_scale, b_scales, biases)
 
 
 def _plan_gather(
@@ -271,15 +272,16 @@ def scaled_matmul_reduce_scatter(
         out_dtype,
         use_fast_accum,
     )
-    plan: ScaledScatter | None = found.scaled_scatters.get(key)
-    if plan is None:
-        with found.planning():
-            plan = _plan_scatter(
-                found, a, b, a_scale, b_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape,
-                output_shape, result_scale, out_dtype, use_fast_accum,
-            )  # fmt: skip
-        remember(found.scaled_scatters, key, plan)
-    return plan(a, b, a_scale, b_scale, bias)
+    with found.turn:
+        plan: ScaledScatter | None = found.scaled_scatters.get(key)
+        if plan is None:
+            with found.planning():
+                plan = _plan_scatter(
+                    found, a, b, a_scale, b_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape,
+                    output_shape, result_scale, out_dtype, use_fast_accum,
+                )  # fmt: skip
+            remember(found.scaled_scatters, key, plan)
+        return plan(a, b, a_scale, b_scale, bias)
 
 
 def _plan_scatter(
