@@ -5,7 +5,7 @@ use gemmesh::{AllGatherMatmul, Config, Cuda, Error, Group, Half, Route, bf16, f1
 use crate::support::gpu::*;
 use crate::support::numbers::{bits, nan, normal, rng};
 use crate::support::processes::Setting;
-use crate::support::shared::results;
+use crate::support::shared::{invariant, results};
 use crate::test_name;
 
 #[track_caller]
@@ -319,4 +319,16 @@ fn ranks_that_give_a_matrix_other_rows_are_told() {
 fn where_that_is_asked_for_a_row_has_the_bits_that_it_has_in_any_batch() {
     let Some(_leave) = gpu() else { return };
     results::a_row_has_the_bits_that_it_has_in_any_batch::<Cuda>(test_name!());
+}
+
+#[test]
+fn where_that_is_asked_for_an_element_has_the_bits_that_it_has_in_any_product() {
+    let Some(_leave) = gpu() else { return };
+    invariant::an_element_has_the_bits_that_it_has_in_any_product::<Cuda>(test_name!(), 1);
+}
+
+#[test]
+fn so_it_has_on_2_ranks() {
+    let Some(_leave) = gpu() else { return };
+    invariant::an_element_has_the_bits_that_it_has_in_any_product::<Cuda>(test_name!(), 2);
 }

@@ -7,11 +7,11 @@ use std::time::Duration;
 use crate::support::numbers::{Reference, bits, nan, normal, rng};
 use crate::support::processes;
 use crate::support::products::{Case, Placed};
-use crate::support::shared::results;
+use crate::support::shared::{invariant, results};
 use crate::test_name;
 use gemmesh::{
-    AllGatherMatmul, Chunking, Config, Error, Group, Half, Host, Route, TileShape,
-    all_gather_matmul, bf16, f16,
+    AllGatherMatmul, Chunking, Config, Element, Error, F8E4M3, Group, Half, Host, Matmul, Route,
+    TileShape, WeightOf, all_gather_matmul, bf16, f16,
 };
 use rand::RngExt;
 
@@ -689,6 +689,48 @@ fn ranks_that_give_a_matrix_other_rows_are_told() {
 #[test]
 fn where_that_is_asked_for_a_row_has_the_bits_that_it_has_in_any_batch() {
     results::a_row_has_the_bits_that_it_has_in_any_batch::<Host>(test_name!());
+}
+
+#[test]
+fn where_that_is_asked_for_an_element_has_the_bits_that_it_has_in_any_product() {
+    invariant::an_element_has_the_bits_that_it_has_in_any_product::<Host>(test_name!(), 1);
+}
+
+#[test]
+fn so_it_has_on_2_ranks() {
+    invariant::an_element_has_the_bits_that_it_has_in_any_product::<Host>(test_name!(), 2);
+}
+
+#[test]
+fn so_it_has_on_3_ranks() {
+    invariant::an_element_has_the_bits_that_it_has_in_any_product::<Host>(test_name!(), 3);
+}
+
+#[test]
+fn an_elements_bits_do_not_depend_on_its_tile() {
+    fn verify<T: Element + WeightOf<T>>(n: usize, tiles: [[usize; 2]; 4]) -> Result<(), Error> {
+        const M: usize = 33;
+        const K: usize = 592;
+        let group = Group::<Host>::connect(0, 1, &format!("tiles-{}", std::process::id()))?;
+        let a = group.upload(&normal::<T>(1, M * K), M, K)?;
+        let b = group.upload(&normal::<T>(2, n * K), n, K)?;
+        let mut out = group.zeros::<f32>(M, n)?;
+        Matmul::new().run(&a, &b, &mut out)?;
+        let expected = out.to_vec()?;
+        for [tile_m, tile_n] in tiles {
+            let config = config(tile_m, tile_n, 512, 1, 1);
+            Matmul::new().config(config).run(&a, &b, &mut out)?;
+            let found = out.to_vec()?;
+            let mut both = found.iter().zip(&expected);
+            let is_same = both.all(|(found, expected)| found.to_bits() == expected.to_bits());
+            assert!(is_same, "{}, tiles of {tile_n} columns", T::DTYPE);
+        }
+        Ok(())
+    }
+    let tiles = [[1, 1], [16, 15], [5, 47], [32, 31]];
+    verify::<f16>(48, tiles).unwrap();
+    verify::<bf16>(48, tiles).unwrap();
+    verify::<F8E4M3>(48, tiles).unwrap();
 }
 
 #[test]

@@ -6,7 +6,7 @@ use gemm_common::Parallelism;
 use gemm_f32::gemm::f32::get_gemm_fn;
 
 use super::matrices::RowsView;
-use super::scratch::{DEEPEST, LANES, TileScratch, grown};
+use super::scratch::{DEEPEST, FEWEST_COLUMNS, LANES, TileScratch, grown};
 use crate::element::{DType, Element};
 use crate::schedule::Scaling;
 use crate::schedule::product::PROMOTED;
@@ -77,9 +77,10 @@ pub fn multiply<T: Element, W: Element>(
     let padded = rows.next_multiple_of(LANES);
     let is_promoted = T::DTYPE.is_fp8();
     let step = step(T::DTYPE, tile_k);
-    let sums = grown(&mut scratch.sums, columns * padded);
+    let room = columns.max(FEWEST_COLUMNS) * padded;
+    let sums = grown(&mut scratch.sums, room);
     let part = match is_promoted {
-        true => grown(&mut scratch.part, columns * padded),
+        true => grown(&mut scratch.part, room),
         false => &mut [],
     };
     for begin in (0..k).step_by(step) {
@@ -100,7 +101,8 @@ pub fn multiply<T: Element, W: Element>(
             if begin == 0 {
                 sums.fill(0.0);
             }
-            operands.promote(sums, part, padded, begin / PROMOTED);
+            let own = columns * padded;
+            operands.promote(&mut sums[..own], &part[..own], padded, begin / PROMOTED);
         }
     }
     let sums_of_row = grown(&mut scratch.row, columns);
@@ -164,6 +166,9 @@ impl<T, W> TileOperands<'_, T, W> {
 /// `to`: [padded, columns], column by column. `a`: [padded, depth], column by column. `b`: [depth, columns], with the
 /// elements from one column to the next, and from one step through K to the next.
 ///
+/// `gemm` adds up the product of a single column in a different order. So a single column is multiplied twice, which
+/// gives it the bits that it has next to others: `to` has room for [`FEWEST_COLUMNS`].
+///
 /// # Safety
 /// `to` and `a` are as long as that, and `b` has each element at its strides.
 unsafe fn add_product(
@@ -173,6 +178,10 @@ unsafe fn add_product(
     (b, [next_column, next_step]): (&[f32], [usize; 2]),
     add: bool,
 ) {
+    let (columns, next_column) = match columns {
+        1 => (FEWEST_COLUMNS, 0),
+        _ => (columns, next_column),
+    };
     // SAFETY: as this function's; the result is borrowed exclusively, so that it overlaps neither operand.
     unsafe {
         get_gemm_fn()(

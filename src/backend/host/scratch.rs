@@ -16,6 +16,11 @@ pub const LANES: usize = 16;
 /// them too.
 pub const DEEPEST: usize = 512;
 
+/// The fewest columns that are multiplied together.
+///
+/// `gemm` multiplies a single column by other kernels. Then its bits would depend on the tile's width.
+pub const FEWEST_COLUMNS: usize = 2;
+
 /// A worker's memory.
 #[derive(Debug, Default)]
 pub struct WorkerScratch {
@@ -32,9 +37,9 @@ pub struct TileScratch {
     pub a: Vec<f32>,
     /// [columns, depth]
     pub b: Vec<f32>,
-    /// [columns, padded rows]
+    /// [columns, or [`FEWEST_COLUMNS`]; padded rows]
     pub sums: Vec<f32>,
-    /// The sums of a part of K, if they are made separately: [columns, padded rows]
+    /// The sums of a part of K, if they are made separately. As `sums`.
     pub part: Vec<f32>,
     /// `[columns]`
     pub row: Vec<f32>,
@@ -87,7 +92,7 @@ impl WorkerScratch {
             let padded = rows.next_multiple_of(LANES);
             let dtype = schedule.matrices()[product.a].dtype;
             let depth = product.k.min(step(dtype, product.config.tile.k));
-            let sums = widest * padded;
+            let sums = widest.max(FEWEST_COLUMNS) * padded;
             let part = if dtype.is_fp8() { sums } else { 0 };
             let up = if product.gated { rows * widest } else { 0 };
             let of_tile = [depth * padded, widest * depth, sums, part, widest, up];

@@ -8,6 +8,7 @@ pub mod fp8;
 pub mod fp8_gathers;
 pub mod groups;
 pub mod hosts;
+pub mod invariant;
 pub mod late;
 pub mod mismatches;
 pub mod pipelines;
