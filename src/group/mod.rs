@@ -324,7 +324,8 @@ impl<B: Backend> Group<B> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Limit`] if a rank sends more than its part of 256 MiB; the group's failure.
+    /// [`Error::Limit`] on this rank alone, and nothing is sent, if `bytes` is longer than 256 MiB / W - 4 KiB; the group's
+    /// failure.
     #[track_caller]
     pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.gather_bytes(&MadeCall::named("all_gather_bytes"), bytes)
@@ -485,7 +486,8 @@ impl<B: Backend> Group<B> {
         open: impl FnOnce(Members) -> Result<Group<B>>,
     ) -> Result<Group<B>> {
         // A group that opens runs kernels, which operations of this group must not keep from starting.
-        self.synchronize()?;
+        self.synchronize()
+            .inspect_err(|error| self.inner.members.refuse(error))?;
         // A panic while it was held has not left it half-changed.
         let splits = self.inner.splits.lock();
         let _split = splits.unwrap_or_else(PoisonError::into_inner);
@@ -500,8 +502,10 @@ impl<B: Backend> Group<B> {
     #[track_caller]
     pub(crate) fn gather_bytes(&self, call: &MadeCall, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.refuse_misplaced()?;
+        let place = Location::caller();
+        called_at(Some(place), || self.inner.members.admit(call, bytes.len()))?;
         let gather = |members: &Members| members.all_gather(call, bytes, None);
-        Ok(self.collective(Location::caller(), gather)?.payloads)
+        Ok(self.collective(place, gather)?.payloads)
     }
 
     /// A collective call of the program, at `place`, which posts calls of messages.

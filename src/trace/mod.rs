@@ -100,14 +100,16 @@ impl Timeline {
     /// Brings the ranks' traces together. Collective. Every rank gets all traces.
     ///
     /// # Errors
-    /// The group's failure.
+    /// [`Error::Limit`] on this rank alone, and nothing is sent, if `trace` takes more than 256 MiB / W - 4 KiB; the
+    /// group's failure.
     #[track_caller]
     pub fn collect<B: Backend>(group: &Group<B>, trace: &Trace) -> Result<Timeline> {
         let bytes = json::of_spans(&trace.spans).map_err(|e| Error::System {
             rank: Some(group.rank()),
             action: "encode a trace".into(),
             reason: e.to_string(),
-        })?;
+        });
+        let bytes = bytes.inspect_err(|error| group.inner().members.refuse(error))?;
         let traces = group
             .gather_bytes(&MadeCall::named("Timeline::collect"), &bytes)?
             .iter()

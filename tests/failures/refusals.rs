@@ -428,3 +428,46 @@ fn a_refusal_is_the_reason_also_where_the_timeout_is_short() {
         });
     assert!(matches!(error, Err(Error::Shape { rank: 1, .. })));
 }
+
+/// More than each of three ranks may send.
+fn too_many_bytes() -> Vec<u8> {
+    vec![0; (256 << 20) / 3]
+}
+
+fn too_long() -> Error {
+    let most = (256 << 20) / 3 - 4096;
+    Error::Limit {
+        rank: Some(1),
+        call: "all_gather_bytes".into(),
+        what: "the number of bytes".into(),
+        value: too_many_bytes().len(),
+        min: 0,
+        max: most,
+    }
+}
+
+#[test]
+fn too_many_bytes_on_one_rank_are_named_to_all() {
+    refuse(
+        too_long(),
+        |group, _| group.all_gather_bytes(&[1]).map(drop),
+        |group, _| group.all_gather_bytes(&too_many_bytes()).map(drop),
+    );
+}
+
+#[test]
+fn a_rank_that_was_refused_too_many_bytes_may_send_fewer() {
+    let told = Group::<Host>::builder()
+        .timeout(TIMEOUT)
+        .arrival_timeout(TIMEOUT)
+        .threads(3, |group| {
+            if group.rank() == 1 {
+                let refused = group.all_gather_bytes(&too_many_bytes());
+                assert_eq!(refused, Err(too_long()));
+            }
+            let sent = group.all_gather_bytes(&[group.rank() as u8])?;
+            group.barrier()?;
+            Ok::<_, Error>(sent)
+        });
+    assert_eq!(told, Ok(vec![vec![vec![0], vec![1], vec![2]]; 3]));
+}

@@ -7,13 +7,15 @@ use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use super::{FOREVER, GRACE, Members, PeerWait};
-use crate::error::{Call, Deadline, Error, MadeCall, Result, call};
+use crate::error::{Deadline, Error, MadeCall, Result, call};
 use crate::json;
 use crate::ranks::deadlines::{Clock, Deadlines};
 use crate::ranks::pidfd;
 use crate::ranks::tree::{Branch, Tree};
 use crate::ranks::wire::{Channel, Frame, MAX_FRAME, WireError};
+use crate::refusal::Refusal;
 use crate::schedule::agreed::hash;
+use crate::schedule::limits::limit;
 
 /// Room for what is added around a rank's message.
 const OVERHEAD: usize = 4096;
@@ -39,11 +41,17 @@ impl Members {
     /// Exchanges a message, and perhaps a descriptor, that each rank has made.
     ///
     /// A rank that could not make its part sends the reason. Then all ranks get its error, and the group goes on.
+    #[track_caller]
     pub fn gather_messages(
         &self,
         call: &MadeCall,
         own: Result<(Vec<u8>, Option<OwnedFd>)>,
     ) -> Result<Gathered> {
+        // What is added around a part is short.
+        let fits = |(payload, _): &(Vec<u8>, _)| {
+            self.require_length(call, payload.len().saturating_add(OVERHEAD))
+        };
+        let own = own.and_then(|own| fits(&own).map(|()| own));
         let outcome = json::of_outcome(&own.as_ref().map(|_| ()).map_err(Error::clone));
         let (payload, fd) = own.unwrap_or_default();
         let fd = fd.as_ref().map(AsFd::as_fd);
@@ -118,6 +126,8 @@ impl Members {
 
     /// Sends `payload` to every rank, and a descriptor, if there is one, to every rank of this host. Returns what all sent.
     ///
+    /// `payload` has been admitted ([`Members::admit`]).
+    ///
     /// # Errors
     /// [`Error::CallMismatch`] unless all ranks make the same `call`; the group's failure if a rank is lost or has
     /// left, or if a deadline has passed.
@@ -129,17 +139,6 @@ impl Members {
         fd: Option<BorrowedFd>,
     ) -> Result<Gathered> {
         self.check()?;
-        let longest = MAX_FRAME / self.world - OVERHEAD;
-        if payload.len() > longest {
-            return Err(self.fail(Error::Limit {
-                rank: Some(self.rank),
-                call: Call::here(&call.name),
-                what: "the number of bytes".into(),
-                value: payload.len(),
-                min: 0,
-                max: longest,
-            }));
-        }
         let tree = self.tree.lock().unwrap_or_else(PoisonError::into_inner);
         // The place that was given for all of a program's call, not one in this library.
         let place = call::place_of_outer();
@@ -164,13 +163,44 @@ impl Members {
             clock: Clock::start(),
         };
         let (bytes, fds) = self.exchange(&tree, &messages, payload, fd)?;
-        let parts = split(&bytes).filter(|parts| parts.len() == self.world);
+        let parts = split(&bytes, self.world);
         let parts = parts.ok_or_else(|| self.garbage(0, "a list of messages"))?;
         let payloads = parts.into_iter().map(|part| self.copied(part));
         Ok(Gathered {
             payloads: payloads.collect::<Result<_>>()?,
             fds,
         })
+    }
+
+    /// The most bytes that a rank may send in an exchange. All ranks' messages then fit in a frame.
+    fn longest(&self) -> usize {
+        MAX_FRAME / self.world - OVERHEAD
+    }
+
+    /// The most bytes that come from the other end of a connection. Those of all children together fit in a frame.
+    fn longest_from(&self, branch: &Branch) -> usize {
+        // A length is in front of each part, and a host's parts have a key.
+        const ADDED: usize = 2 * size_of::<u64>();
+        match branch.rank < self.rank {
+            // The parent, which passes on what all ranks have sent.
+            true => MAX_FRAME,
+            false => branch.ranks.len() * (self.longest() + ADDED) + 2 * ADDED,
+        }
+    }
+
+    /// Refuses a message of this rank that is too long, before the call gets its number. So the group goes on.
+    #[track_caller]
+    pub fn admit(&self, call: &MadeCall, bytes: usize) -> Result<()> {
+        self.check()?;
+        let fits = self.require_length(call, bytes);
+        fits.inspect_err(|error| self.refuse(error))
+    }
+
+    #[track_caller]
+    fn require_length(&self, call: &MadeCall, bytes: usize) -> Result<()> {
+        let fits = limit("the number of bytes", bytes, 0, self.longest());
+        let fits = fits.map_err(Refusal::of(self.rank, &call.name));
+        fits.map_err(|error| self.named(error))
     }
 
     /// Memory for a message. A failed allocation of a vector would end the process. Other ranks wait for the message,
@@ -241,7 +271,7 @@ impl Members {
                 });
                 continue;
             }
-            let its = split(&part).filter(|its| its.len() == 1 + child.ranks.len());
+            let its = split(&part, 1 + child.ranks.len());
             let its = its.ok_or_else(|| self.garbage(child.rank, "its host's messages"))?;
             if its[0] != messages.key {
                 return Err(self.await_differing_call(messages, child.rank));
@@ -312,7 +342,8 @@ impl Members {
     }
 
     fn receive(&self, tree: &Tree, messages: &MessageCall, from: &Branch) -> Result<Frame> {
-        let received = self.channel(tree, from, messages).receive(MAX_FRAME);
+        let longest = self.longest_from(from);
+        let received = self.channel(tree, from, messages).receive(longest);
         received.map_err(|error| self.wire_failure(from.rank, messages, error))
     }
 
@@ -429,20 +460,22 @@ fn join_into(bytes: &mut Vec<u8>, parts: &[Vec<u8>]) {
     }
 }
 
-fn split(mut bytes: &[u8]) -> Option<Vec<&[u8]>> {
-    let mut parts = Vec::new();
-    while !bytes.is_empty() {
+/// `count` parts that were joined. None if the bytes are something else.
+fn split(mut bytes: &[u8], count: usize) -> Option<Vec<&[u8]>> {
+    let mut parts = Vec::with_capacity(count);
+    for _ in 0..count {
         let (length, rest) = bytes.split_first_chunk::<8>()?;
-        let (part, rest) = rest.split_at_checked(u64::from_le_bytes(*length) as usize)?;
+        let length = usize::try_from(u64::from_le_bytes(*length)).ok()?;
+        let (part, rest) = rest.split_at_checked(length)?;
         parts.push(part);
         bytes = rest;
     }
-    Some(parts)
+    bytes.is_empty().then_some(parts)
 }
 
 /// Splits what a rank sends in an exchange into its result and its bytes.
 fn outcome(bytes: &[u8]) -> Option<(Result<()>, &[u8])> {
-    match split(bytes)?[..] {
+    match split(bytes, 2)?[..] {
         [outcome, payload] => Some((json::outcome(outcome).ok()?, payload)),
         _ => None,
     }
@@ -455,9 +488,15 @@ mod tests {
     #[test]
     fn parts_are_split_as_they_were_joined_and_nonsense_is_not() {
         let parts = [vec![], vec![1, 2, 3], vec![0; 300]];
-        assert_eq!(split(&join(&parts)).unwrap(), parts);
-        assert_eq!(split(&[1, 2, 3]), None);
-        assert_eq!(split(&u64::MAX.to_le_bytes()), None);
+        assert_eq!(split(&join(&parts), 3).unwrap(), parts);
+        for (bytes, count) in [
+            (join(&parts), 2),
+            (join(&parts), 4),
+            (vec![1, 2, 3], 1),
+            (u64::MAX.to_le_bytes().to_vec(), 1),
+        ] {
+            assert_eq!(split(&bytes, count), None);
+        }
     }
 }
 
@@ -470,6 +509,7 @@ pub mod fuzzing {
 
     use super::*;
     use crate::ranks::wire;
+    use crate::schedule::layout::MAX_WORLD;
 
     /// The first byte says how long a frame may be. The rest is what the other end of a connection sends.
     pub fn parse(data: &[u8]) {
@@ -490,12 +530,14 @@ pub mod fuzzing {
         let limit = MAX_FRAME >> (limit % 32);
         while let Ok((frame, _)) = channel.receive(limit) {
             assert!(frame.len() <= limit);
-            let messages = split(&frame).unwrap_or_default();
-            let bytes: usize = messages.iter().map(|message| 8 + message.len()).sum();
-            assert!(bytes == 0 || bytes == frame.len());
-            for message in messages {
-                if let Some((Err(error), _)) = outcome(message) {
-                    let _ = (error.to_string(), error.cause());
+            for count in 1..=MAX_WORLD {
+                let messages = split(&frame, count).unwrap_or_default();
+                let bytes: usize = messages.iter().map(|message| 8 + message.len()).sum();
+                assert!(bytes == 0 || bytes == frame.len());
+                for message in messages {
+                    if let Some((Err(error), _)) = outcome(message) {
+                        let _ = (error.to_string(), error.cause());
+                    }
                 }
             }
         }
