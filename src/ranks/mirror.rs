@@ -7,17 +7,18 @@
 //! is a lost host. So is a host whose system acknowledges nothing any more. A leader that is stopped does not look so,
 //! because its system goes on: only deadlines tell.
 
+mod line;
 pub mod record;
 
-use std::io::{self, Read};
+use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
-use rustix::io::Errno;
-use rustix::net::{self, SendFlags};
+use rustix::net;
 
+use self::line::{End, Line};
 use self::record::Record;
 use super::poll;
 use super::shared_state::{Known, LATE_VOTES, SharedState};
@@ -34,8 +35,6 @@ const LIVELY: Duration = Duration::from_millis(50);
 const BEAT: Duration = Duration::from_millis(250);
 /// A host whose system has acknowledged nothing for this long is lost.
 const CUT_OFF: Duration = Duration::from_millis(1250);
-/// So many bytes that have not been sent are many.
-const CROWDED: usize = 64 << 10;
 /// A thread that has not run for this long knows nothing of what was acknowledged meanwhile.
 const ASLEEP: Duration = Duration::from_millis(500);
 /// How long a leader that has left waits for the ranks that it speaks for, and then for the other ends to close.
@@ -168,7 +167,7 @@ impl Teller {
         self.hear();
         self.judge();
         let lines = std::mem::take(&mut self.lines).into_iter();
-        let (ended, going_on): (Vec<Line>, Vec<Line>) = lines.partition(|line| line.end.is_some());
+        let (ended, going_on): (Vec<Line>, Vec<Line>) = lines.partition(Line::is_over);
         self.lines = going_on;
         ended.iter().for_each(|line| self.lose(line));
     }
@@ -193,7 +192,8 @@ impl Teller {
     /// Hears what the other hosts tell.
     fn hear(&mut self) {
         for index in 0..self.lines.len() {
-            for record in self.lines[index].receive() {
+            self.lines[index].receive();
+            while let Some(record) = self.lines[index].next_record() {
                 if !self.may_tell(self.lines[index].rank, &record) {
                     let reason = "a record that is not its host's".into();
                     self.lines[index].end = Some(End::Garbage(reason));
@@ -218,13 +218,26 @@ impl Teller {
                     true => hosts.share(rank, sender),
                     false => !hosts.share(rank, self.shared.rank()),
                 };
-                is_known(rank) && is_its(rank)
+                is_known(rank) && is_its(rank) && self.may_be_next(record)
             }),
+        }
+    }
+
+    /// False for a call that its rank cannot have made yet. So what is kept of a host's calls has a bound.
+    fn may_be_next(&self, record: &Record) -> bool {
+        match record {
+            Record::Post { rank, number, .. } => self.shared.may_be_next(*rank, *number),
+            _ => true,
         }
     }
 
     /// Writes a record into this host's block. Rank 0's host passes it on.
     fn take(&mut self, from: usize, record: &Record) {
+        if let Record::Left { rank, is_gone, .. } = record
+            && self.shared.is_known_to_leave(*rank, *is_gone)
+        {
+            return;
+        }
         if !record.is_minor() {
             self.lively = Instant::now();
         }
@@ -316,246 +329,7 @@ impl Teller {
     }
 }
 
-/// The connection to another leader.
-struct Line {
-    rank: usize,
-    stream: Connection,
-    /// What has not been sent.
-    out: Vec<u8>,
-    /// What has come and is no whole record yet.
-    input: Vec<u8>,
-    /// The latest calls that were said and heard.
-    said: Option<Record>,
-    heard: Option<Record>,
-    /// When something was last sent.
-    spoken: Instant,
-    /// Why it has ended, if it has.
-    end: Option<End>,
-}
-
-/// Why a line has ended.
-enum End {
-    Closed,
-    CutOff,
-    Garbage(String),
-}
-
-impl Line {
-    fn new(link: Link) -> Line {
-        Line {
-            rank: link.rank,
-            stream: link.mirror,
-            out: Vec::new(),
-            input: Vec::new(),
-            said: None,
-            heard: None,
-            spoken: Instant::now(),
-            end: None,
-        }
-    }
-
-    fn event(&self) -> PollFd<'_> {
-        let out = match self.out.is_empty() {
-            true => PollFlags::empty(),
-            false => PollFlags::OUT,
-        };
-        PollFd::new(&*self.stream, PollFlags::IN | out)
-    }
-
-    /// Adds a record to what will be sent. If the other end takes nothing, it is not told of waits that go on.
-    fn say(&mut self, record: &Record) {
-        if record.is_minor() && self.out.len() >= CROWDED {
-            return;
-        }
-        let before = self.said.as_ref();
-        match (record, record.rank()) {
-            (_, Some(rank)) if before.is_some_and(|before| record.is_again(before)) => {
-                Record::Again { rank }.encode(&mut self.out);
-            }
-            (Record::Post { .. }, _) => {
-                record.encode(&mut self.out);
-                self.said = Some(record.clone());
-            }
-            _ => record.encode(&mut self.out),
-        }
-    }
-
-    /// Sends what can be sent, or that this host is there.
-    fn send(&mut self) {
-        if self.out.is_empty() && self.spoken.elapsed() >= BEAT {
-            Record::Beat.encode(&mut self.out);
-        }
-        let mut sent = 0;
-        while sent < self.out.len() {
-            match net::send(&*self.stream, &self.out[sent..], SendFlags::NOSIGNAL) {
-                Ok(count) => sent += count,
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => break,
-                // What has come is still to be heard.
-                Err(_) => {
-                    self.end = Some(End::Closed);
-                    break;
-                }
-            }
-        }
-        if sent > 0 {
-            self.spoken = Instant::now();
-            self.out.drain(..sent);
-        }
-    }
-
-    /// The records that have come whole.
-    fn receive(&mut self) -> Vec<Record> {
-        let mut piece = [0; 4096];
-        loop {
-            match (&*self.stream).read(&mut piece) {
-                Ok(0) => {
-                    self.end.get_or_insert(End::Closed);
-                    break;
-                }
-                Ok(count) => self.input.extend(&piece[..count]),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                Err(_) => {
-                    self.end.get_or_insert(End::Closed);
-                    break;
-                }
-            }
-        }
-        let (mut records, mut rest) = (Vec::new(), &self.input[..]);
-        loop {
-            match Record::take(&mut rest) {
-                Ok(Some(record)) => records.push(record),
-                Ok(None) => break,
-                Err(reason) => {
-                    self.end = Some(End::Garbage(reason));
-                    break;
-                }
-            }
-        }
-        let taken = self.input.len() - rest.len();
-        self.input.drain(..taken);
-        records
-            .into_iter()
-            .filter_map(|record| self.whole(record))
-            .collect()
-    }
-
-    /// The record, as a call if it says that a call was made again.
-    fn whole(&mut self, record: Record) -> Option<Record> {
-        match record {
-            Record::Post { .. } => self.heard = Some(record.clone()),
-            Record::Again { rank } => {
-                let again = self.heard.as_ref().and_then(|heard| heard.again_by(rank));
-                if again.is_none() {
-                    self.end = Some(End::Garbage("no call before this one".into()));
-                }
-                return again;
-            }
-            _ => {}
-        }
-        Some(record)
-    }
-
-    /// True if the other system has acknowledged nothing for too long. This thread has been awake since `awake`.
-    fn is_cut_off(&self, awake: Instant) -> bool {
-        awake.elapsed() > CUT_OFF && tcp::is_silent(&self.stream, CUT_OFF)
-    }
-}
-
 #[cfg(fuzzing)]
-pub mod fuzzing {
-    //! The bytes that come from another host's leader.
-    use std::io::Write;
-    use std::net::Shutdown;
-
-    use super::*;
-    use crate::ranks::call::WORDS;
-    use crate::ranks::memfd::{Mapping, memfd};
-    use crate::schedule::Hosts;
-
-    thread_local! {
-        // Rank 0's host, and another's.
-        static SHARED: [Arc<SharedState>; 2] = [0, 2].map(|rank| {
-            let memory = memfd(SharedState::BYTES).expect("memory");
-            let memory = Mapping::shared(memory, SharedState::BYTES).expect("memory");
-            let hosts = Hosts::of(&[0, 0, 1, 1]).expect("two hosts");
-            Arc::new(SharedState::new(memory, rank, 4).on_hosts(hosts))
-        });
-    }
-
-    /// The first byte says on which host they come.
-    pub fn parse(data: &[u8]) {
-        let Some((host, sent)) = data.split_first() else {
-            return;
-        };
-        let (Ok((other, mirror)), Ok((messages, _))) = (wire::pair(), wire::pair()) else {
-            return;
-        };
-        // Bytes that do not fit in the socket's buffer are not sent.
-        let _ = (&*other).write(sent);
-        let _ = other.shutdown(Shutdown::Write);
-        let shared = SHARED.with(|shared| shared[usize::from(host % 2)].clone());
-        let rank = if shared.rank() == 0 { 2 } else { 0 };
-        let messages = Arc::new(messages);
-        let link = Link {
-            rank,
-            messages,
-            mirror,
-        };
-        let mut teller = Teller::new(shared.clone(), vec![link]);
-        teller.hear();
-        if let Some((number, _)) = teller.differing {
-            shared.report_odd_one(number);
-        }
-        for rank in 0..shared.world() {
-            drop((shared.refusal(rank, 1), shared.is_gone(rank)));
-        }
-        drop(shared.fault().map(|fault| fault.to_string()));
-    }
-
-    /// What rank 2 tells.
-    pub fn seeds() -> Vec<Vec<u8>> {
-        let rank = 2;
-        let failure = br#"{"RankLost":{"rank":3,"noticed_by":2}}"#.to_vec();
-        let records = [
-            Record::Beat,
-            Record::Post {
-                rank,
-                number: 1,
-                words: Box::new([u64::MAX; WORDS]),
-                lines: Some(b"barrier".to_vec()),
-            },
-            Record::Refusal {
-                rank,
-                number: 1,
-                age: Some(5),
-                note: [&1_u64.to_le_bytes(), &failure[..]].concat(),
-            },
-            Record::Wait {
-                rank,
-                peer: 1,
-                age: 3,
-            },
-            Record::Proposal {
-                rank,
-                failure: failure.clone(),
-            },
-            Record::Fault {
-                rank,
-                failure: failure.clone(),
-            },
-            Record::Left {
-                rank,
-                is_gone: true,
-                reason: Some(failure),
-            },
-        ];
-        let seed = |record: &Record| {
-            let mut bytes = vec![0];
-            record.encode(&mut bytes);
-            bytes
-        };
-        records.iter().map(seed).collect()
-    }
-}
+pub mod fuzzing;
+#[cfg(all(test, not(miri)))]
+mod tests;

@@ -39,9 +39,9 @@ use crate::schedule::layout::MAX_WORLD;
 
 /// How many calls the fastest rank may be ahead of the slowest.
 const POSTS: u64 = if cfg!(miri) { 4 } else { 256 };
-const FAULT_BYTES: usize = if cfg!(miri) { 512 } else { 4096 };
+pub const FAULT_BYTES: usize = if cfg!(miri) { 512 } else { 4096 };
 /// A call in words, whatever the number of ranks; or why it was refused.
-const NOTE_BYTES: usize = if cfg!(miri) { 256 } else { 2048 };
+pub const NOTE_BYTES: usize = if cfg!(miri) { 256 } else { 2048 };
 
 /// A rank that waits notes it more often than this, even on a busy machine.
 const FRESH: Duration = Duration::from_millis(250);

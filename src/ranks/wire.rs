@@ -164,6 +164,9 @@ impl<E, C: Fn() -> Result<(), E>> Channel<'_, C> {
                     fds.extend(rights);
                 }
             }
+            if let Some(count) = fds.as_ref().ok().map(Vec::len).filter(|&n| n > MAX_WORLD) {
+                return Err(WireError::Garbage(format!("{count} descriptors")));
+            }
             // There is room for all descriptors of a frame. So the receiver's limit holds some back.
             if matches!(&received, Ok(message) if message.flags.contains(ReturnFlags::CTRUNC)) {
                 *fds = Err(rustix::io::Errno::MFILE.into());

@@ -1,9 +1,10 @@
 //! What hosts tell one another, as bytes.
 
 use crate::ranks::call::WORDS;
+use crate::ranks::shared_state::{FAULT_BYTES, NOTE_BYTES};
 
 /// The longest record: a failure, or a call with its words.
-pub const MAX_RECORD: usize = 16 << 10;
+pub const MAX_RECORD: usize = max(2 + FAULT_BYTES, 2 + 8 * (1 + WORDS) + 1 + NOTE_BYTES);
 const LENGTH: usize = size_of::<u32>();
 
 /// Something that a rank has written in its host's block.
@@ -203,6 +204,10 @@ impl Record {
             _ => return None,
         })
     }
+}
+
+const fn max(one: usize, other: usize) -> usize {
+    if one > other { one } else { other }
 }
 
 /// A text that may be missing, to the end of the record.

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::refusals::WITHDRAWN;
-use super::{GIVEN, GONE, LEFT, SharedState, now_ms};
+use super::{GIVEN, GONE, LEFT, POSTS, SharedState, now_ms};
 use crate::error::Error;
 use crate::json;
 use crate::ranks::call::MESSAGES;
@@ -225,6 +225,25 @@ impl SharedState {
             }
         }
         None
+    }
+
+    /// True if `rank`, of another host, may have made its call `number`: it is its next one, and no rank elsewhere is so
+    /// far behind that it still needs the slot ([`SharedState::may_post`]). What this host knows of the other hosts has
+    /// come here before the call, because all of it goes through rank 0.
+    pub fn may_be_next(&self, rank: usize, number: u64) -> bool {
+        let Some(before) = number.checked_sub(1) else {
+            return false;
+        };
+        let is_next = self.has_begun(rank, before) && !self.has_begun(rank, number);
+        let needed = SharedState::needed_for(number);
+        let mut others = (0..self.world).filter(|&other| !self.hosts.share(rank, other));
+        is_next && (number <= POSTS || others.all(|other| self.has_begun(other, needed)))
+    }
+
+    /// True if `rank` is known to have left or, if `is_gone`, to have nothing more to say.
+    pub fn is_known_to_leave(&self, rank: usize, is_gone: bool) -> bool {
+        let [has_left, has_gone] = self.level(rank);
+        if is_gone { has_gone } else { has_left }
     }
 
     /// Notes that a rank of another host has left, because its host's leader has.

@@ -1,0 +1,226 @@
+//! The connection to another leader, and what is kept of it.
+//!
+//! Whoever has the key may send whatever it likes. So a look reads a limited number of bytes, and the rest waits in the
+//! system, which lets the other end send no more. What is kept to be sent has a bound too: the calls that ranks may be
+//! ahead of others, a refusal a rank, and what a rank says when it leaves.
+
+use std::collections::BTreeMap;
+use std::io::{self, Read};
+use std::time::Instant;
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::{self, SendFlags};
+
+use super::record::Record;
+use super::{BEAT, CUT_OFF, Link};
+use crate::ranks::tcp;
+use crate::ranks::wire::Connection;
+
+/// So many bytes that have not been sent are many.
+pub const CROWDED: usize = 64 << 10;
+/// The most bytes that a look reads.
+pub const READ: usize = 64 << 10;
+
+/// The connection to another leader.
+pub struct Line {
+    pub rank: usize,
+    pub stream: Connection,
+    /// What has not been sent.
+    pub out: Vec<u8>,
+    /// By rank: its latest refusal, if it has to wait because too much has not been sent.
+    held: BTreeMap<usize, Record>,
+    /// What has come. The first `taken` bytes are records that were taken.
+    input: Vec<u8>,
+    taken: usize,
+    /// True if the last look has not read all that has come.
+    has_more: bool,
+    /// The latest calls that were said and heard.
+    said: Option<Record>,
+    heard: Option<Record>,
+    /// When something was last sent.
+    spoken: Instant,
+    /// Why it has ended, if it has.
+    pub end: Option<End>,
+}
+
+/// Why a line has ended.
+#[derive(Debug, PartialEq)]
+pub enum End {
+    Closed,
+    CutOff,
+    Garbage(String),
+}
+
+impl Line {
+    pub fn new(link: Link) -> Line {
+        Line {
+            rank: link.rank,
+            stream: link.mirror,
+            out: Vec::new(),
+            held: BTreeMap::new(),
+            input: Vec::new(),
+            taken: 0,
+            has_more: false,
+            said: None,
+            heard: None,
+            spoken: Instant::now(),
+            end: None,
+        }
+    }
+
+    pub fn event(&self) -> PollFd<'_> {
+        let out = match self.out.is_empty() {
+            true => PollFlags::empty(),
+            false => PollFlags::OUT,
+        };
+        PollFd::new(&*self.stream, PollFlags::IN | out)
+    }
+
+    /// True if it has ended, and all that has come was heard.
+    pub fn is_over(&self) -> bool {
+        match self.end {
+            None => false,
+            Some(End::Garbage(_)) => true,
+            Some(End::Closed | End::CutOff) => !self.has_more,
+        }
+    }
+
+    /// Adds a record to what will be sent. If the other end takes nothing, it is not told of waits that go on, and of
+    /// each rank's refusals only of the latest.
+    pub fn say(&mut self, record: &Record) {
+        let is_crowded = self.out.len() >= CROWDED;
+        match record {
+            _ if record.is_minor() && is_crowded => {}
+            Record::Refusal { rank, .. } if is_crowded => {
+                self.held.insert(*rank, record.clone());
+            }
+            Record::Refusal { rank, .. } => {
+                self.held.remove(rank);
+                record.encode(&mut self.out);
+            }
+            // What a rank says when it leaves is the last that it says.
+            Record::Left { rank, .. } => {
+                let held = self.held.remove(rank);
+                held.iter().for_each(|held| held.encode(&mut self.out));
+                record.encode(&mut self.out);
+            }
+            Record::Post { rank, .. } => self.say_call(*rank, record),
+            _ => record.encode(&mut self.out),
+        }
+    }
+
+    fn say_call(&mut self, rank: usize, call: &Record) {
+        let before = self.said.as_ref();
+        if before.is_some_and(|before| call.is_again(before)) {
+            return Record::Again { rank }.encode(&mut self.out);
+        }
+        call.encode(&mut self.out);
+        self.said = Some(call.clone());
+    }
+
+    /// Sends what can be sent, or that this host is there.
+    pub fn send(&mut self) {
+        if self.out.len() < CROWDED {
+            let held = std::mem::take(&mut self.held);
+            held.values().for_each(|held| held.encode(&mut self.out));
+        }
+        if self.out.is_empty() && self.spoken.elapsed() >= BEAT {
+            Record::Beat.encode(&mut self.out);
+        }
+        let mut sent = 0;
+        while sent < self.out.len() {
+            match net::send(&*self.stream, &self.out[sent..], SendFlags::NOSIGNAL) {
+                Ok(count) => sent += count,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => break,
+                // What has come is still to be heard.
+                Err(_) => {
+                    self.end.get_or_insert(End::Closed);
+                    break;
+                }
+            }
+        }
+        if sent > 0 {
+            self.spoken = Instant::now();
+            self.out.drain(..sent);
+        }
+    }
+
+    /// Reads what has come, at most [`READ`] bytes.
+    pub fn receive(&mut self) {
+        let mut piece = [0; 4096];
+        let most = self.input.len() + READ;
+        self.has_more = false;
+        loop {
+            if self.input.len() >= most {
+                self.has_more = true;
+                break;
+            }
+            match (&*self.stream).read(&mut piece) {
+                Ok(0) => {
+                    self.end.get_or_insert(End::Closed);
+                    break;
+                }
+                Ok(count) => self.input.extend(&piece[..count]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(_) => {
+                    self.end.get_or_insert(End::Closed);
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Takes the next record off what has come, if one has come whole.
+    pub fn next_record(&mut self) -> Option<Record> {
+        let mut rest = &self.input[self.taken..];
+        match Record::take(&mut rest) {
+            Ok(Some(record)) => {
+                self.taken = self.input.len() - rest.len();
+                self.whole(record)
+            }
+            Ok(None) => {
+                self.input.drain(..self.taken);
+                self.taken = 0;
+                None
+            }
+            Err(reason) => {
+                self.end = Some(End::Garbage(reason));
+                None
+            }
+        }
+    }
+
+    /// The record, as a call if it says that a call was made again.
+    fn whole(&mut self, record: Record) -> Option<Record> {
+        match record {
+            Record::Post { .. } => self.heard = Some(record.clone()),
+            Record::Again { rank } => {
+                let again = self.heard.as_ref().and_then(|heard| heard.again_by(rank));
+                if again.is_none() {
+                    self.end = Some(End::Garbage("no call before this one".into()));
+                }
+                return again;
+            }
+            _ => {}
+        }
+        Some(record)
+    }
+
+    /// The bytes of what is kept, in both directions.
+    #[cfg(any(test, fuzzing))]
+    pub fn kept(&self) -> usize {
+        let mut held = Vec::new();
+        self.held
+            .values()
+            .for_each(|record| record.encode(&mut held));
+        self.input.capacity() + self.out.capacity() + held.len()
+    }
+
+    /// True if the other system has acknowledged nothing for too long. This thread has been awake since `awake`.
+    pub fn is_cut_off(&self, awake: Instant) -> bool {
+        awake.elapsed() > CUT_OFF && tcp::is_silent(&self.stream, CUT_OFF)
+    }
+}
