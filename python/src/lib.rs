@@ -59,13 +59,24 @@ mod _native {
     /// Each has this process's arguments, or `args`: what follows the interpreter on its command line. It joins the
     /// group by `Group.from_env`. What ranks print comes out here, each line behind its rank. If a rank fails, the
     /// others have 1.5 seconds to end, and RankError names the rank. Ctrl-C gives all ranks as long. MisuseError if the
-    /// program comes from standard input, where no rank could read it again.
+    /// program comes from standard input, where no rank could read it again. If all ranks have succeeded, but not all
+    /// that they printed could be written, for example because a disk is full, HostError says what is missing.
+    ///
+    /// Ranks begin in the current folder. If the program has changed it with os.chdir, ranks still find the program and
+    /// its modules where they were; other arguments that are relative paths are meant from the current folder.
+    ///
+    /// With `inherit_stdin=True` rank 0 reads this process's standard input. Otherwise no rank has input.
     #[pyfunction]
-    #[pyo3(signature = (world, args=None))]
-    fn launch(py: Python<'_>, world: Count, args: Option<Vec<String>>) -> PyResult<()> {
+    #[pyo3(signature = (world, args=None, *, inherit_stdin=false))]
+    fn launch(
+        py: Python<'_>,
+        world: Count,
+        args: Option<Vec<String>>,
+        inherit_stdin: bool,
+    ) -> PyResult<()> {
         let refuse = |what: String| argument(py, None, "gemmesh.launch", &what);
         let world = world.of("world").map_err(refuse)?;
-        super::waiting::launch(py, world, args)
+        super::waiting::launch(py, world, args, inherit_stdin)
     }
 
     /// True if a launcher has started this process as a rank.

@@ -1,5 +1,6 @@
 //! Calls that wait: without the GIL, and so that Ctrl-C ends them.
 
+use std::ffi::OsString;
 use std::sync::Mutex;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread::Builder;
@@ -149,11 +150,15 @@ pub fn left_behind<R: Send + 'static>(
 
 /// Runs this program as `world` ranks. If a signal's handler raises an exception meanwhile, the ranks have 1.5 seconds
 /// to end, and the exception is raised.
-pub fn launch(py: Python<'_>, world: usize, args: Option<Vec<String>>) -> PyResult<()> {
-    let mut launch = Launch::new(world);
-    match args {
-        Some(args) => launch = launch.args(args),
-        None => require_script(py)?,
+pub fn launch(
+    py: Python<'_>,
+    world: usize,
+    args: Option<Vec<String>>,
+    inherit_stdin: bool,
+) -> PyResult<()> {
+    let mut launch = program(py, Launch::new(world), args)?;
+    if inherit_stdin {
+        launch = launch.inherit_stdin();
     }
     let mut raised = None;
     let mut goes_on = || match Python::attach(|py| py.check_signals()) {
@@ -168,6 +173,28 @@ pub fn launch(py: Python<'_>, world: usize, args: Option<Vec<String>>) -> PyResu
         Some(error) => Err(error),
         None => result.map_err(|error| exception(py, &error, None)),
     }
+}
+
+/// Tells `launch` how this program is started again, with `args` or with its own arguments.
+fn program(py: Python<'_>, mut launch: Launch, args: Option<Vec<String>>) -> PyResult<Launch> {
+    let program = py.import("gemmesh._program")?;
+    if args.is_none() {
+        require_script(py)?;
+    }
+    let started = program.call_method1("started", (args.is_none(),))?;
+    let (name, own, path): (Option<OsString>, Option<Vec<OsString>>, Option<OsString>) =
+        started.extract()?;
+    if let Some(name) = name {
+        launch = launch.name(name);
+    }
+    if let Some(path) = path {
+        launch = launch.env("PYTHONPATH", path);
+    }
+    Ok(match (args, own) {
+        (Some(args), _) => launch.args(args),
+        (None, Some(own)) => launch.args(own),
+        (None, None) => launch,
+    })
 }
 
 /// Checks that the program can be started again. What Python reads from its standard input cannot.

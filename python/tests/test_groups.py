@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,106 @@ def test_launch_refuses_a_program_that_no_rank_could_read(arguments: list[str]) 
     )
     assert found.returncode == 1
     assert "MisuseError: gemmesh.launch: the program comes from standard input" in found.stderr
+
+
+AWAY = """
+import os, sys
+import gemmesh
+{imports}
+
+if not gemmesh.is_rank():
+    os.chdir(sys.argv[1])
+    gemmesh.launch(2)
+    sys.exit(0)
+with gemmesh.Group.from_env(backend="host") as group:
+    group.barrier()
+    print(f"in {{os.getcwd()}}: {{sys.argv[1:]}}")
+"""
+
+
+@pytest.mark.parametrize("way", ["script", "dotted", "above", "absolute", "folder", "module", "package", "path"])
+def test_launch_finds_the_program_after_it_has_changed_its_folder(tmp_path: Path, way: str) -> None:
+    began_in, away = tmp_path / "began in", tmp_path / "away"
+    for folder in (began_in / "package", began_in / "modules", away):
+        folder.mkdir(parents=True)
+    imports = {"module": "import beside", "package": "import package.inner", "path": "import further"}.get(way, "")
+    source = AWAY.format(imports=imports)
+    for file in ("job.py", "package/__main__.py"):
+        (began_in / file).write_text(source)
+    for file in ("beside.py", "package/__init__.py", "package/inner.py", "modules/further.py"):
+        (began_in / file).write_text("")
+    commands = {
+        "script": ["job.py"],
+        "dotted": ["-W", "ignore", "./job.py"],
+        "above": ["../began in/job.py"],
+        "absolute": [str(began_in / "job.py")],
+        "folder": ["package"],
+        "module": ["-m", "job"],
+        "package": ["-bm", "package"],
+        "path": ["job.py"],
+    }
+    # The interpreter finds gemmesh by its own place, or by PYTHONPATH.
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    path = [os.path.abspath(entry) for entry in path] + (["modules"] if way == "path" else [])
+    env = {**unlaunched(), **({"PYTHONPATH": os.pathsep.join(path)} if path else {})}
+    command = [sys.executable, *commands[way], str(away), "a word"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    status, out, err = ended(subprocess.Popen(command, cwd=began_in, text=True, env=env, **pipes))
+    assert (status, err) == (0, "")
+    said = f"in {away}: {[str(away), 'a word']}"
+    assert sorted(out.splitlines()) == [f"[{rank}] {said}" for rank in range(2)]
+
+
+def test_launch_finds_an_interpreter_of_a_relative_path(tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    venv.create(environment, system_site_packages=True, symlinks=True)
+    (tmp_path / "away").mkdir()
+    (tmp_path / "job.py").write_text(AWAY.format(imports="print(sys.prefix)"))
+    # The environment has the packages of the one in which this test runs, as far as those are not the system's.
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    command = ["environment/bin/python", "job.py", "away"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    env = {**unlaunched(), "PYTHONPATH": path}
+    status, out, err = ended(subprocess.Popen(command, cwd=tmp_path, text=True, env=env, **pipes))
+    assert (status, err) == (0, "")
+    prefixes = [line for line in out.splitlines() if " in " not in line]
+    assert sorted(prefixes) == sorted([str(environment), f"[0] {environment}", f"[1] {environment}"])
+
+
+INPUT = """
+import sys
+import gemmesh
+
+if not gemmesh.is_rank():
+    gemmesh.launch(2, inherit_stdin="give" in sys.argv)
+    sys.exit(0)
+with gemmesh.Group.from_env(backend="host") as group:
+    print("input", repr(sys.stdin.read()))
+"""
+
+
+@pytest.mark.parametrize(("argument", "input"), [("give", "two\nlines"), ("keep", "")])
+def test_launch_gives_rank_0_the_input_if_it_is_to(tmp_path: Path, argument: str, input: str) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(INPUT)
+    command = [sys.executable, str(path), argument]
+    found = subprocess.run(
+        command, input="two\nlines", capture_output=True, text=True, timeout=60, check=True, env=unlaunched()
+    )
+    assert sorted(found.stdout.splitlines()) == [f"[0] input {input!r}", "[1] input ''"]
+
+
+def test_launch_raises_if_what_ranks_print_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text("import gemmesh\nprint('a line') if gemmesh.is_rank() else gemmesh.launch(2)")
+    command = [sys.executable, str(path)]
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False, env=unlaunched()
+        )
+    assert found.returncode == 1
+    assert "gemmesh: standard output fails: No space left on device" in found.stderr
+    assert "HostError: cannot write all that ranks printed: 22 bytes were not written" in found.stderr
 
 
 def test_launch_ends_its_ranks_with_the_interrupt(tmp_path: Path) -> None:

@@ -85,13 +85,19 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
 
 /// Starts this program again, `world` times, as ranks, and returns when all of them have ended.
 ///
-/// Each process has this process's arguments, and joins the group by [`Group::from_env`](crate::Group::from_env).
+/// Each process has this process's arguments, environment and current folder, and joins the group by
+/// [`Group::from_env`](crate::Group::from_env). A program that has changed its folder finds its file all the same;
+/// arguments that are relative paths are then meant from the new folder.
 ///
-/// It prints nothing of its own. What ranks print comes out here in whole lines, with the rank before each line, such
+/// What ranks print comes out here in whole lines, with the rank before each line, such
 /// as `[2] text`: their standard output on this process's, their error output on this process's. So ranks write to
 /// pipes, also if this process writes to a terminal. A carriage return ends a line too, and a line of more than 64 KiB
-/// comes in pieces. The call returns when all lines are out. If nobody reads them any more, they are dropped, and the
-/// ranks go on. Ranks have no input.
+/// comes in pieces. The call returns when all lines are out. If their reader has gone, as `head` goes, they are
+/// dropped, and the ranks go on. If an output fails, for example because its disk is full, a line on the error output
+/// says so at once, lines are dropped until the output works again, and the call returns an error when the ranks have
+/// ended. Nothing else is printed.
+///
+/// Ranks have no input: they read the end of a file. [`Launch::inherit_stdin`] gives rank 0 this process's.
 ///
 /// When a rank has failed, the others have 1.5 seconds to end, and are killed then. The error names them. Ranks that
 /// are stopped, for example by SIGSTOP, are killed when their group has failed and all others have ended. If this
@@ -119,12 +125,14 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
 /// - [`Error::AlreadyRank`] if this process is a rank; [`Error::Environment`] or [`Error::EnvironmentValue`] if it is a
 ///   rank whose variables are incomplete or wrong.
 /// - [`Error::Limit`] unless there are 1 to 64 ranks.
+/// - [`Error::System`] if the system refuses something, or if all ranks have succeeded but not all that they printed
+///   could be written. It then names the output and says how many bytes are missing.
 #[track_caller]
 pub fn launch(world: usize) -> Result<()> {
     Launch::new(world).run()
 }
 
-/// Builder for [`launch`]: arguments and variables of the ranks.
+/// Builder for [`launch`]: arguments, variables and input of the ranks.
 ///
 /// ```no_run
 /// # fn main() -> gemmesh::Result<()> {
@@ -141,6 +149,9 @@ pub struct Launch {
     /// The arguments of the ranks. If there are none, this process's.
     args: Option<Vec<OsString>>,
     envs: Vec<(OsString, OsString)>,
+    /// The name by which ranks are started. If there is none, this process's.
+    name: Option<OsString>,
+    inherits_stdin: bool,
 }
 
 impl fmt::Debug for Launch {
@@ -149,8 +160,9 @@ impl fmt::Debug for Launch {
         // Values may be secrets.
         let envs = (!self.envs.is_empty()).then(|| format!("envs {}", self.envs.len()));
         let ranks = Some(format!("ranks {}", self.world));
+        let stdin = self.inherits_stdin.then(|| "inherit_stdin".into());
         f.write_str("Launch")?;
-        write_parts(f, [ranks, args, envs].into_iter().flatten())
+        write_parts(f, [ranks, args, envs, stdin].into_iter().flatten())
     }
 }
 
@@ -161,6 +173,8 @@ impl Launch {
             world,
             args: None,
             envs: Vec::new(),
+            name: None,
+            inherits_stdin: false,
         }
     }
 
@@ -174,6 +188,22 @@ impl Launch {
     /// Adds a variable to every rank's environment.
     pub fn env(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Launch {
         self.envs.push((name.into(), value.into()));
+        self
+    }
+
+    /// Gives rank 0 this process's standard input, be it a terminal, a pipe or a file. The other ranks still have none.
+    ///
+    /// This process should not read it meanwhile: what one of them reads, the other does not get.
+    pub fn inherit_stdin(mut self) -> Launch {
+        self.inherits_stdin = true;
+        self
+    }
+
+    /// Starts ranks by this name instead of this process's first argument. For languages whose interpreters look by it
+    /// for their files.
+    #[doc(hidden)]
+    pub fn name(mut self, name: impl Into<OsString>) -> Launch {
+        self.name = Some(name.into());
         self
     }
 
@@ -202,17 +232,26 @@ impl Launch {
         let mut outputs = Outputs::default();
         let ranks = (0..self.world).map(|rank| self.start(rank, &address, &mut outputs));
         let ranks = ranks.collect::<Result<_>>();
-        let result = outputs.forward_during(|| wait(ranks?, receiver, goes_on));
-        result.map_err(Error::system(None, "forward what ranks print"))?
+        let (result, written) = outputs
+            .forward_during(|| wait(ranks?, receiver, goes_on))
+            .map_err(Error::system(None, "forward what ranks print"))?;
+        // If both have failed, the error output has told of the other one.
+        result?;
+        written.map_err(Error::system(None, "write all that ranks printed"))
     }
 
     fn start(&self, rank: usize, address: &str, outputs: &mut Outputs) -> Result<Rank> {
         let launcher = rustix::process::getpid();
         let mut own = std::env::args_os();
         let mut command = Command::new(this_program());
-        if let Some(name) = own.next() {
+        let own_name = own.next();
+        if let Some(name) = self.name.as_ref().or(own_name.as_ref()) {
             command.arg0(name);
         }
+        let stdin = match rank == 0 && self.inherits_stdin {
+            true => Stdio::inherit(),
+            false => Stdio::null(),
+        };
         let args = self.args.clone().unwrap_or_else(|| own.collect());
         command
             .args(args)
@@ -220,7 +259,7 @@ impl Launch {
             .env(env::RANK, rank.to_string())
             .env(env::WORLD_SIZE, self.world.to_string())
             .env(env::ADDRESS, address)
-            .stdin(Stdio::null());
+            .stdin(stdin);
         // SAFETY: between fork and exec only async-signal-safe system calls are made, no allocation.
         unsafe {
             command.pre_exec(move || {

@@ -4,23 +4,22 @@
 //! One thread forwards all lines. It reads from the ranks only if its own output takes more, so ranks that write faster
 //! than a reader reads have to wait. It never waits for one output while the other has room.
 
+mod sink;
+
 use std::io::{self, PipeReader, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::panic::resume_unwind;
 use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
-use rustix::io::Errno;
 
+use self::sink::{Loss, Sink};
 use super::poll;
 
 /// A longer line is forwarded in pieces of this many bytes.
 const LONGEST: usize = 64 << 10;
-/// How much is written at once. A pipe that has room takes this much without waiting, and in one piece.
-const PIECE: usize = 4096;
-/// How much is read from a rank at once.
-const READ: usize = 4096;
 /// The pause between looks. It can be long, because everything that happens wakes the thread.
 const PAUSE: Duration = Duration::from_secs(3600);
 
@@ -48,31 +47,43 @@ impl Outputs {
     ///
     /// A process that holds a pipe longer, such as a child of a rank, is not waited for.
     ///
+    /// Lines that an output does not take, for example because its disk is full, are dropped, so that the ranks can go
+    /// on. The error output says so at once. Later lines are tried again. The second result is an error then, unless
+    /// the output's reader has gone, which may have read all that it wants.
+    ///
     /// # Errors
     /// If there can be no thread. Then the work is not done.
-    pub fn forward_during<T>(self, work: impl FnOnce() -> T) -> io::Result<T> {
+    pub fn forward_during<T>(self, work: impl FnOnce() -> T) -> io::Result<(T, io::Result<()>)> {
         let (out, err) = (io::stdout(), io::stderr());
         self.forward_to([out.as_fd(), err.as_fd()], work)
     }
 
-    fn forward_to<T>(self, to: [BorrowedFd; 2], work: impl FnOnce() -> T) -> io::Result<T> {
+    fn forward_to<T>(
+        self,
+        to: [BorrowedFd; 2],
+        work: impl FnOnce() -> T,
+    ) -> io::Result<(T, io::Result<()>)> {
         let (over, mut done) = io::pipe()?;
         let [out, err] = to;
-        let sinks = [Sink::new(out, self.out), Sink::new(err, self.err)];
+        let sinks = [
+            Sink::new("standard output", out, self.out),
+            Sink::new("the error output", err, self.err),
+        ];
         thread::scope(|scope| {
             let forwards = thread::Builder::new().name("gemmesh output".into());
-            forwards.spawn_scoped(scope, move || forward(sinks, &over))?;
+            let forwards = forwards.spawn_scoped(scope, move || forward(sinks, &over))?;
             let result = work();
             // Dropping it is not enough, because a fork of this process may hold it too.
             let _ = done.write_all(&[0]);
-            Ok(result)
+            let lost = forwards.join().unwrap_or_else(|panic| resume_unwind(panic));
+            Ok((result, lost))
         })
     }
 }
 
-/// Forwards until `over` is readable, and then what is still there.
-fn forward(mut sinks: [Sink; 2], over: &PipeReader) {
-    let mut is_over = false;
+/// Forwards until `over` is readable, and then what is still there. Fails if lines were lost.
+fn forward(mut sinks: [Sink; 2], over: &PipeReader) -> io::Result<()> {
+    let (mut is_over, mut is_said) = (false, false);
     loop {
         let mut events = Vec::new();
         if !is_over {
@@ -80,7 +91,7 @@ fn forward(mut sinks: [Sink; 2], over: &PipeReader) {
         }
         sinks.iter().for_each(|sink| sink.await_in(&mut events));
         if events.is_empty() {
-            return;
+            return lost(sinks);
         }
         // It fails only if the system has no memory.
         if poll::poll(&mut events, PAUSE).is_err() {
@@ -95,106 +106,23 @@ fn forward(mut sinks: [Sink; 2], over: &PipeReader) {
             is_over = true;
             sinks.iter_mut().for_each(Sink::end);
         }
-    }
-}
-
-/// One of this process's outputs, with the ranks' pipes that lead to it.
-struct Sink<'a> {
-    to: BorrowedFd<'a>,
-    /// True if nobody reads it any more. Then what ranks write is dropped, so that they can go on.
-    is_gone: bool,
-    pipes: Vec<Pipe>,
-    /// Whole lines. While there are some, nothing is read.
-    text: Vec<u8>,
-    /// How much of the text has been written.
-    written: usize,
-}
-
-impl<'a> Sink<'a> {
-    fn new(to: BorrowedFd<'a>, pipes: Vec<Pipe>) -> Sink<'a> {
-        Sink {
-            to,
-            is_gone: false,
-            pipes,
-            text: Vec::new(),
-            written: 0,
-        }
-    }
-
-    /// Adds what it waits for.
-    fn await_in<'b>(&'b self, events: &mut Vec<PollFd<'b>>) {
-        match self.text.is_empty() {
-            true => events.extend(
-                self.pipes
-                    .iter()
-                    .map(|pipe| PollFd::new(&pipe.from, PollFlags::IN)),
-            ),
-            false => events.push(PollFd::from_borrowed_fd(self.to, PollFlags::OUT)),
-        }
-    }
-
-    /// Goes on with what has `happened` to what it waited for.
-    fn go_on(&mut self, happened: &mut impl Iterator<Item = PollFlags>) {
-        if !self.text.is_empty() {
-            return match happened.next() {
-                Some(flags) if !flags.is_empty() => self.write(flags),
-                _ => {}
-            };
-        }
-        let Sink { pipes, text, .. } = self;
-        pipes.retain_mut(|pipe| match happened.next() {
-            Some(flags) if !flags.is_empty() => pipe.read(text, READ),
-            _ => true,
-        });
-        self.drop_if_gone();
-    }
-
-    /// Takes what is in the pipes now, and no more.
-    fn end(&mut self) {
-        for mut pipe in std::mem::take(&mut self.pipes) {
-            let bytes = rustix::io::ioctl_fionread(&pipe.from).unwrap_or(0);
-            pipe.read(&mut self.text, bytes as usize);
-            pipe.end(&mut self.text);
-        }
-        self.drop_if_gone();
-    }
-
-    fn drop_if_gone(&mut self) {
-        if self.is_gone {
-            self.clear();
-        }
-    }
-
-    fn clear(&mut self) {
-        self.text.clear();
-        self.written = 0;
-    }
-
-    /// Writes whole lines, as many as can be written at once.
-    fn write(&mut self, flags: PollFlags) {
-        let gone = PollFlags::ERR | PollFlags::HUP | PollFlags::NVAL;
-        if flags.intersects(gone) {
-            // A write would raise SIGPIPE, which ends a program that does not ignore it.
-            self.is_gone = true;
-            return self.clear();
-        }
-        let left = &self.text[self.written..];
-        match rustix::io::write(self.to, &left[..piece(left)]) {
-            Ok(bytes) => self.written += bytes,
-            Err(Errno::INTR | Errno::AGAIN) => {}
-            Err(_) => self.is_gone = true,
-        }
-        if self.is_gone || self.written == self.text.len() {
-            self.clear();
+        let [out, err] = &mut sinks;
+        if let Some(loss) = out.loss.as_ref().filter(|_| !is_said) {
+            err.text.extend(loss.news().as_bytes());
+            is_said = true;
         }
     }
 }
 
-/// How much of `text` is written at once.
-fn piece(text: &[u8]) -> usize {
-    let first = &text[..text.len().min(PIECE)];
-    let lines = first.iter().rposition(|&byte| byte == b'\n');
-    lines.map_or(first.len(), |last| last + 1)
+/// Fails if lines of ranks were lost.
+fn lost(sinks: [Sink; 2]) -> io::Result<()> {
+    let losses: Vec<Loss> = sinks.into_iter().filter_map(|sink| sink.loss).collect();
+    let Some(first) = losses.first() else {
+        return Ok(());
+    };
+    let kind = first.error.kind();
+    let words: Vec<String> = losses.iter().map(Loss::to_string).collect();
+    Err(io::Error::new(kind, words.join("; ")))
 }
 
 /// The pipe that a rank writes to.
@@ -301,7 +229,8 @@ mod tests {
             };
             let readers = [from_out, from_err].map(|from| scope.spawn(move || read(from)));
             let to = [out.as_fd(), err.as_fd()];
-            outputs.forward_to(to, || work(writers)).unwrap();
+            let ((), lost) = outputs.forward_to(to, || work(writers)).unwrap();
+            lost.unwrap();
             drop((out, err));
             readers.map(|reader| reader.join().unwrap())
         })
@@ -387,7 +316,8 @@ mod tests {
             out.write_all(lines.as_bytes()).unwrap();
             err.write_all(b"after it\n").unwrap();
         });
-        worked.unwrap();
+        let ((), lost) = worked.unwrap();
+        lost.expect("a reader that has gone may have read all that it wants");
         drop(err);
         let mut text = String::new();
         from_err.read_to_string(&mut text).unwrap();
@@ -418,7 +348,8 @@ mod tests {
                 fills.join().unwrap();
                 (said, reads)
             });
-            let (said, reads) = worked.unwrap();
+            let ((said, reads), lost) = worked.unwrap();
+            lost.unwrap();
             assert_eq!(said, *b"[1] an error\n");
             drop((out, err));
             reads.join().unwrap().unwrap()

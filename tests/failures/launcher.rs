@@ -1,7 +1,9 @@
 //! The launcher: which rank it returns, and what it leaves. Rank processes inherit the test's environment, so they play
 //! the same part.
 
+use std::fs::File;
 use std::io::Write;
+use std::os::fd::{AsFd, AsRawFd};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -119,6 +121,173 @@ fn what_launched_ranks_write_last_comes_out_however_they_end() {
         assert!(Some(said) < place("@say returned"));
         assert!(place(&format!("[{rank}] last words of {rank}")).is_some());
     }
+}
+
+/// What a launcher's process writes to, other than its parent's pipes.
+#[derive(Clone, Copy)]
+struct Full {
+    out: bool,
+    err: bool,
+}
+
+/// Makes this process's descriptor of this number the one that `to` is.
+fn redirect(number: i32, to: &impl AsFd) {
+    // SAFETY: both descriptors are open. The standard library owns neither of the two outputs.
+    #[allow(unsafe_code)]
+    let done = unsafe { libc::dup2(to.as_fd().as_raw_fd(), number) };
+    assert_eq!(done, number);
+}
+
+/// Launches two ranks that write a line to each output and end with `status`. The outputs that are `full` are on a full
+/// disk meanwhile.
+fn launched_onto_a_full_disk(test: &str, full: Full, status: i32) -> Outcome {
+    let ranks = start(test, &[(0, 1)], |me| {
+        if launch::is_rank() {
+            println!("a line");
+            eprintln!("an error line");
+            std::process::exit(status);
+        }
+        let disk = File::options().write(true).open("/dev/full").unwrap();
+        let out = std::io::stdout().as_fd().try_clone_to_owned().unwrap();
+        let err = std::io::stderr().as_fd().try_clone_to_owned().unwrap();
+        if full.out {
+            redirect(1, &disk);
+        }
+        if full.err {
+            redirect(2, &disk);
+        }
+        let result = launched(me, 2);
+        redirect(1, &out);
+        redirect(2, &err);
+        result
+    });
+    ranks.outcomes().remove(0)
+}
+
+const NO_SPACE: &str = "No space left on device";
+
+#[test]
+fn lines_that_a_full_disk_does_not_take_are_an_error_which_says_how_many_bytes_are_missing() {
+    let full = Full {
+        out: true,
+        err: false,
+    };
+    let outcome = launched_onto_a_full_disk(test_name!(), full, 0);
+    let Error::System {
+        rank: None,
+        action,
+        reason,
+    } = outcome.error()
+    else {
+        panic!("{}", outcome.error());
+    };
+    assert_eq!(action, "write all that ranks printed");
+    // libtest writes lines of its own.
+    let bytes = reason.split_once(" bytes were not written to standard output: ");
+    let (bytes, why) = bytes.expect(reason);
+    assert!(bytes.parse::<usize>().unwrap() >= 2 * "[0] a line\n".len());
+    assert!(why.contains(NO_SPACE), "{reason}");
+    // The error output has told at once, and has the ranks' other lines.
+    let lines: Vec<&str> = outcome.text.lines().collect();
+    let said = |begin: &str| lines.iter().filter(|line| line.starts_with(begin)).count();
+    assert_eq!(said("gemmesh: standard output fails: No space left"), 1);
+    for rank in 0..2 {
+        assert_eq!(said(&format!("[{rank}] an error line")), 1, "{lines:?}");
+    }
+}
+
+#[test]
+fn an_error_output_on_a_full_disk_is_an_error_too() {
+    let full = Full {
+        out: false,
+        err: true,
+    };
+    let outcome = launched_onto_a_full_disk(test_name!(), full, 0);
+    let error = outcome.error().to_string();
+    assert!(error.contains("not written to the error output"), "{error}");
+    assert!(!error.contains("standard output"), "{error}");
+    assert!(error.contains(NO_SPACE), "{error}");
+}
+
+#[test]
+fn of_two_outputs_on_a_full_disk_the_error_says_both() {
+    let full = Full {
+        out: true,
+        err: true,
+    };
+    let outcome = launched_onto_a_full_disk(test_name!(), full, 0);
+    let error = outcome.error().to_string();
+    assert!(error.contains("not written to standard output"), "{error}");
+    assert!(error.contains("not written to the error output"), "{error}");
+}
+
+#[test]
+fn a_rank_that_fails_is_returned_also_if_a_disk_is_full() {
+    let full = Full {
+        out: true,
+        err: false,
+    };
+    let outcome = launched_onto_a_full_disk(test_name!(), full, 3);
+    assert!(matches!(outcome.error(), Error::RankFailed { .. }));
+    assert!(outcome.text.contains("gemmesh: standard output fails"));
+}
+
+/// Says what it reads from standard input.
+fn say_input(me: &Rank) -> ! {
+    let mut input = String::new();
+    std::io::stdin().read_line(&mut input).unwrap();
+    let rank = std::env::var("GEMMESH_RANK").unwrap();
+    me.say(format!("rank {rank} reads {input:?}"));
+    std::process::exit(0);
+}
+
+#[test]
+fn ranks_have_no_input() {
+    let mut ranks = launching(test_name!(), 2, |me| say_input(me));
+    ranks.tell(0);
+    ranks.heard(0, "rank 0 reads \"\"");
+    ranks.heard(0, "rank 1 reads \"\"");
+    assert_eq!(ranks.outcomes()[0].value(), "all ranks have succeeded");
+}
+
+#[test]
+fn rank_0_reads_the_launchers_input_if_it_is_to() {
+    let mut ranks = start(test_name!(), &[(0, 1)], |me| {
+        if launch::is_rank() {
+            say_input(me);
+        }
+        let launch = Launch::new(2).inherit_stdin();
+        assert_eq!(format!("{launch:?}"), "Launch(ranks 2, inherit_stdin)");
+        launch.run().map(|()| String::new())
+    });
+    ranks.tell(0);
+    ranks.heard(0, "rank 0 reads \"go on\\n\"");
+    ranks.heard(0, "rank 1 reads \"\"");
+    ranks.outcomes()[0].value();
+}
+
+#[test]
+fn a_program_that_has_changed_its_folder_launches_itself_in_the_new_one() {
+    let by_relative_path = |_| {
+        let mut command = Command::new("sh");
+        let script = r#"cd "$(dirname "$0")" && exec "./$(basename "$0")" "$@""#;
+        command.arg("-c").arg(script).arg(this_program());
+        command
+    };
+    let setting = Setting {
+        command: &by_relative_path,
+        ..Setting::default()
+    };
+    let ranks = start_with(test_name!(), &[(0, 1)], &setting, |me| {
+        if launch::is_rank() {
+            me.say(std::env::current_dir().unwrap().display());
+            std::process::exit(0);
+        }
+        std::env::set_current_dir("/").unwrap();
+        launched(me, 2)
+    });
+    ranks.heard(0, "/");
+    assert_eq!(ranks.outcomes()[0].value(), "all ranks have succeeded");
 }
 
 #[test]
