@@ -138,7 +138,8 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// # Errors
     /// [`Error::Unsuitable`] unless the tensor has the group's device, the type `T` and two dimensions, and unless its
     /// rows lie a fixed distance apart with their elements side by side; [`Error::Unaligned`] on GPUs unless its first
-    /// element and each row begin at a multiple of 16 bytes; [`Error::Limit`] if it has no columns. (The address of a
+    /// element and each row begin at a multiple of 16 bytes; [`Error::Limit`] if it has no columns, or if its rows are too
+    /// far apart for memory. (The address of a
     /// tensor without rows does not matter and may be null.)
     ///
     /// # Safety
@@ -209,6 +210,13 @@ impl<B: Backend, T: Value> Matrix<B, T> {
                 });
             }
         }
+        let memory = Memory {
+            address: ptr,
+            dtype: T::DTYPE,
+            shape: [rows, columns],
+            pitch,
+        };
+        memory.check::<B>("the tensor")?;
         let owner = Owner::new(Managed(tensor));
         // SAFETY: as this function's.
         let memory = unsafe { backend.adopt(ptr, [rows, width], pitch, Some(owner)) };

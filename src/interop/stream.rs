@@ -12,9 +12,12 @@ use crate::element::{DType, Value};
 use crate::error::Error;
 use crate::error::Result;
 use crate::group::Group;
-use crate::matrix::{Matrix, MatrixView, MatrixViewMut, ShardedMatrix, ViewMemory, bytes_of};
+use crate::matrix::{
+    Matrix, MatrixView, MatrixViewMut, Memory, ShardedMatrix, ViewMemory, bytes_of,
+};
 use crate::refusal::{self, Refusal};
 use crate::schedule::Config;
+use crate::schedule::limits::limit;
 
 /// Keeps a group's operations on their stream until it is dropped. [`Group::hold_stream_of`] makes it.
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
@@ -325,14 +328,14 @@ impl<T: Value> Matrix<Cuda, T> {
                 });
             }
         }
-        if pitch < width {
-            return Err(Refusal::Limit {
-                what: "the pitch, in bytes,".into(),
-                value: pitch,
-                min: width,
-                max: usize::MAX,
-            });
-        }
+        limit("the pitch, in bytes,", pitch, width, usize::MAX)?;
+        let memory = Memory {
+            address: ptr,
+            dtype: T::DTYPE,
+            shape: [rows, columns],
+            pitch,
+        };
+        memory.check::<Cuda>("the matrix")?;
         let gpu = group.inner().backend.gpu();
         // SAFETY: as this function's.
         let buffer = unsafe { gpu.view(ptr, [rows, width], pitch, None) };

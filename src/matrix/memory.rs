@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::bytes_of_dtype;
+use super::{Place, bytes_of_dtype};
 use crate::backend::Backend;
 use crate::element::DType;
 use crate::refusal::{Refusal, Result};
@@ -38,6 +38,16 @@ impl Memory {
         self.shape[1].saturating_mul(self.dtype.bytes())
     }
 
+    /// Where the elements lie.
+    pub(crate) fn place(&self) -> Place {
+        Place {
+            address: self.address,
+            rows: self.shape[0],
+            width: self.width(),
+            pitch: self.pitch,
+        }
+    }
+
     /// Checks that calls can use the memory. `argument`: its name in messages.
     pub(crate) fn check<B: Backend>(&self, argument: &str) -> Result<()> {
         let [rows, columns] = self.shape;
@@ -54,20 +64,30 @@ impl Memory {
                 });
             }
         }
-        if rows > 1 && pitch < self.width() {
+        // Rust's and CUDA's offsets are signed.
+        let most = match rows {
+            0 | 1 => usize::MAX,
+            _ => (isize::MAX as usize - self.width()) / (rows - 1),
+        };
+        if rows > 1 && !(self.width()..=most).contains(&pitch) {
             return Err(Refusal::Limit {
                 what: format!("the pitch of {argument}, in bytes,"),
                 value: pitch,
                 min: self.width(),
-                max: usize::MAX,
+                max: most,
             });
         }
-        if rows > 0 && self.address == 0 {
+        let bytes = rows.saturating_sub(1) * pitch + self.width();
+        let is_there = self.address != 0 && self.address.checked_add(bytes as u64).is_some();
+        if rows > 0 && !is_there {
             return Err(Refusal::Unsuitable {
                 argument: argument.into(),
                 what: "the address".into(),
-                expected: "that of memory".into(),
-                found: "null".into(),
+                expected: format!("that of {bytes} bytes of memory"),
+                found: match self.address {
+                    0 => "null".into(),
+                    address => format!("{address:#x}"),
+                },
             });
         }
         Ok(())

@@ -2,10 +2,12 @@
 
 mod host;
 mod memory;
+mod place;
 mod sharded;
 mod view;
 
 pub use memory::Memory;
+pub(crate) use place::Place;
 pub use sharded::{ShardMut, ShardedMatrix};
 pub(crate) use view::ViewMemory;
 pub use view::{MatrixView, MatrixViewMut};

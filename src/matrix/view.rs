@@ -14,7 +14,9 @@ use crate::element::Value;
 use crate::error::Error;
 use crate::error::Result;
 use crate::group::Group;
+use crate::ops::overlap::check_copy;
 use crate::refusal::{self, Refusal, require_count, require_shape};
+use crate::schedule::MatrixSpec;
 use crate::schedule::limits::limit;
 
 /// The memory of a view.
@@ -380,17 +382,21 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
     ///
     /// # Errors
     /// [`Error::Shape`] unless the shapes are equal; [`Error::ForeignArgument`] if the matrices belong to different
-    /// groups; the group's failure.
+    /// groups; [`Error::Unsuitable`] if the memory of both overlaps, unless it is the same; the group's failure.
     #[track_caller]
     pub fn copy_from<'m>(&mut self, from: impl Into<MatrixView<'m, B, T>>) -> Result<()> {
+        const CALL: &str = "MatrixViewMut::copy_from";
         let (from, group) = (from.into(), self.view.group);
         let [rows, columns] = self.shape();
         const VIEW: &str = "the view to copy [rows, columns]";
-        from.require_copied("MatrixViewMut::copy_from", group, VIEW, [rows, columns])?;
+        from.require_copied(CALL, group, VIEW, [rows, columns])?;
+        let (from, to) = (from.memory.input(from.offset), self.output());
+        let spec = MatrixSpec::new(T::DTYPE, rows, columns);
+        if group.judged(CALL, check_copy(&from, &to, &spec))? {
+            return Ok(());
+        }
         let backend = &group.inner().backend;
-        let from = from.memory.input(from.offset);
-        let width = columns * size_of::<T>();
-        group.exclusively(|_| backend.copy(&from, &self.output(), rows, width))
+        group.exclusively(|_| backend.copy(&from, &to, rows, spec.row_bytes()))
     }
 
     #[cfg(feature = "cuda")]

@@ -240,6 +240,7 @@ impl AllGatherAndConsume {
             shared.push(beside.id);
         }
         let arguments = Arguments {
+            call: NAME,
             matrices: &matrices,
             shared: &shared,
             added: Added::default(),

@@ -7,6 +7,7 @@ use std::mem;
 use std::panic::Location;
 use std::sync::Arc;
 
+use super::overlap;
 use crate::backend::Backend;
 use crate::backend::sealed::{Bound, Callback, Run};
 use crate::element::{DType, Value};
@@ -22,6 +23,7 @@ use crate::ranks::call::PostedCall;
 pub use crate::refusal::require_shape;
 use crate::refusal::{self, Refusal};
 use crate::schedule::limits::limit;
+use crate::schedule::plan::matrices::MATRICES;
 use crate::schedule::{Config, Layout, Problem, RowOrder};
 
 /// A matrix of this rank's own that an operation reads.
@@ -246,8 +248,10 @@ pub struct Added {
 
 /// The arguments of a call.
 pub struct Arguments<'c, 'm, B: Backend> {
+    /// The call's name.
+    pub call: &'static str,
     /// The matrices, by number in the schedule.
-    pub matrices: &'c [Bound<'m, B>],
+    pub matrices: &'c [Bound<'m, B>; MATRICES],
     /// The numbers of the sharded matrices among them.
     pub shared: &'c [u32],
     pub added: Added,
@@ -255,7 +259,8 @@ pub struct Arguments<'c, 'm, B: Backend> {
 
 /// Runs `before`, which is work of this rank alone, and then `program`, with the same matrices.
 ///
-/// If the schedule says what the ranks must agree on, this is an operation of all ranks.
+/// If the schedule says what the ranks must agree on, this is an operation of all ranks. Memory that must not be that of
+/// two arguments is refused here, so no operation forgets it.
 #[track_caller]
 pub fn run<B: Backend>(
     group: &Group<B>,
@@ -274,6 +279,42 @@ pub fn run_with<'c, B: Backend>(
     before: Option<&Arc<B::Program>>,
     program: &Arc<B::Program>,
     arguments: Arguments<'c, '_, B>,
+    trace: Option<&'c mut Vec<Span>>,
+    callback: Option<Callback<'c>>,
+) -> Result<()> {
+    let Arguments {
+        call,
+        matrices,
+        shared,
+        added,
+    } = arguments;
+    let schedule = B::schedule(program);
+    if let Err(refusal) = overlap::check(schedule, matrices) {
+        return match schedule.agreed() {
+            Some(_) => Err(group.refusal(call)(refusal)),
+            None => group.judged(call, Err(refusal)),
+        };
+    }
+    run_bound(
+        group,
+        before,
+        program,
+        (matrices, shared),
+        added,
+        trace,
+        callback,
+    )
+}
+
+/// [`run_with`], without a check of the memory. `matrices`: by number in the schedule, and the numbers of the sharded ones
+/// in the group.
+#[track_caller]
+pub fn run_bound<'c, B: Backend>(
+    group: &Group<B>,
+    before: Option<&Arc<B::Program>>,
+    program: &Arc<B::Program>,
+    (matrices, shared): (&'c [Bound<B>], &[u32]),
+    added: Added,
     mut trace: Option<&'c mut Vec<Span>>,
     callback: Option<Callback<'c>>,
 ) -> Result<()> {
@@ -281,7 +322,6 @@ pub fn run_with<'c, B: Backend>(
     let Inner {
         backend, members, ..
     } = group.inner();
-    let matrices = arguments.matrices;
     let run = |epoch| {
         if let Some(before) = before {
             let call = Run {
@@ -314,10 +354,10 @@ pub fn run_with<'c, B: Backend>(
     };
     let posted = PostedCall {
         agreed,
-        matrices: arguments.shared,
+        matrices: shared,
         traced,
-        biased: arguments.added.bias,
-        residual: arguments.added.residual,
+        biased: added.bias,
+        residual: added.residual,
         place: place_of(Location::caller()),
     };
     operate(group, before, program, posted, run)

@@ -61,6 +61,7 @@ fn gather<B: Backend>(operation: Operation, a: RawShards<B>) -> Result<()> {
     let mut matrices = [const { Bound::Nothing }; MATRICES];
     matrices[A] = a.bound();
     let arguments = Arguments {
+        call: operation.name(),
         matrices: &matrices,
         shared: &[a.id],
         added: Added::default(),
@@ -330,6 +331,7 @@ impl CollectiveCall {
             matrices[PARTIALS] = Bound::Symmetric(room.as_ref());
         }
         let arguments = Arguments {
+            call: self.operation.name(),
             matrices: &matrices,
             shared,
             added: Added::default(),

@@ -247,12 +247,16 @@ impl<B: Backend> GatherCall<'_, B> {
         product: Option<RawProduct<B>>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let Some(agreed) = B::schedule(self.program).agreed() else {
-            return self.alone(PRODUCT, addends, a, product, None);
+        let operation = match product {
+            Some(_) => PRODUCT,
+            None => Operation::Gather,
         };
+        if B::schedule(self.program).agreed().is_none() {
+            return self.alone(operation, addends, a, product, None);
+        }
         self.check(addends, a, product.as_ref())
-            .map_err(a.values.group.refusal(agreed.name()))?;
-        self.launch(addends, a, product, trace)
+            .map_err(a.values.group.refusal(operation.name()))?;
+        self.launch(operation, addends, a, product, trace)
     }
 
     /// Runs the program on this rank alone.
@@ -267,12 +271,13 @@ impl<B: Backend> GatherCall<'_, B> {
     ) -> Result<()> {
         let checked = self.check(addends, a, product.as_ref());
         a.values.group.judged(operation.name(), checked)?;
-        self.launch(addends, a, product, trace)
+        self.launch(operation, addends, a, product, trace)
     }
 
     #[track_caller]
     fn launch(
         &self,
+        operation: Operation,
         addends: &Addends<B>,
         a: &RawShardedOperand<B>,
         product: Option<RawProduct<B>>,
@@ -286,6 +291,7 @@ impl<B: Backend> GatherCall<'_, B> {
             bind_outputs(&mut bound, outputs);
         }
         let arguments = Arguments {
+            call: operation.name(),
             matrices: &bound,
             shared: &a.shared(),
             // What a rank adds to its own columns does not concern the others.

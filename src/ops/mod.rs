@@ -11,6 +11,7 @@ mod matmul;
 mod matmul_all_reduce;
 mod matmul_reduce_scatter;
 mod operands;
+pub(crate) mod overlap;
 pub(crate) mod own_product;
 pub(crate) mod partial_sums;
 pub(crate) mod produce;

@@ -148,6 +148,7 @@ impl<B: Backend> PlannedProduct<B> {
         bind_weights(&mut bound, weights);
         bind_outputs(&mut bound, outputs);
         let arguments = Arguments {
+            call: OPERATION.name(),
             matrices: &bound,
             shared: &[],
             added: Added::default(),

@@ -397,6 +397,7 @@ impl<B: Backend> PlannedSums<B> {
             bound[PARTIALS] = Bound::Symmetric(partials.as_ref());
         }
         let arguments = Arguments {
+            call: self.which.name(),
             matrices: &bound,
             shared,
             added: addends.added(),

@@ -469,6 +469,7 @@ impl<B: Backend> Planned<B> {
             matrices[PARTIALS] = Bound::Symmetric(room.as_ref());
         }
         let arguments = Arguments {
+            call: self.operation.name(),
             matrices: &matrices,
             shared,
             added: Added::default(),

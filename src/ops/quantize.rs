@@ -300,6 +300,7 @@ impl<B: Backend> PlannedQuantize<B> {
         matrices[OUT] = out.bound;
         matrices[OUT_SCALES] = scales.bound();
         let arguments = Arguments {
+            call: OPERATION.name(),
             matrices: &matrices,
             shared: &[],
             added: Added::default(),

@@ -289,6 +289,7 @@ impl<B: Backend> PlannedAllReduce<B> {
         let mut bound = [const { Bound::Nothing }; MATRICES];
         bound[matrices::A] = out.bound();
         let arguments = Arguments {
+            call: Which::All.name(),
             matrices: &bound,
             shared: &[out.id],
             added: Added::default(),

@@ -17,13 +17,15 @@ use crate::error::{Call, Error, Result, called_at};
 use crate::group::{Builder, GATHERED_BYTES, Group};
 use crate::interop::dlpack::{DLDevice, DLTensor};
 use crate::interop::tensors;
+use crate::matrix::Place;
 use crate::ops::call::{RawOutput, RawShards, RawView, require_alike};
+use crate::ops::overlap::{check_copy, overlapping};
 use crate::ops::{
     AllGatherAndConsume, ProduceAndAllToAll, ProduceAndReduceScatter, RowSplit, collectives,
     quantize,
 };
 use crate::refusal::{self, Refusal};
-use crate::schedule::{Numerics, Quantization, Scaling};
+use crate::schedule::{MatrixSpec, Numerics, Quantization, Scaling};
 use crate::trace::{Timeline, Trace};
 
 /// Which backend a group has.
@@ -178,7 +180,7 @@ impl AnyBackend for Cuda {
 ///
 /// # Safety of its calls
 /// A [`Memory`] is that of a matrix, as `Matrix::from_device_ptr` asks: valid until the calls that get it are complete,
-/// and written by nobody else meanwhile. Outputs do not overlap with what a call reads.
+/// and written by nobody else meanwhile. Calls refuse outputs that overlap with what they read.
 #[allow(clippy::missing_safety_doc)] // The same for all methods: see above.
 pub trait AnyGroup: Any + Send + Sync {
     fn rank(&self) -> usize;
@@ -516,7 +518,7 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
     unsafe fn write(&self, to: Memory, bytes: &[u8]) -> Result<()> {
         let fits = to
             .check::<B>("the matrix")
-            .and_then(|()| require_bytes(to, bytes.len()));
+            .and_then(|()| require_bytes(to, bytes));
         self.judged("Matrix::copy_from_host", fits)?;
         self.synchronize()?;
         let backend = &self.inner().backend;
@@ -530,7 +532,7 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
         // SAFETY: as this function's.
         let view = unsafe { RawView::at(self, "the matrix", from) };
         let view = view.and_then(|view| {
-            require_bytes(from, bytes.len())?;
+            require_bytes(from, bytes)?;
             Ok(view)
         });
         let view = self.judged("Matrix::copy_to_host", view)?;
@@ -553,10 +555,19 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
             require_alike(from.dtype, to.dtype)?;
             Ok(both)
         });
-        let (source, target) = self.judged("Matrix::copy_from", both)?;
+        let checked = both.and_then(|(source, target)| {
+            let (source, target) = (source.input(), target.bound);
+            let [rows, columns] = from.shape;
+            let spec = MatrixSpec::new(from.dtype, rows, columns);
+            let is_done = check_copy(&source, &target, &spec)?;
+            Ok((!is_done).then_some((source, target)))
+        });
+        let Some((source, target)) = self.judged("Matrix::copy_from", checked)? else {
+            return Ok(());
+        };
         let (rows, width) = (from.shape[0], from.width());
         let backend = &self.inner().backend;
-        self.exclusively(|_| backend.copy(&source.input(), &target.bound, rows, width))
+        self.exclusively(|_| backend.copy(&source, &target, rows, width))
     }
 
     unsafe fn run(&self, product: &Product, call: &ProductCall) -> Result<()> {
@@ -658,11 +669,23 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
     }
 }
 
-/// Checks that there are as many bytes as the matrix has.
-fn require_bytes(memory: Memory, found: usize) -> refusal::Result<()> {
+/// Checks that the host's bytes are as many as the matrix has, and not the matrix's own.
+fn require_bytes(memory: Memory, bytes: &[u8]) -> refusal::Result<()> {
     let expected = memory.shape[0].saturating_mul(memory.width());
-    let what = format!("a matrix {}{:?}", memory.dtype, memory.shape);
-    refusal::require_count(&what, "byte", expected, "the buffer", found)
+    if bytes.len() != expected {
+        let what = format!("a matrix {}{:?}", memory.dtype, memory.shape);
+        refusal::require_count(&what, "byte", expected, "the buffer", bytes.len())?;
+    }
+    let buffer = Place {
+        address: bytes.as_ptr() as u64,
+        rows: 1,
+        width: bytes.len(),
+        pitch: bytes.len(),
+    };
+    match memory.place().overlaps(&buffer) {
+        true => Err(overlapping("the buffer", "partly that of the matrix")),
+        false => Ok(()),
+    }
 }
 
 /// The refusal of a tensor that is on `found` and not on the group's device.

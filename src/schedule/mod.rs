@@ -214,6 +214,11 @@ impl Schedule {
         &self.parts.arrivals
     }
 
+    /// The transfers from this rank, whoever makes them.
+    pub fn departures(&self) -> &[Transfer] {
+        &self.parts.departures
+    }
+
     /// The ranks that move rows out of this rank's memory or into it, and then say so in `done`.
     pub fn movers(&self) -> &[usize] {
         &self.movers

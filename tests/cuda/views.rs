@@ -1,7 +1,8 @@
 //! Matrices in memory of the caller's.
 
 use gemmesh::{
-    Chunking, Config, Cuda, Error, Group, MatmulReduceScatter, Matrix, Route, TileShape, f16,
+    Chunking, Config, Cuda, Error, Group, Matmul, MatmulReduceScatter, Matrix, Route, TileShape,
+    f16, matmul, reduce_scatter,
 };
 
 use crate::support::gpu::*;
@@ -153,6 +154,78 @@ fn sums_of_matrices_in_memory_of_the_callers_are_right_and_nothing_beside_them_i
             assert_untouched_beside(&out_memory, out_pitch, written, &format!("{route:?}"));
         }
         drop((a, b, out));
+        Ok("right".into())
+    }));
+}
+
+#[test]
+fn outputs_lie_apart_from_operands_and_may_be_the_residual() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let _context = Context::retain(rank.rank);
+        let group = connect(rank, TIMEOUT)?;
+        // Kernels of few rows, of few tiles whose K is cut, and of many tiles.
+        for [m, n, k] in [[2, 208, 4096], [130, 264, 8192], [384, 1032, 512]] {
+            let memory = Foreign::new(2 * m * n + 4096);
+            let square = |first: usize| {
+                let place = memory.ptr + 2 * first as u64;
+                // SAFETY: the memory is as large as the matrices, which are dropped before it.
+                unsafe { Matrix::<Cuda, f16>::from_device_ptr(&group, place, m, n, 2 * n) }
+            };
+            let (a_values, b_values) = (normal::<f16>(1, m * k), normal::<f16>(2, n * k));
+            let (a, b) = (
+                group.upload(&a_values, m, k)?,
+                group.upload(&b_values, n, k)?,
+            );
+            let added = normal::<f16>(3, m * n);
+            let (mut expected, residual) = (group.zeros::<f16>(m, n)?, group.upload(&added, m, n)?);
+            Matmul::new()
+                .residual(&residual)
+                .run(&a, &b, &mut expected)?;
+            let (mut out, same, shifted) = (square(0)?, square(0)?, square(8)?);
+            for _ in 0..20 {
+                out.copy_from_host(&added)?;
+                Matmul::new().residual(&same).run(&a, &b, &mut out)?;
+                assert!(
+                    bits(&out.to_vec()?) == bits(&expected.to_vec()?),
+                    "{m} {n} {k}"
+                );
+            }
+            let of_shifted = Matmul::new().residual(&shifted);
+            for refused in [
+                of_shifted.run(&a, &b, &mut out),
+                matmul(&shifted, &group.zeros::<f16>(n, n)?, &mut out),
+                reduce_scatter(&shifted, out.view_mut().rows(0..m / 2)?),
+            ] {
+                assert!(
+                    matches!(refused, Err(Error::Unsuitable { .. })),
+                    "{refused:?}"
+                );
+            }
+            // A sum whose residual is the output.
+            let own = m / 2;
+            let part = |first: usize| {
+                let place = memory.ptr + 2 * first as u64;
+                // SAFETY: as above.
+                unsafe { Matrix::<Cuda, f16>::from_device_ptr(&group, place, own, n, 2 * n) }
+            };
+            let mut expected = group.zeros::<f16>(own, n)?;
+            let residual = group.upload(&added[..own * n], own, n)?;
+            let scatter = MatmulReduceScatter::new();
+            scatter.residual(&residual).run(&a, &b, &mut expected)?;
+            let (mut out, same) = (part(0)?, part(0)?);
+            for _ in 0..20 {
+                out.copy_from_host(&added[..own * n])?;
+                MatmulReduceScatter::new()
+                    .residual(&same)
+                    .run(&a, &b, &mut out)?;
+                assert!(
+                    bits(&out.to_vec()?) == bits(&expected.to_vec()?),
+                    "{m} {n} {k}"
+                );
+            }
+            group.synchronize()?;
+        }
         Ok("right".into())
     }));
 }

@@ -13,6 +13,7 @@ mod groups;
 mod hosts;
 mod lost_hosts;
 mod numerics;
+mod overlap;
 mod pipelines;
 mod reduce_scatter;
 mod safety;

@@ -328,8 +328,10 @@ impl sealed::Implementation for Host {
         };
         for row in 0..rows {
             // SAFETY: the caller has checked that both have these rows, and borrows `to` exclusively. No operation of
-            // this rank runs meanwhile. Adopted memory of both may overlap, which this copy allows.
-            unsafe { std::ptr::copy(from.element::<u8>(row, 0), to.element(row, 0), width) };
+            // this rank runs meanwhile. The caller has checked that they do not overlap.
+            unsafe {
+                std::ptr::copy_nonoverlapping(from.element::<u8>(row, 0), to.element(row, 0), width)
+            };
         }
         Ok(())
     }
