@@ -1,13 +1,14 @@
 //! Functions of Python that operations call.
 
 use std::any::Any;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use gemmesh::raw::{AnyGroup, Memory};
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 
-use crate::matrix::{Kept, Matrix};
+use crate::matrix::{InFunction, Kept, Matrix};
 use crate::names::Said;
 
 /// What memory lives as long as.
@@ -52,10 +53,13 @@ impl Function {
         (memory, keeper): (Memory, Option<Keeper>),
         stream: usize,
     ) -> Called {
-        Python::attach(|py| {
+        let runs = Arc::new(AtomicBool::new(true));
+        let ends = runs.clone();
+        let called = Python::attach(|py| {
             let call = || -> PyResult<()> {
                 let keeper = keeper.unwrap_or_else(|| self.keeper.clone());
-                let kept = Kept::of_chunk(memory, self.group.clone(), keeper, stream);
+                let chunk = InFunction { stream, runs };
+                let kept = Kept::of_chunk(memory, self.group.clone(), keeper, chunk);
                 let matrix = Matrix(kept);
                 let range = py.import("builtins")?.getattr("range")?;
                 let rows = range.call1((rows.start, rows.end))?;
@@ -69,7 +73,9 @@ impl Function {
                 *raised = Some(error);
                 words.into()
             })
-        })
+        });
+        ends.store(false, Ordering::Relaxed);
+        called
     }
 
     /// The result of the operation. If the function has raised an exception, it is the cause of the operation's.

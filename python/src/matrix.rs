@@ -4,6 +4,7 @@ use std::any::Any;
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use gemmesh::DType;
 use gemmesh::dlpack::DLDevice;
@@ -61,6 +62,15 @@ impl<T: Send> Drop for Freed<T> {
     }
 }
 
+/// How an operation's function uses rows that it has got.
+#[derive(Clone)]
+pub struct InFunction {
+    /// The stream on which it finds them.
+    pub stream: usize,
+    /// False when it has returned.
+    pub runs: Arc<AtomicBool>,
+}
+
 /// Memory, and what keeps it. Its group lives as long.
 #[derive(Clone)]
 pub struct Kept {
@@ -68,8 +78,8 @@ pub struct Kept {
     /// True if the memory must not be written: it is a tensor's that is read-only.
     pub read_only: bool,
     pub group: Freed<Arc<dyn AnyGroup>>,
-    /// The stream on which an operation's function finds the memory. None if it is the group's.
-    stream: Option<usize>,
+    /// If the memory is rows that an operation's function has got, how the function uses them.
+    chunk: Option<InFunction>,
     _owner: Freed<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -83,7 +93,7 @@ impl Kept {
             memory,
             read_only: false,
             group: Freed::new(group),
-            stream: None,
+            chunk: None,
             _owner: Freed::new(owner),
         }
     }
@@ -93,12 +103,18 @@ impl Kept {
         memory: Memory,
         group: Arc<dyn AnyGroup>,
         keeper: Arc<dyn Any + Send + Sync>,
-        stream: usize,
+        chunk: InFunction,
     ) -> Kept {
         Kept {
-            stream: Some(stream),
+            chunk: Some(chunk),
             ..Kept::new(memory, group, keeper)
         }
+    }
+
+    /// True for rows that an operation's function has got, while the function runs.
+    fn is_in_function(&self) -> bool {
+        let chunk = self.chunk.as_ref();
+        chunk.is_some_and(|chunk| chunk.runs.load(Ordering::Relaxed))
     }
 
     /// A matrix of zeros.
@@ -184,29 +200,35 @@ impl Matrix {
     }
 
     /// Overwrites the matrix with the values of `source`, a matrix or a tensor of the same shape and type. The copy
-    /// runs after this rank's earlier operations and before its later ones.
+    /// runs after this rank's earlier operations and before its later ones; or, on the host, in the function that has got
+    /// the matrix as a chunk. On GPUs such a function copies on the chunk's stream by other libraries.
     fn copy_from(&self, py: Python<'_>, source: &Bound<'_, PyAny>) -> PyResult<()> {
         copy(py, source, &self.0, &[self.0.memory])
     }
 
-    /// The values as bytes, row by row, when the operations before are complete.
+    /// The values as bytes, row by row, when the operations before are complete. Those of a chunk are there in the
+    /// operation's function; on GPUs it waits for the chunk's stream.
     fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, pyo3::types::PyBytes>> {
         let Kept { memory, group, .. } = &self.0;
+        let in_function = self.0.is_in_function();
         let mut bytes = vec![0; memory.shape[0] * memory.width()];
         let target = &mut bytes;
         // SAFETY: the owner keeps the memory.
         waited(py, &***group, move || unsafe {
-            group.read(*memory, target)
+            group.read(*memory, target, in_function)
         })?;
         Ok(pyo3::types::PyBytes::new(py, &bytes))
     }
 
-    /// Overwrites the values with as many bytes, row by row, when the operations before are complete.
+    /// Overwrites the values with as many bytes, row by row, when the operations before are complete. Those of a chunk may
+    /// be overwritten in the operation's function, as `tobytes` reads them.
     fn frombytes(&self, py: Python<'_>, bytes: &[u8]) -> PyResult<()> {
         let memory = self.0.written(py, "frombytes", "the matrix")?;
-        let group = &self.0.group;
+        let (group, in_function) = (&self.0.group, self.0.is_in_function());
         // SAFETY: the owner keeps the memory.
-        waited(py, &***group, move || unsafe { group.write(memory, bytes) })
+        waited(py, &***group, move || unsafe {
+            group.write(memory, bytes, in_function)
+        })
     }
 
     /// The matrix as a DLPack tensor, without a copy. It keeps the memory. If the matrix is made of a read-only tensor,
@@ -241,8 +263,8 @@ impl Matrix {
                 "the matrix is read-only, which DLPack says from version 1 on; ask for max_version=(1, 0)",
             ));
         }
-        match self.0.stream {
-            Some(own) => require_stream(&***group, own, stream)?,
+        match &self.0.chunk {
+            Some(chunk) => require_stream(&***group, chunk.stream, stream)?,
             None => order(py, &***group, stream)?,
         }
         let owner: Box<dyn Any + Send> = Box::new(self.0.clone());
@@ -373,6 +395,14 @@ pub fn copy(
             from.shape, from.dtype, memory.dtype
         );
         return Err(refused(py, &***group, CALL, &what));
+    }
+    if target.is_in_function() && group.backend() == BackendKind::Host {
+        let mut bytes = vec![0; from.shape[0] * from.width()];
+        // SAFETY: owners keep both memories. Between them the bytes lie elsewhere, so the two may overlap.
+        return waited(py, &***group, || unsafe {
+            group.read(from, &mut bytes, true)?;
+            group.write(memory, &bytes, true)
+        });
     }
     enqueued_on(py, &***group, stream, || {
         let mut first = 0;

@@ -75,6 +75,31 @@ def chunks(group: gemmesh.Group) -> None:
     assert sorted(seen) == list(range(M))
 
 
+def bytes_of_chunks(group: gemmesh.Group) -> None:
+    x, _ = operands(group.world_size)
+    a = group.sharded(M, K, "f16")
+    a.copy_from(filled(group, x[a.rows.start : a.rows.stop]))
+
+    def consume(chunk: gemmesh.Chunk) -> None:
+        assert chunk.matrix.tobytes() == x[chunk.rows.start : chunk.rows.stop].tobytes()
+
+    group.all_gather_and_consume(a, consume, chunks=2)
+    mine = x + np.float16(group.rank)
+    rows = M // group.world_size
+
+    def produce(chunk: gemmesh.Chunk) -> None:
+        chunk.matrix.frombytes(mine[chunk.rows.start : chunk.rows.stop].tobytes())
+
+    group.produce_and_all_to_all(a, produce, chunks=2)
+    assert values(a.whole).tobytes() == b"".join(
+        (x + np.float16(rank))[:rows].tobytes() for rank in range(group.world_size)
+    )
+    out = filled(group, np.full((rows, K), np.nan, np.float16))
+    group.produce_and_reduce_scatter(M, out, produce, chunks=2)
+    total = sum(x.astype(np.float64) + rank for rank in range(group.world_size))
+    close(values(out), total[group.rank * rows : (group.rank + 1) * rows])
+
+
 def errors(group: gemmesh.Group) -> None:
     x, w = operands(group.world_size)
     try:

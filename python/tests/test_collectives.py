@@ -140,6 +140,75 @@ def test_rows_that_are_made_are_sent_to_their_rank(chunks: int | None) -> None:
     ranks(WORLD, body)
 
 
+def part(x: Any, rows: range) -> Any:
+    return x[rows.start : rows.stop]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f8e4m3", "f32"])
+def test_functions_read_and_write_chunks_as_bytes(dtype: str) -> None:
+    x = addends(dtype)
+
+    def body(group: gemmesh.Group) -> None:
+        a, mine = sharded(group, x[0]), x[group.rank]
+        kept: list[gemmesh.Matrix] = []
+
+        def consume(chunk: gemmesh.Chunk) -> None:
+            assert chunk.matrix.tobytes() == part(x[0], chunk.rows).tobytes()
+            kept.append(chunk.matrix)
+
+        group.all_gather_and_consume(a, consume, chunks=2)
+        # Afterwards they are matrices like others.
+        assert sum(len(matrix.tobytes()) for matrix in kept) == x[0].nbytes
+
+        def produce(chunk: gemmesh.Chunk) -> None:
+            # These rows of the matrix, for each rank.
+            chunk.matrix.frombytes(part(mine, chunk.rows).tobytes())
+            assert chunk.matrix.tobytes() == part(mine, chunk.rows).tobytes()
+
+        group.produce_and_all_to_all(a, produce, chunks=2)
+        assert a.whole.tobytes() == np.concatenate([part(each, range(M // WORLD)) for each in x]).tobytes()
+
+    ranks(WORLD, body)
+
+
+@pytest.mark.parametrize("way", ["bytes", "a copy"])
+def test_sums_are_made_of_bytes_and_of_copies(way: str) -> None:
+    x = addends("f32")
+    total, summed = sum(map(wide, x)), sum(np.abs(wide(part)) for part in x)
+
+    def body(group: gemmesh.Group) -> None:
+        out = poisoned(group, M // WORLD, N, "f32")
+
+        def produce(chunk: gemmesh.Chunk) -> None:
+            rows = part(x[group.rank], chunk.rows)
+            if way == "bytes":
+                chunk.matrix.frombytes(rows.tobytes())
+            else:
+                chunk.matrix.copy_from(rows)
+
+        group.produce_and_reduce_scatter(M, out, produce, chunks=2)
+        own = slice(group.rank * M // WORLD, (group.rank + 1) * M // WORLD)
+        check(out, total[own], summed[own], "f32")
+
+    ranks(WORLD, body)
+
+
+def test_bytes_of_a_wrong_number_are_refused_in_a_function() -> None:
+    def body(group: gemmesh.Group) -> None:
+        refused: list[str] = []
+
+        def consume(chunk: gemmesh.Chunk) -> None:
+            with pytest.raises(gemmesh.ArgumentError, match="Matrix.frombytes"):
+                chunk.matrix.frombytes(b"1234567")
+            refused.append("one")
+
+        group.all_gather_and_consume(group.sharded(M, N, "f32"), consume)
+        assert refused
+        group.barrier()
+
+    ranks(2, body)
+
+
 @pytest.mark.parametrize("call", ["consume", "reduce_scatter", "all_to_all"])
 def test_an_exception_in_a_function_reaches_every_rank(call: str) -> None:
     original = KeyError("no such expert")

@@ -38,7 +38,7 @@ def gpu() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("promise", ["products", "several_groups", "chunks", "errors"])
+@pytest.mark.parametrize("promise", ["products", "several_groups", "chunks", "bytes_of_chunks", "errors"])
 def test_on_gpus(promise: str, world: int) -> None:
     done = subprocess.run(
         [sys.executable, str(RANKS), promise, str(world)],

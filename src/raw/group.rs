@@ -238,10 +238,11 @@ pub trait AnyGroup: Any + Send + Sync {
     fn sharded(&self, dtype: DType, split: Split, k: usize) -> Result<AnyShards>;
     /// The memory of another library's tensor. `call` and `argument` are names for messages.
     unsafe fn memory_of(&self, call: &str, argument: &str, tensor: &DLTensor) -> Result<Memory>;
-    /// Copies from the host, row by row, when the operations before are complete.
-    unsafe fn write(&self, to: Memory, bytes: &[u8]) -> Result<()>;
-    /// Copies to the host, row by row, when the operations before are complete.
-    unsafe fn read(&self, from: Memory, bytes: &mut [u8]) -> Result<()>;
+    /// Copies from the host, row by row, when the operations before are complete. `in_function`: the memory is rows that
+    /// an operation's function has got, and the function runs. Then the copy only waits for the work on their stream.
+    unsafe fn write(&self, to: Memory, bytes: &[u8], in_function: bool) -> Result<()>;
+    /// Copies to the host, row by row, when [`AnyGroup::write`] would copy from it.
+    unsafe fn read(&self, from: Memory, bytes: &mut [u8], in_function: bool) -> Result<()>;
     /// Copies a matrix to another of the same shape and type, after the earlier operations and before the later ones.
     unsafe fn copy(&self, from: Memory, to: Memory) -> Result<()>;
 
@@ -284,6 +285,20 @@ pub trait AnyGroup: Any + Send + Sync {
         out: &AnyShards,
         produce: &mut Produce,
     ) -> Result<()>;
+}
+
+/// Waits until the host can use a matrix. `in_function`: it is rows that an operation's function has got, which runs.
+fn settle<B: Backend>(group: &Group<B>, in_function: bool) -> Result<()> {
+    if !in_function {
+        return group.synchronize();
+    }
+    #[cfg(feature = "cuda")]
+    if let Some(group) = as_cuda(group) {
+        let inner = group.inner();
+        return group.noted(inner.backend.settle_callers(&inner.members));
+    }
+    // The rows are there when the function is called.
+    Ok(())
 }
 
 /// The group, if its backend is CUDA.
@@ -515,12 +530,12 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
         called_at(None, || self.judged(call, checked))
     }
 
-    unsafe fn write(&self, to: Memory, bytes: &[u8]) -> Result<()> {
+    unsafe fn write(&self, to: Memory, bytes: &[u8], in_function: bool) -> Result<()> {
         let fits = to
             .check::<B>("the matrix")
             .and_then(|()| require_bytes(to, bytes));
         self.judged("Matrix::copy_from_host", fits)?;
-        self.synchronize()?;
+        settle(self, in_function)?;
         let backend = &self.inner().backend;
         // SAFETY: as this function's.
         let mut buffer =
@@ -528,7 +543,7 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
         self.noted(backend.write(&mut buffer, bytes))
     }
 
-    unsafe fn read(&self, from: Memory, bytes: &mut [u8]) -> Result<()> {
+    unsafe fn read(&self, from: Memory, bytes: &mut [u8], in_function: bool) -> Result<()> {
         // SAFETY: as this function's.
         let view = unsafe { RawView::at(self, "the matrix", from) };
         let view = view.and_then(|view| {
@@ -536,7 +551,7 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
             Ok(view)
         });
         let view = self.judged("Matrix::copy_to_host", view)?;
-        self.synchronize()?;
+        settle(self, in_function)?;
         self.noted(
             self.inner()
                 .backend

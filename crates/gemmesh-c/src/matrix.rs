@@ -87,7 +87,7 @@ pub unsafe extern "C" fn gemmesh_copy_from_host(
         // SAFETY: as the crate and the header's gemmesh_memory say.
         unsafe {
             let from = slice("from", from.cast::<u8>(), bytes)?;
-            Ok(group.write(memory("to", to)?, from)?)
+            Ok(group.write(memory("to", to)?, from, false)?)
         }
     })
 }
@@ -105,7 +105,7 @@ pub unsafe extern "C" fn gemmesh_copy_to_host(
         // SAFETY: as the crate and the header's gemmesh_memory say. Memory of C has bytes, whatever they are.
         unsafe {
             let to = slice_mut("to", to.cast::<u8>(), bytes)?;
-            Ok(group.read(memory("from", from)?, to)?)
+            Ok(group.read(memory("from", from)?, to, false)?)
         }
     })
 }

@@ -309,7 +309,7 @@ impl sealed::Implementation for Cuda {
 
     fn copy(&self, from: &Bound<Cuda>, to: &Bound<Cuda>, rows: usize, width: usize) -> Result<()> {
         match (operand(from, 0), operand(to, 0)) {
-            (Some(from), Some(to)) if rows > 0 => {
+            (Some(from), Some(to)) if rows > 0 && width > 0 => {
                 engine::copy_rows::copy_rows(&self.gpu, from, to, rows, width)
             }
             _ => Ok(()),
@@ -411,6 +411,20 @@ impl Cuda {
         Err(Refusal::of(members.rank, agreed.name())(
             Refusal::Unsupported { what: what.into() },
         ))
+    }
+
+    /// Waits until the work on the streams of the caller's functions is done, in such a function.
+    ///
+    /// Such a stream waits for rows that other ranks bring. They bring them without this rank's host, because what it
+    /// puts on streams for that is there before the function is called.
+    pub(crate) fn settle_callers(&self, members: &Members) -> Result<()> {
+        for stream in &self.gpu.streams().callers {
+            if stream.is_capturing()? {
+                return Err(Error::Capturing { rank: members.rank });
+            }
+            wait::until_idle(&self.shared, members, stream)?;
+        }
+        Ok(())
     }
 
     /// The GPU, with its streams.
