@@ -52,6 +52,8 @@ const TESTS: &[Test] = tests! {
         the_host_backend_is_measured_and_works
         a_person_reads_the_same
         nobody_need_read_it
+        a_report_that_a_full_disk_does_not_take_is_a_failure
+        no_report_shows_a_secret
         a_broken_environment_is_a_finding
         variables_that_do_nothing_are_named
         variables_of_hosts_are_named_and_the_key_is_not_shown
@@ -141,19 +143,19 @@ fn no_gpu() -> bool {
 }
 
 fn start(arguments: &[&str], variables: &[(&str, &str)]) -> Child {
+    let mut command = command(arguments);
+    command.envs(variables.iter().copied()).spawn().unwrap()
+}
+
+/// The doctor, without a launcher around it.
+fn command(arguments: &[&str]) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     gemmesh::launch::variables().for_each(|name| {
         command.env_remove(name);
     });
-    let command = command
-        .env(DOCTOR, "1")
-        .args(arguments)
-        .envs(variables.iter().copied());
+    command.env(DOCTOR, "1").args(arguments);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
     command
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap()
 }
 
 /// What it printed, and its exit code. It must end, and without a panic.
@@ -255,6 +257,50 @@ fn nobody_need_read_it() {
     drop(process.stdout.take());
     let (_, _, code) = end(process);
     assert_eq!(code, 0);
+}
+
+fn a_report_that_a_full_disk_does_not_take_is_a_failure() {
+    let full = fs::File::options().write(true).open("/dev/full").unwrap();
+    let mut command = command(&["--backend", "host"]);
+    let (_, complained, code) = end(command.stdout(full).spawn().unwrap());
+    assert!(complained.contains("the report can't be written: No space"));
+    assert_eq!(code, 1);
+}
+
+fn no_report_shows_a_secret() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+
+    // A key that is none, an address of `launch`, and a key whose name is misspelt.
+    let key = OsStr::from_bytes(b"a sesame that is \xff not UTF-8");
+    let sets: [&[(&str, &OsStr)]; 3] = [
+        &[
+            ("GEMMESH_KEY", key),
+            ("RANK", "0".as_ref()),
+            ("WORLD_SIZE", "2".as_ref()),
+            ("LOCAL_RANK", "0".as_ref()),
+            ("LOCAL_WORLD_SIZE", "1".as_ref()),
+            ("MASTER_ADDR", "localhost".as_ref()),
+            ("MASTER_PORT", "1".as_ref()),
+        ],
+        &[
+            ("GEMMESH_ADDRESS", "sesame of two ranks".as_ref()),
+            ("GEMMESH_RANK", "0".as_ref()),
+            ("GEMMESH_WORLD_SIZE", "2".as_ref()),
+        ],
+        &[("GEMMESH_KEYS", "open sesame, says a job".as_ref())],
+    ];
+    for (number, set) in sets.into_iter().enumerate() {
+        for form in [&["--json"][..], &[]] {
+            let mut doctor = command(&[&["--backend", "host", "--timeout", "6"], form].concat());
+            let doctor = doctor.envs(set.iter().copied()).spawn().unwrap();
+            let (said, complained, code) = end(doctor);
+            assert!(!(said.clone() + &complained).contains("sesame"), "{said}");
+            assert!(said.contains(set[0].0), "{said}");
+            // Rank 1 of the second one does not come.
+            assert_eq!(code, i32::from(number < 2), "{said}");
+        }
+    }
 }
 
 fn a_broken_environment_is_a_finding() {

@@ -8,8 +8,16 @@ use gemmesh::{Error, launch};
 
 use super::report::{Backend, Finding, Launcher, Variable};
 
-/// The key of a job of several hosts, which is a secret.
+/// The key of a job of several hosts.
 const KEY: &str = "GEMMESH_KEY";
+/// The variables of the library that are no secrets, beside those of launchers.
+const READ: [&str; 5] = [
+    "GEMMESH_RATES",
+    "GEMMESH_TUNED",
+    "GEMMESH_NO_KERNELS",
+    "GEMMESH_PORT",
+    HOST,
+];
 /// Makes this process's host a different one than those of other names.
 pub const HOST: &str = "GEMMESH_HOST";
 
@@ -54,10 +62,9 @@ pub fn variables(backend: Backend, findings: &mut Vec<Finding>) -> Vec<Variable>
             true => Some("tells a rank who it is"),
             false => effect(name, &value, backend, findings),
         };
-        let value = match name {
-            // Reports are shown to others.
-            KEY => "(not shown)".into(),
-            _ => value.to_string_lossy().into(),
+        let value = match is_shown(name) {
+            true => value.to_string_lossy().into(),
+            false => "(not shown)".into(),
         };
         variables.extend(effect.map(|effect| Variable {
             name: name.into(),
@@ -67,6 +74,12 @@ pub fn variables(backend: Backend, findings: &mut Vec<Finding>) -> Vec<Variable>
     }
     variables.sort_by(|x, y| x.name.cmp(&y.name));
     variables
+}
+
+/// Reports are shown to others. So they have no secret, and no value of a name that may be one misspelt.
+fn is_shown(name: &str) -> bool {
+    let is_read = READ.contains(&name) || launch::variables().any(|read| read == name);
+    !launch::is_secret(name) && (is_read || !name.starts_with("GEMMESH_"))
 }
 
 /// What a variable does, if it has an effect or seems meant to have one.

@@ -113,11 +113,14 @@ pub fn main() -> ExitCode {
         cuda,
         findings,
     };
-    print::out(&match args.json {
+    let printed = print::out(&match args.json {
         true => print::json(&report),
         false => print::text(&report),
     });
-    ExitCode::from(u8::from(report.has_problem()))
+    if let Err(error) = &printed {
+        print::err(&format!("the report can't be written: {error}\n"));
+    }
+    ExitCode::from(u8::from(report.has_problem() || printed.is_err()))
 }
 
 /// What the launcher's ranks have found together.

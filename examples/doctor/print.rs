@@ -1,7 +1,7 @@
 //! The report, as people read it.
 
 use std::fmt::Write as _;
-use std::io::Write as _;
+use std::io::{self, Write as _};
 
 use comfy_table::presets::NOTHING;
 use comfy_table::{ContentArrangement, Table};
@@ -19,9 +19,13 @@ macro_rules! line {
     }};
 }
 
-/// Prints a text. It is no failure if nobody reads it.
-pub fn out(text: &str) {
-    let _ = std::io::stdout().lock().write_all(text.as_bytes());
+/// Prints a text. It is no failure if its reader has gone.
+pub fn out(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        printed => printed,
+    }
 }
 
 /// Prints a text on stderr, beside the report.

@@ -186,8 +186,8 @@ fn run<T: DeserializeOwned>(
 /// Reports the outcome of a step to the doctor.
 fn say<T: Serialize, E: ToString>(outcome: Result<T, E>) -> ExitCode {
     let outcome = outcome.map_err(|error| error.to_string());
-    print::out(&(serde_json::to_string(&outcome).unwrap_or_default() + "\n"));
-    ExitCode::from(u8::from(outcome.is_err()))
+    let printed = print::out(&(serde_json::to_string(&outcome).unwrap_or_default() + "\n"));
+    ExitCode::from(u8::from(outcome.is_err() || printed.is_err()))
 }
 
 /// Reads everything until the end.

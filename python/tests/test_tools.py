@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from test_groups import unlaunched
 PYTHON = Path(__file__).parent.parent
 
 
-def tool(*arguments: str, cwd: Path | None = None) -> tuple[int, str, str]:
+def tool(*arguments: str, cwd: Path | None = None, variables: Mapping[str, str] | None = None) -> tuple[int, str, str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return ended(subprocess.Popen([sys.executable, *arguments], text=True, env=unlaunched(), cwd=cwd, **pipes))
+    env = {**unlaunched(), **(variables or {})}
+    return ended(subprocess.Popen([sys.executable, *arguments], text=True, env=env, cwd=cwd, **pipes))
 
 
 def test_the_doctor_multiplies_on_the_host_and_says_what_it_found() -> None:
@@ -27,6 +29,22 @@ def test_the_doctor_multiplies_on_the_host_and_says_what_it_found() -> None:
     assert f"ok       version: gemmesh {gemmesh.__version__}" in out
     assert "ok       host: two ranks" in out
     assert "problem" not in out
+
+
+def test_the_doctor_shows_no_secret() -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    torchrun["MASTER_PORT"] = "1"
+    launched = {"GEMMESH_RANK": "0", "GEMMESH_WORLD_SIZE": "2"}
+    # Python keeps a byte that is not UTF-8 as a surrogate.
+    for variables in (
+        {**torchrun, "GEMMESH_KEY": "a sesame that is \udcff not UTF-8"},
+        {**torchrun, "GEMMESH_KEY": "sesame"},
+        {**launched, "GEMMESH_ADDRESS": "a sesame \udcff"},
+    ):
+        status, out, err = tool("-m", "gemmesh.doctor", "--backend", "host", variables=variables)
+        assert status == 1
+        assert "problem  launcher: environment variable GEMMESH_" in out
+        assert "sesame" not in out + err
 
 
 @pytest.mark.skipif(gemmesh.HAS_CUDA, reason="this build has the CUDA backend")

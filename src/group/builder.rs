@@ -12,6 +12,7 @@ use crate::backend::{Backend, Mailboxes, Network, OpenOptions};
 use crate::error::{Call, Error, Result};
 use crate::one_line::{beginning, option, write_parts};
 use crate::protocol::epoch::Epoch;
+use crate::ranks::address::Address;
 use crate::ranks::deadlines::Deadlines;
 use crate::ranks::env::{self, Described, NamedMeeting};
 use crate::ranks::identity::Identity;
@@ -311,7 +312,7 @@ impl<B: Backend> Builder<B> {
         let (rank, address) = (described.rank, &described.address);
         let identity = Identity {
             naming: Some(Naming::of_job(self.name.clone(), described.world)),
-            ..self.identity(rank, described.world, address, Some(&described))
+            ..self.identity(rank, described.world, address.clone(), Some(&described))
         };
         let group = self.meet(&identity, rendezvous::PROTOCOL_VERSION);
         if let (Some(launcher), Err(error)) = (identity.launcher, &group) {
@@ -418,7 +419,7 @@ impl<B: Backend> Builder<B> {
         let all = gathered.concat();
         let all: Vec<Gathered> = all.chunks(GATHERED_BYTES).map(Gathered::decode).collect();
         let first = &all[0];
-        if first.address.is_empty() {
+        if first.address == Address::default() {
             return Err(Error::RankNeverJoined { rank: 0 });
         }
         let tags: Vec<&str> = all.iter().map(|told| told.host.as_str()).collect();
@@ -428,7 +429,7 @@ impl<B: Backend> Builder<B> {
             1 => drop(listener),
             _ => self.meeting = Some(Arc::new(first.meeting(listener))),
         }
-        self.connect(rank, world, &first.address)
+        self.connect(rank, world, first.address.reveal())
     }
 
     /// [`Builder::connect`] as a build of protocol version `version`, for tests.
@@ -444,7 +445,7 @@ impl<B: Backend> Builder<B> {
         naming::check(Some(rank), self.name.as_deref())?;
         // A process whose environment is wrong is none of a job.
         let described = env::describe_this_process().ok().flatten();
-        let identity = self.identity(rank, world, address, described.as_ref());
+        let identity = self.identity(rank, world, Address::of(address), described.as_ref());
         self.meet(&identity, version)
     }
 
@@ -452,13 +453,13 @@ impl<B: Backend> Builder<B> {
         &self,
         rank: usize,
         world: usize,
-        address: &str,
+        address: Address,
         described: Option<&Described>,
     ) -> Identity {
         Identity {
             rank,
             world,
-            address: address.into(),
+            address,
             hosts: self.hosts.clone(),
             meeting: self.meeting.clone(),
             backend: B::NAME,

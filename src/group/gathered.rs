@@ -4,14 +4,15 @@ use std::net::{IpAddr, SocketAddr, TcpListener};
 
 use super::GATHERED_BYTES;
 use crate::error::{Error, Result};
+use crate::ranks::address::{self, Address};
 use crate::ranks::meeting::{Key, Meeting, Place};
-use crate::ranks::{address, host, tcp};
+use crate::ranks::{host, tcp};
 
 /// What a rank sends in the gather of [`Builder::connect_with`](super::Builder::connect_with), as words with spaces between them.
 #[derive(Default)]
 pub struct Gathered {
     /// Rank 0's; a dash on other ranks. Empty if it could not be made.
-    pub address: String,
+    pub address: Address,
     /// The host's tag.
     pub host: String,
     /// Where leaders of other hosts find rank 0, if it listens for them.
@@ -24,7 +25,7 @@ impl Gathered {
     pub fn of(rank: usize, several: bool) -> Result<(Gathered, Option<TcpListener>)> {
         let host = format!("{:016x}", host::tag(&host::boot_id(rank)?));
         if rank != 0 {
-            let address = "-".into();
+            let address = Address::of("-");
             let its = Gathered {
                 address,
                 host,
@@ -49,7 +50,7 @@ impl Gathered {
 
     /// As many addresses as there is room for.
     pub fn encode(&self) -> Vec<u8> {
-        let mut text = format!("{} {} {}", self.address, self.host, self.port);
+        let mut text = format!("{} {} {}", self.address.reveal(), self.host, self.port);
         for place in &self.places {
             let more = format!("{text} {place}");
             if more.len() <= GATHERED_BYTES {
@@ -64,7 +65,7 @@ impl Gathered {
         let mut words = text.split_whitespace();
         let mut word = || words.next().unwrap_or_default();
         Gathered {
-            address: word().into(),
+            address: Address::of(word()),
             host: word().into(),
             port: word().parse().unwrap_or_default(),
             places: words.filter_map(|word| word.parse().ok()).collect(),
@@ -76,7 +77,7 @@ impl Gathered {
         let places = self.places.iter();
         let places = places.map(|&place| SocketAddr::new(place, self.port));
         Meeting {
-            key: Key::of(&self.address, "leaders"),
+            key: Key::of(self.address.reveal(), "leaders"),
             place: listener.map_or_else(|| Place::At(places.collect()), Place::Listening),
         }
     }
@@ -101,7 +102,7 @@ mod tests {
         assert!(read.places.len() >= 3 && told.places.starts_with(&read.places));
         let (other, _) = Gathered::of(1, true).unwrap();
         assert_eq!(Gathered::decode(&other.encode()).host, told.host);
-        assert!(Gathered::decode(&[b' '; GATHERED_BYTES]).address.is_empty());
+        assert!(Gathered::decode(&[b' '; GATHERED_BYTES]).address == Address::default());
         assert!(Gathered::decode(&[0xff; GATHERED_BYTES]).places.is_empty());
     }
 }

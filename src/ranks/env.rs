@@ -6,7 +6,9 @@ use std::ffi::OsString;
 use std::num::IntErrorKind;
 
 pub use self::several::NamedMeeting;
-use self::several::{hosts, meeting};
+use self::several::{KEY, hosts, meeting};
+use super::address::Address;
+use super::secret::Secret;
 use super::surroundings::{Surroundings, ThisProcess};
 use crate::error::{Error, Result};
 use crate::schedule::Hosts;
@@ -17,7 +19,7 @@ pub struct Described {
     pub rank: usize,
     pub world: usize,
     /// The same for all ranks of a job, and different for other jobs.
-    pub address: String,
+    pub address: Address,
     /// The launcher's name.
     pub launcher: &'static str,
     /// Which ranks share a host.
@@ -32,6 +34,9 @@ impl Described {
         self.launcher == LAUNCHERS[0].name
     }
 }
+
+/// A secret in an error.
+const NOT_SHOWN: &str = "…";
 
 /// The variables that [`super::launch`] sets.
 pub const RANK: &str = "GEMMESH_RANK";
@@ -375,17 +380,7 @@ pub fn describe(process: &impl Surroundings) -> Result<Option<Described>> {
         });
     }
     let hosts = hosts(process, launcher, rank, world)?;
-    let mut job = Vec::new();
-    for names in launcher.job {
-        if let Some(name) = first_of(process, names) {
-            job.extend(text(process, name)?);
-        }
-    }
-    let address = if job.is_empty() {
-        format!("{}/{}", launcher.name, process.agent(&launcher.of_task()))
-    } else {
-        job.join("/")
-    };
+    let address = address(process, launcher)?;
     let meeting = match hosts.count() {
         1 => None,
         _ => Some(meeting(process, launcher, &address)?),
@@ -400,13 +395,46 @@ pub fn describe(process: &impl Surroundings) -> Result<Option<Described>> {
     }))
 }
 
+/// The address at which the ranks of this process's job meet.
+fn address(process: &impl Surroundings, launcher: &Launcher) -> Result<Address> {
+    if let [[ADDRESS]] = launcher.job {
+        let secret = secret(process, ADDRESS)?;
+        return Ok(Address::of_secret(&secret.unwrap_or_default()));
+    }
+    let mut job = Vec::new();
+    for names in launcher.job {
+        if let Some(name) = first_of(process, names) {
+            job.extend(text(process, name)?);
+        }
+    }
+    let address = match job.is_empty() {
+        true => format!("{}/{}", launcher.name, process.agent(&launcher.of_task())),
+        false => job.join("/"),
+    };
+    Ok(Address::of(&address))
+}
+
+/// True if the value of the variable is a secret, which no text shows.
+pub fn is_secret(name: &str) -> bool {
+    [KEY, ADDRESS].contains(&name)
+}
+
+/// A variable that [`is_secret`].
+fn secret(process: &impl Surroundings, name: &str) -> Result<Option<Secret<String>>> {
+    Ok(text(process, name)?.map(Secret::new))
+}
+
+/// A variable. The error does not show a secret.
 fn text(process: &impl Surroundings, name: &str) -> Result<Option<String>> {
     match process.variable(name).map(OsString::into_string) {
         None => Ok(None),
         Some(Ok(text)) => Ok(Some(text)),
         Some(Err(bytes)) => Err(Error::EnvironmentValue {
             name: name.into(),
-            value: bytes.to_string_lossy().into_owned(),
+            value: match is_secret(name) {
+                true => NOT_SHOWN.into(),
+                false => bytes.to_string_lossy().into_owned(),
+            },
             reason: "it is not UTF-8".into(),
         }),
     }

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
+use super::address::Address;
 use super::deadlines::Deadlines;
 use super::meeting::Meeting;
 use super::naming::{Arrival, Naming};
@@ -14,7 +15,7 @@ use crate::schedule::Hosts;
 pub struct Identity {
     pub rank: usize,
     pub world: usize,
-    pub address: String,
+    pub address: Address,
     /// Which ranks share a host.
     pub hosts: Hosts,
     /// Where leaders meet, if there are several hosts.
@@ -47,10 +48,10 @@ impl Identity {
     }
 
     /// The address at which they meet. Hosts that share a machine need different ones.
-    pub fn local_address(&self) -> Cow<'_, str> {
+    pub fn local_address(&self) -> Cow<'_, Address> {
         match self.hosts.host_of(self.rank) {
             0 => Cow::Borrowed(&self.address),
-            host => Cow::Owned(format!("{}/host {host}", self.address)),
+            host => Cow::Owned(self.address.for_part(&format!("host {host}"))),
         }
     }
 
@@ -75,7 +76,7 @@ impl Identity {
         Identity {
             rank,
             world,
-            address: address.into(),
+            address: Address::of(address),
             hosts: Hosts::default(),
             meeting: None,
             backend: "host",
@@ -110,7 +111,7 @@ mod tests {
         let job = Identity {
             launcher: ReportSender::new(3, &launch),
             naming: Some(Naming::of_job(None, 4)),
-            ..Identity::of_test(3, 4, &launch)
+            ..Identity::of_test(3, 4, launch.reveal())
         };
         assert!(job.has_ended(0) && !job.has_ended(1));
         let part = |is_of_one_job| Identity {

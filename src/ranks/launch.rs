@@ -12,10 +12,11 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
+use super::address::{self, Address};
 use super::children::Child;
 use super::output::Outputs;
 use super::reports::{FailureReport, ReportReceiver};
-use super::{address, env, poll};
+use super::{env, poll};
 use crate::error::{Error, Result};
 use crate::one_line::{option, write_parts};
 use crate::refusal::Refusal;
@@ -81,6 +82,12 @@ pub fn rank_environment() -> Result<Option<RankEnvironment>> {
 /// The environment variables by which all launchers tell ranks who they are. Some are named several times.
 pub fn variables() -> impl Iterator<Item = &'static str> {
     env::variables()
+}
+
+/// True if the value of this variable is a secret of the job: `GEMMESH_KEY`, and the variable by which [`launch`] tells
+/// ranks their address. No error shows it; a program that prints its environment should leave it out.
+pub fn is_secret(variable: &str) -> bool {
+    env::is_secret(variable)
 }
 
 /// Starts this program again, `world` times, as ranks, and returns when all of them have ended.
@@ -240,7 +247,7 @@ impl Launch {
         written.map_err(Error::system(None, "write all that ranks printed"))
     }
 
-    fn start(&self, rank: usize, address: &str, outputs: &mut Outputs) -> Result<Rank> {
+    fn start(&self, rank: usize, address: &Address, outputs: &mut Outputs) -> Result<Rank> {
         let launcher = rustix::process::getpid();
         let mut own = std::env::args_os();
         let mut command = Command::new(this_program());
@@ -258,7 +265,7 @@ impl Launch {
             .envs(self.envs.iter().map(|(name, value)| (name, value)))
             .env(env::RANK, rank.to_string())
             .env(env::WORLD_SIZE, self.world.to_string())
-            .env(env::ADDRESS, address)
+            .env(env::ADDRESS, address.reveal())
             .stdin(stdin);
         // SAFETY: between fork and exec only async-signal-safe system calls are made, no allocation.
         unsafe {
@@ -577,7 +584,7 @@ mod tests {
         let described = env::Described {
             rank: 0,
             world: 1,
-            address: "x".into(),
+            address: Address::of("x"),
             launcher: "torchrun",
             hosts: Hosts::default(),
             meeting: None,

@@ -32,6 +32,7 @@ mod poll;
 pub mod rendezvous;
 pub mod reports;
 mod search;
+mod secret;
 pub mod shared_state;
 pub mod split;
 mod surroundings;

@@ -6,6 +6,7 @@ use proptest::strategy::Strategy;
 
 use super::*;
 use crate::ranks::meeting::Key;
+use crate::ranks::naming::JobRank;
 
 /// The surroundings of a process in a test.
 #[derive(Default)]
@@ -169,7 +170,10 @@ fn assert_described(variables: &[&str], launcher: &'static str, address: &str) {
     let expected = Described {
         rank: 1,
         world: 2,
-        address: address.into(),
+        address: match launcher {
+            "gemmesh::launch" => Address::of_secret(&Secret::new(address.into())),
+            _ => Address::of(address),
+        },
         launcher,
         hosts: Hosts::default(),
         meeting: None,
@@ -230,7 +234,7 @@ fn ranks_of_several_hosts_are_told_apart_if_they_have_a_key() {
     assert_eq!(by_torchrun.hosts, hosts(b"aabb"));
     let address = "node1/29500/5f0c/0";
     assert_eq!(
-        (by_torchrun.rank, by_torchrun.address.as_str()),
+        (by_torchrun.rank, by_torchrun.address.reveal()),
         (3, address)
     );
     let key = Key::of("0123456789abcdef", address);
@@ -289,6 +293,99 @@ fn what_several_hosts_lack_is_named() {
     }
     let mpi = OPEN_MPI.replace("LOCAL_SIZE=2", "LOCAL_SIZE=1");
     assert!(error(&[&mpi, SECRET]).contains("all 2 ranks must be on one host"));
+}
+
+/// All that can be read of a process with `variables`, of which one is `name=secret`.
+fn texts(variables: &[&str], name: &str, secret: &[u8]) -> [String; 3] {
+    use std::os::unix::ffi::OsStringExt;
+
+    let mut process = process(variables);
+    let secret = OsString::from_vec(secret.to_vec());
+    process.variables.insert(0, (name.into(), secret));
+    let described = describe(&process);
+    let words = match &described {
+        Ok(described) => {
+            let job = described.as_ref().map(JobRank::of);
+            serde_json::to_string(&job).unwrap()
+        }
+        Err(error) => format!("{error} {error:#}"),
+    };
+    [format!("{described:?}"), format!("{described:#?}"), words]
+}
+
+#[test]
+fn no_text_shows_a_secret() {
+    // All of them have this piece.
+    const PIECE: &str = "sesame";
+    let secrets: [&[u8]; 6] = [
+        b"sesame",
+        b"open-sesame-of-16-characters",
+        b"sesame\xff\xfe-which-is-not-UTF-8",
+        "sesame 🗝🗝🗝🗝".as_bytes(),
+        b"drawn:sesame",
+        b"drawn:0123456789abcdef0123456789sesame",
+    ];
+    let jobs: [&[&str]; 7] = [
+        &[TORCHRUN_2],
+        &[SRUN_2],
+        &["GEMMESH_PORT=7000", SRUN_2],
+        &["GEMMESH_PORT=x", TORCHRUN_2],
+        &["LOCAL_RANK=0", TORCHRUN_2],
+        &[LAUNCHED],
+        &["GEMMESH_RANK=3", LAUNCHED],
+    ];
+    for (secret, job) in secrets
+        .iter()
+        .flat_map(|s| jobs.iter().map(move |job| (s, job)))
+    {
+        for name in ["GEMMESH_KEY", "GEMMESH_ADDRESS"] {
+            assert!(is_secret(name));
+            for text in texts(job, name, secret) {
+                assert!(!text.contains(PIECE), "{name}: {text}");
+            }
+        }
+    }
+    let drawn = crate::ranks::address::draw().unwrap();
+    let text = drawn.reveal();
+    for shown in texts(&[LAUNCHED], "GEMMESH_ADDRESS", text.as_bytes()) {
+        assert!(!shown.contains(&text[6..14]), "{shown}");
+    }
+}
+
+#[test]
+fn a_key_has_sixteen_characters_of_which_four_differ() {
+    let found = |key: &str| match describe(&process_with_key(key)) {
+        Ok(described) => described.map(|_| String::new()),
+        Err(error) => Some(error.to_string()),
+    };
+    let words = "16 characters or more, 4 of them different";
+    for (key, counted) in [
+        ("", "it has 0 characters, 0 of them different"),
+        ("🗝🔑🔐🔒", "it has 4 characters, 4 of them different"),
+        ("0123456789abcde", "it has 15 characters"),
+        (
+            "aaaaaaaaaaaaaaaaaaaaaaaa",
+            "24 characters, 1 of them different",
+        ),
+        ("0110100110010110", "16 characters, 2 of them different"),
+    ] {
+        let error = found(key).unwrap();
+        assert!(error.contains(words) && error.contains(counted), "{error}");
+        assert!(error.contains("openssl rand -hex 16"), "{error}");
+    }
+    for key in [
+        "0123456789abcdef",
+        "ключ от шести дверей",
+        "3141592653589793",
+    ] {
+        assert_eq!(found(key), Some(String::new()));
+    }
+}
+
+fn process_with_key(key: &str) -> Recorded {
+    let mut process = process(&[TORCHRUN_2]);
+    process.variables.push(("GEMMESH_KEY".into(), key.into()));
+    process
 }
 
 #[test]

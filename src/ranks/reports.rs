@@ -20,11 +20,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
-use hmac_sha256::Hash;
 use rustix::event::{PollFd, PollFlags};
 use serde::{Deserialize, Serialize};
 
-use super::{address, poll};
+use super::address::{self, Address};
+use super::poll;
+use super::secret::Secret;
 use crate::error::{Error, Result};
 use crate::json::{self, optional};
 
@@ -49,23 +50,16 @@ pub struct FailureReport {
 }
 
 /// The beginning of a report, which proves who sent it. It is not shown to anybody else.
-#[derive(Clone)]
-struct Token([u8; Token::BYTES]);
+#[derive(Clone, Debug)]
+struct Token(Secret<[u8; Token::BYTES]>);
 
 impl Token {
     const BYTES: usize = 32;
 
-    /// The rest of `datagram`, if it begins with this token. The time that the comparison takes does not depend on the
-    /// token.
+    /// The rest of `datagram`, if it begins with this token.
     fn open<'a>(&self, datagram: &'a [u8]) -> Option<&'a [u8]> {
         let (token, report) = datagram.split_first_chunk::<{ Token::BYTES }>()?;
-        (Hash::hash(token) == Hash::hash(&self.0)).then_some(report)
-    }
-}
-
-impl std::fmt::Debug for Token {
-    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        f.write_str("Token")
+        (Secret::new(*token) == self.0).then_some(report)
     }
 }
 
@@ -78,7 +72,7 @@ static TOLD: AtomicU32 = AtomicU32::new(0);
 #[derive(Clone, Debug)]
 pub struct ReportSender {
     rank: usize,
-    launch: Arc<str>,
+    launch: Address,
     name: SocketAddr,
     token: Token,
     once: Arc<Once>,
@@ -87,13 +81,13 @@ pub struct ReportSender {
 impl ReportSender {
     /// `launch` is the address that the launcher gave its ranks. Returns none if no launcher has drawn it, because then
     /// any process may listen in the launcher's place.
-    pub fn new(rank: usize, launch: &str) -> Option<ReportSender> {
+    pub fn new(rank: usize, launch: &Address) -> Option<ReportSender> {
         if !address::is_drawn(launch) {
             return None;
         }
         Some(ReportSender {
             rank,
-            launch: launch.into(),
+            launch: launch.clone(),
             name: address::report_name(launch).ok()?,
             token: Token(address::report_token(launch)),
             once: Arc::new(Once::new()),
@@ -145,7 +139,7 @@ impl ReportSender {
 
     fn send(&self, report: &FailureReport) {
         let send = || -> std::io::Result<()> {
-            let bytes = [self.token.0.to_vec(), serde_json::to_vec(report)?].concat();
+            let bytes = [self.token.0.reveal().to_vec(), serde_json::to_vec(report)?].concat();
             let socket = UnixDatagram::unbound()?;
             socket.set_nonblocking(true)?;
             socket.connect_addr(&self.name)?;
@@ -172,7 +166,7 @@ impl ReportSender {
 /// The launcher's end of the reports.
 #[derive(Debug)]
 pub struct ReportReceiver {
-    launch: String,
+    launch: Address,
     socket: UnixDatagram,
     /// Sockets whose names say which ranks have ended.
     ends: Vec<UnixDatagram>,
@@ -183,14 +177,14 @@ pub struct ReportReceiver {
 }
 
 impl ReportReceiver {
-    pub fn new(launch: &str, world: usize) -> Result<ReportReceiver> {
+    pub fn new(launch: &Address, world: usize) -> Result<ReportReceiver> {
         let open = || -> std::io::Result<UnixDatagram> {
             let socket = UnixDatagram::bind_addr(&address::report_name(launch)?)?;
             socket.set_nonblocking(true)?;
             Ok(socket)
         };
         Ok(ReportReceiver {
-            launch: launch.into(),
+            launch: launch.clone(),
             ends: Vec::new(),
             socket: open().map_err(Error::system(None, "listen to the ranks"))?,
             token: Token(address::report_token(launch)),
@@ -369,13 +363,16 @@ mod tests {
             serde_json::to_vec(&foreign).unwrap(),
             serde_json::to_vec(&long).unwrap(),
         ] {
-            sender.send(&[&token, bytes.as_slice()].concat()).unwrap();
+            sender
+                .send(&[token.reveal(), bytes.as_slice()].concat())
+                .unwrap();
             receiver.read();
         }
         // A report of a process that does not know the address.
         let well_formed = FailureReport { rank: 1, ..foreign };
         let well_formed = serde_json::to_vec(&well_formed).unwrap();
-        for token in [&[][..], &token[1..], &report_token("another")] {
+        let another = report_token(&Address::of("another"));
+        for token in [&[][..], &token.reveal()[1..], another.reveal()] {
             sender.send(&[token, &well_formed].concat()).unwrap();
         }
         ReportSender::new(1, &launch).unwrap().tell(0, &lost(0));
@@ -440,7 +437,7 @@ pub mod fuzzing {
 
     thread_local! {
         static INBOX: std::cell::RefCell<ReportReceiver> = {
-            let receiver = ReportReceiver::new(&format!("fuzz-{}", std::process::id()), 4);
+            let receiver = ReportReceiver::new(&Address::of(&format!("fuzz-{}", std::process::id())), 4);
             receiver.expect("an receiver").into()
         };
     }
@@ -449,7 +446,7 @@ pub mod fuzzing {
     pub fn parse(data: &[u8]) {
         INBOX.with_borrow_mut(|receiver| {
             receiver.file(data);
-            let datagram = [&receiver.token.0, data].concat();
+            let datagram = [&receiver.token.0.reveal()[..], data].concat();
             receiver.file(&datagram);
             assert!(receiver.reports().len() <= 4);
         });

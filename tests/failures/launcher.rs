@@ -232,6 +232,36 @@ fn a_rank_that_fails_is_returned_also_if_a_disk_is_full() {
     assert!(outcome.text.contains("gemmesh: standard output fails"));
 }
 
+#[test]
+fn a_launched_rank_shows_its_secret_in_no_text() {
+    let ranks = launching(test_name!(), 2, |_| {
+        let secret = std::env::var("GEMMESH_ADDRESS").unwrap();
+        assert!(launch::is_secret("GEMMESH_ADDRESS"));
+        let environment = launch::rank_environment()?;
+        let builder = Group::<Host>::builder();
+        let mut texts = vec![format!("{environment:?} {builder:?}")];
+        let group = Group::<Host>::from_env()?;
+        texts.push(format!("{group:?} {group:#?}"));
+        // Rank 1 of this one does not come. Its address has the secret's form.
+        let other: String = secret
+            .chars()
+            .rev()
+            .filter(|c| c.is_ascii_hexdigit())
+            .collect();
+        let other = format!("drawn:{}", &other[..32]);
+        let alone = Group::<Host>::builder().arrival_timeout(Duration::from_millis(10));
+        let missing = alone.connect(0, 2, &other).unwrap_err();
+        texts.push(format!("{missing} {missing:?} {missing:#?}"));
+        group.barrier()?;
+        for piece in [&secret[6..14], &secret[30..], &other[6..14], &other[30..]] {
+            assert!(texts.iter().all(|text| !text.contains(piece)), "{texts:?}");
+        }
+        drop(group);
+        std::process::exit(0);
+    });
+    assert_eq!(ranks.outcomes()[0].value(), "all ranks have succeeded");
+}
+
 /// Says what it reads from standard input.
 fn say_input(me: &Rank) -> ! {
     let mut input = String::new();

@@ -1,16 +1,23 @@
 //! Ranks of several hosts, as their launcher's environment and the user's describe them.
 
-use super::{Launcher, SRUN, first_of, number, text};
+use std::collections::BTreeSet;
+
+use super::{Launcher, NOT_SHOWN, SRUN, first_of, number, secret, text};
 use crate::error::{Error, Result};
+use crate::ranks::address::Address;
 use crate::ranks::meeting::Key;
+use crate::ranks::secret::Secret;
 use crate::ranks::surroundings::Surroundings;
 use crate::schedule::Hosts;
 use crate::schedule::layout::MAX_WORLD;
 
 /// The key of a job of several hosts.
-const KEY: &str = "GEMMESH_KEY";
-/// A shorter key could be guessed.
-const SHORTEST_KEY: usize = 16;
+pub const KEY: &str = "GEMMESH_KEY";
+/// A key with fewer characters could be guessed.
+const FEWEST_CHARACTERS: usize = 16;
+/// So could one of few different characters. Sixteen random decimal digits hold more than three different ones, but for
+/// five in ten million.
+const FEWEST_DIFFERENT: usize = 4;
 /// The port at which rank 0 listens for other hosts. Without it, it is the one after `MASTER_PORT`.
 const PORT: &str = "GEMMESH_PORT";
 const MASTER_ADDR: &str = "MASTER_ADDR";
@@ -98,22 +105,14 @@ fn ranks_of_a_host(value: &str) -> Option<usize> {
 pub fn meeting(
     process: &impl Surroundings,
     launcher: &Launcher,
-    address: &str,
+    address: &Address,
 ) -> Result<NamedMeeting> {
     let missing = |names: &str| Error::Environment {
         launcher: launcher.name.into(),
         missing: names.into(),
     };
-    let key = text(process, KEY)?.ok_or_else(|| missing(KEY))?;
-    if key.len() < SHORTEST_KEY {
-        return Err(Error::EnvironmentValue {
-            name: KEY.into(),
-            value: "…".into(),
-            reason: format!(
-                "it must have {SHORTEST_KEY} characters or more, so that nobody guesses it"
-            ),
-        });
-    }
+    let key = secret(process, KEY)?.ok_or_else(|| missing(KEY))?;
+    check_key(&key)?;
     let name = text(process, MASTER_ADDR)?.ok_or_else(|| missing(MASTER_ADDR))?;
     let port = match first_of(process, &[PORT, MASTER_PORT]) {
         None => Err(missing(PORT)),
@@ -137,6 +136,25 @@ pub fn meeting(
     Ok(NamedMeeting {
         name,
         port: port?,
-        key: Key::of(&key, address),
+        key: Key::of(key.reveal(), address.reveal()),
+    })
+}
+
+/// Refuses a key that is easily guessed. Whether it was drawn at random, no check can tell.
+fn check_key(key: &Secret<String>) -> Result<()> {
+    let characters: Vec<char> = key.reveal().chars().collect();
+    let different: BTreeSet<char> = characters.iter().copied().collect();
+    if characters.len() >= FEWEST_CHARACTERS && different.len() >= FEWEST_DIFFERENT {
+        return Ok(());
+    }
+    Err(Error::EnvironmentValue {
+        name: KEY.into(),
+        value: NOT_SHOWN.into(),
+        reason: format!(
+            "it must have {FEWEST_CHARACTERS} characters or more, {FEWEST_DIFFERENT} of them different, and be drawn \
+             at random, for example by openssl rand -hex 16; it has {} characters, {} of them different",
+            characters.len(),
+            different.len()
+        ),
     })
 }

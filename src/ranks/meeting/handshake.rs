@@ -10,18 +10,18 @@
 //! does not have the key: it answers only to greetings with a right MAC. A greeting that somebody has recorded and sends again
 //! gets an answer, which is of no use without the key. What follows the handshake is neither encrypted nor authenticated.
 
-use std::fmt;
-
 use hmac_sha256::{HMAC, Hash};
 use rustix::rand::{GetRandomFlags, getrandom};
+
+use crate::ranks::secret::Secret;
 
 const MAGIC: [u8; 8] = *b"gemmesh\x01";
 const NONCE: usize = 32;
 const MAC: usize = 32;
 
 /// The key of a job, which all of its ranks have.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Key([u8; 32]);
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Key(Secret<[u8; 32]>);
 
 /// A number that is used once.
 pub type Nonce = [u8; NONCE];
@@ -30,7 +30,7 @@ impl Key {
     /// A text is hashed first, because HMAC does not tell keys apart that differ only in zeros at their end. Jobs with
     /// the same text have different keys.
     pub fn of(text: &str, job: &str) -> Key {
-        Key(HMAC::mac(job, Hash::hash(text.as_bytes())))
+        Key(Secret::new(HMAC::mac(job, Hash::hash(text.as_bytes()))))
     }
 
     fn text(name: &str, parts: &[&[u8]]) -> Vec<u8> {
@@ -38,18 +38,12 @@ impl Key {
     }
 
     fn mac(&self, name: &str, parts: &[&[u8]]) -> [u8; MAC] {
-        HMAC::mac(Key::text(name, parts), self.0)
+        HMAC::mac(Key::text(name, parts), self.0.reveal())
     }
 
     /// Takes the same time whatever the difference is.
     fn verify(&self, name: &str, parts: &[&[u8]], mac: &[u8; MAC]) -> bool {
-        HMAC::verify(Key::text(name, parts), self.0, mac)
-    }
-}
-
-impl fmt::Debug for Key {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str("Key")
+        HMAC::verify(Key::text(name, parts), self.0.reveal(), mac)
     }
 }
 
@@ -252,6 +246,6 @@ mod tests {
 
     #[test]
     fn a_key_is_not_shown() {
-        assert_eq!(format!("{:?}", Key::of("secret", "job")), "Key");
+        assert_eq!(format!("{:?}", Key::of("a key", "job")), "Key(secret)");
     }
 }

@@ -177,10 +177,10 @@ mod tests {
             let mut identity = Identity {
                 hosts: Hosts::of(&hosts).unwrap(),
                 meeting: Some(Arc::new(Meeting {
-                    key: Key::of(&address, "test"),
+                    key: Key::of(address.reveal(), "test"),
                     place: place_of_rank_0,
                 })),
-                ..Identity::of_test(ranks[place], world, &address)
+                ..Identity::of_test(ranks[place], world, address.reveal())
             };
             change(place, &mut identity);
             identity
