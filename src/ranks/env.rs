@@ -56,10 +56,12 @@ struct Launcher {
     world: &'static [&'static str],
     /// Without these variables, rank and world size may mean something else.
     required: &'static [&'static [&'static str]],
-    /// The variable that holds the number of ranks on this host.
-    local_world: Option<&'static str>,
-    /// The variable that holds a rank's place on its host, if this launcher's ranks may run on several.
-    place: Option<&'static str>,
+    /// The variable that holds the number of ranks on this host. The first that is set counts.
+    local_world: &'static [&'static str],
+    /// The variable that holds a rank's number on its host. The first that is set counts.
+    local_rank: &'static [&'static str],
+    /// True if this launcher's ranks may run on several hosts.
+    spans_hosts: bool,
     /// The variables that together tell this job from others.
     job: &'static [&'static [&'static str]],
     /// If srun also sets this launcher's variables, for MPI, the variable that tells who has set them. srun does not
@@ -93,8 +95,10 @@ const LAUNCHERS: [Launcher; 9] = [
         rank: &["RANK"],
         world: &["WORLD_SIZE"],
         required: &[&["LOCAL_RANK"], &["MASTER_ADDR"], &["MASTER_PORT"]],
-        local_world: Some("LOCAL_WORLD_SIZE"),
-        place: Some("LOCAL_RANK"),
+        // DeepSpeed's launcher sets the second.
+        local_world: &["LOCAL_WORLD_SIZE", "LOCAL_SIZE"],
+        local_rank: &["LOCAL_RANK"],
+        spans_hosts: true,
         job: &[
             &["MASTER_ADDR"],
             &["MASTER_PORT"],
@@ -108,7 +112,8 @@ const LAUNCHERS: [Launcher; 9] = [
         marks: &[&["OMPI_COMM_WORLD_RANK"]],
         rank: &["OMPI_COMM_WORLD_RANK"],
         world: &["OMPI_COMM_WORLD_SIZE"],
-        local_world: Some("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        local_world: &["OMPI_COMM_WORLD_LOCAL_SIZE"],
+        local_rank: &["OMPI_COMM_WORLD_LOCAL_RANK"],
         job: &[&["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"]],
         ..NONE
     },
@@ -117,7 +122,8 @@ const LAUNCHERS: [Launcher; 9] = [
         marks: &[&["MV2_COMM_WORLD_RANK"], &["MVP_COMM_WORLD_RANK"]],
         rank: &["MV2_COMM_WORLD_RANK", "MVP_COMM_WORLD_RANK"],
         world: &["MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE"],
-        local_world: Some("MV2_COMM_WORLD_LOCAL_SIZE"),
+        local_world: &["MV2_COMM_WORLD_LOCAL_SIZE"],
+        local_rank: &["MV2_COMM_WORLD_LOCAL_RANK", "MVP_COMM_WORLD_LOCAL_RANK"],
         ..NONE
     },
     Launcher {
@@ -126,7 +132,8 @@ const LAUNCHERS: [Launcher; 9] = [
         marks: &[&["PMI_RANK"], &["PMI_ID", "PMI_PORT"]],
         rank: &["PMI_RANK", "PMI_ID"],
         world: &["PMI_SIZE"],
-        local_world: Some("MPI_LOCALNRANKS"),
+        local_world: &["MPI_LOCALNRANKS"],
+        local_rank: &["MPI_LOCALRANKID"],
         imitated: Some("PMI_JOBID"),
         ..NONE
     },
@@ -136,7 +143,8 @@ const LAUNCHERS: [Launcher; 9] = [
         rank: &["PALS_RANKID"],
         world: &["PMI_SIZE"],
         required: &[&["PALS_APID"]],
-        local_world: Some("PALS_LOCAL_SIZE"),
+        local_world: &["PALS_LOCAL_SIZE"],
+        local_rank: &["PALS_LOCAL_RANKID"],
         job: &[&["PALS_APID"]],
         imitated: Some("PALS_APID"),
         ..NONE
@@ -157,6 +165,7 @@ const LAUNCHERS: [Launcher; 9] = [
         rank: &["FLUX_TASK_RANK"],
         world: &["FLUX_JOB_SIZE"],
         required: &[&["FLUX_JOB_ID"]],
+        local_rank: &["FLUX_TASK_LOCAL_ID"],
         job: &[&["FLUX_JOB_ID"]],
         ..NONE
     },
@@ -167,8 +176,9 @@ const LAUNCHERS: [Launcher; 9] = [
         // The other two hold the job's size if srun preserves the job's environment.
         world: &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"],
         required: &[&["SLURM_JOB_ID", "SLURM_JOBID"], STEP],
-        local_world: Some("SLURM_STEP_TASKS_PER_NODE"),
-        place: Some("SLURM_LOCALID"),
+        local_world: &["SLURM_STEP_TASKS_PER_NODE"],
+        local_rank: &["SLURM_LOCALID"],
+        spans_hosts: true,
         job: &[&["SLURM_JOB_ID", "SLURM_JOBID"], STEP],
         ..NONE
     },
@@ -181,8 +191,9 @@ const NONE: Launcher = Launcher {
     rank: &[],
     world: &[],
     required: &[],
-    local_world: None,
-    place: None,
+    local_world: &[],
+    local_rank: &[],
+    spans_hosts: false,
     job: &[],
     imitated: None,
 };
@@ -263,7 +274,7 @@ impl Launcher {
     /// The variables that differ between this launcher's ranks, or between its jobs.
     fn of_task(&self) -> Vec<&'static str> {
         let names = self.rank.iter().chain(self.world);
-        names.copied().chain(self.local_world).collect()
+        names.chain(self.local_world).copied().collect()
     }
 }
 
@@ -351,6 +362,7 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
     LAUNCHERS.into_iter().flat_map(|launcher| {
         let sets = launcher.marks.iter().chain(launcher.required);
         let sets = sets.chain(launcher.job).copied().flatten().copied();
+        let sets = sets.chain(launcher.local_rank.iter().copied());
         sets.chain(launcher.of_task())
     })
 }
@@ -544,7 +556,8 @@ pub mod fuzzing {
         let environments = LAUNCHERS.iter().map(|launcher| {
             let named = launcher.required.iter().chain(launcher.job);
             let others = named.map(|names| format!("{}=7\n", names[0]));
-            let local = launcher.local_world.map(|name| format!("{name}=4\n"));
+            let local = launcher.local_world.first();
+            let local = local.map(|name| format!("{name}=4\n"));
             let ranks = format!("{}=1\n{}=4\n", launcher.rank[0], launcher.world[0]);
             let lines: String = others.chain(local).collect();
             (ranks + &lines).into_bytes()

@@ -221,6 +221,8 @@ fn every_launcher_is_understood() {
 const TORCHRUN_2: &str =
     "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 GROUP_WORLD_SIZE=2
     MASTER_ADDR=node1 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=5f0c TORCHELASTIC_RESTART_COUNT=0";
+/// DeepSpeed's launcher, with two processes on each of two hosts: the first of the second host.
+const DEEPSPEED_2: &str = "RANK=2 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_SIZE=2 CROSS_RANK=1 CROSS_SIZE=2 MASTER_ADDR=node1 MASTER_PORT=29500";
 /// srun -N 2 -n 4, on the second node.
 const SRUN_2: &str = "SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_NTASKS=4
     SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_STEP_NODELIST=node[1-2] MASTER_ADDR=fd00::1";
@@ -252,9 +254,57 @@ fn ranks_of_several_hosts_are_told_apart_if_they_have_a_key() {
         "GEMMESH_PORT=7000",
     ];
     assert_eq!(described(&cyclic).hosts, hosts(b"abab"));
+    let by_deepspeed = described(&[DEEPSPEED_2, SECRET]);
+    assert_eq!((by_deepspeed.rank, by_deepspeed.hosts), (2, hosts(b"aabb")));
+    assert_eq!(by_deepspeed.meeting.unwrap().port, 29501);
     // One host needs no key, and takes no port.
     let alone = described(&[TORCHRUN, SECRET, "GEMMESH_PORT=none"]);
     assert_eq!((alone.hosts, alone.meeting), (Hosts::default(), None));
+}
+
+#[test]
+fn a_rank_that_is_not_on_rank_0s_host_by_its_own_numbers_says_so() {
+    let unknown = without(DEEPSPEED_2, &["LOCAL_SIZE"]);
+    let srun = without(SRUN_2, &["SLURM_STEP_TASKS_PER_NODE"]);
+    let flux = FLUX.replace("RANK=1", "RANK=3").replace("SIZE=2", "SIZE=4");
+    let one_host = "all 4 ranks must be on one host";
+    let cases: [(&[&str], &str, &str); 5] = [
+        (
+            &[&unknown, SECRET],
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE must be set",
+        ),
+        (
+            &[&unknown],
+            "LOCAL_RANK",
+            "unless GEMMESH_KEY is set, and LOCAL_WORLD_SIZE",
+        ),
+        (&[&srun], "SLURM_LOCALID", one_host),
+        (&[&flux], "FLUX_TASK_LOCAL_ID", one_host),
+        (
+            &[&MVAPICH_3.replace(
+                "RANK=1 MVP_COMM_WORLD_SIZE=2",
+                "RANK=3 MVP_COMM_WORLD_SIZE=4",
+            )],
+            "MVP_COMM_WORLD_LOCAL_RANK",
+            one_host,
+        ),
+    ];
+    for (variables, name, words) in cases {
+        let error = describe(&process(variables)).unwrap_err().to_string();
+        assert!(
+            error.starts_with(&format!("environment variable {name} is ")),
+            "{error}"
+        );
+        assert!(error.contains(" is not on rank 0's host"), "{error}");
+        assert!(error.contains(words), "{error}");
+    }
+    // The ranks of rank 0's host, too, do not wait for others that have given up.
+    let first = unknown.replace("RANK=2", "RANK=0");
+    let missing = "LOCAL_WORLD_SIZE (or unset GEMMESH_KEY, if all ranks are on one host)";
+    assert_missing(&[&first, SECRET], "torchrun", missing);
+    let alone = describe(&process(&[&first])).unwrap().unwrap();
+    assert_eq!(alone.hosts, Hosts::default());
 }
 
 #[test]

@@ -40,8 +40,8 @@ pub fn hosts(
     rank: usize,
     world: usize,
 ) -> Result<Hosts> {
-    let Some(name) = launcher.local_world else {
-        return Ok(Hosts::default());
+    let Some(name) = first_of(process, launcher.local_world) else {
+        return one_host(process, launcher, rank, world);
     };
     let value = text(process, name)?;
     let Some(value) = value.filter(|value| value.parse() != Ok(world)) else {
@@ -52,9 +52,9 @@ pub fn hosts(
         value: value.clone(),
         reason,
     };
-    let Some(place) = launcher.place else {
+    if !launcher.spans_hosts {
         return Err(wrong(format!("all {world} ranks must be on one host")));
-    };
+    }
     if process.variable(KEY).is_none() {
         let reason = format!("all {world} ranks must be on one host, unless {KEY} is set");
         return Err(wrong(reason));
@@ -76,7 +76,7 @@ pub fn hosts(
         true => [rank % (world / own), rank / (world / own)],
         false => [rank / own, rank % own],
     };
-    let (_, found) = number(process, &[place])?;
+    let (place, found) = number(process, launcher.local_rank)?;
     let [_, expected] = host_and_place(rank);
     if found != expected {
         return Err(Error::EnvironmentValue {
@@ -90,6 +90,51 @@ pub fn hosts(
     let names: Vec<usize> = (0..world).map(|rank| host_and_place(rank)[0]).collect();
     // The numbers of ranks are equal.
     Ok(Hosts::of(&names).unwrap_or_default())
+}
+
+/// The hosts of ranks that are not told how many share one: all of them, unless a rank's own numbers say that it is on
+/// another host than rank 0.
+fn one_host(
+    process: &impl Surroundings,
+    launcher: &Launcher,
+    rank: usize,
+    world: usize,
+) -> Result<Hosts> {
+    let size = launcher
+        .local_world
+        .first()
+        .filter(|_| launcher.spans_hosts);
+    let has_key = process.variable(KEY).is_some();
+    if first_of(process, launcher.local_rank).is_some() {
+        let (name, place) = number(process, launcher.local_rank)?;
+        if place != rank && world > 1 {
+            let remedy = match size {
+                Some(size) if has_key => {
+                    format!("{size} must be set to the number of ranks of a host")
+                }
+                Some(size) => {
+                    format!(
+                        "all {world} ranks must be on one host, unless {KEY} is set, and {size} to the number of \
+                         ranks of a host"
+                    )
+                }
+                None => format!("all {world} ranks must be on one host"),
+            };
+            return Err(Error::EnvironmentValue {
+                name: name.into(),
+                value: place.to_string(),
+                reason: format!("so rank {rank} is not on rank 0's host, and {remedy}"),
+            });
+        }
+    }
+    match size {
+        // Ranks of rank 0's host would wait for those of others.
+        Some(size) if has_key && world > 1 => Err(Error::Environment {
+            launcher: launcher.name.into(),
+            missing: format!("{size} (or unset {KEY}, if all ranks are on one host)"),
+        }),
+        _ => Ok(Hosts::default()),
+    }
 }
 
 /// The number of ranks of each host, if it is the same for all: 4, or srun's 4(x2).
