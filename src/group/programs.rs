@@ -10,6 +10,8 @@ use crate::error::{Error, MadeCall, Result, called_at};
 use crate::profile::nvtx::range;
 use crate::refusal;
 use crate::resources::require_available;
+use crate::schedule::layout::MAX_EXTENT;
+use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::PARTIALS;
 use crate::schedule::plan::{over_hosts, plan, tile_order};
 use crate::schedule::{Accumulation, Agreed, Config, Numerics, Problem, Schedule};
@@ -92,6 +94,9 @@ impl<B: Backend> Group<B> {
             numerics,
             ..
         } = self.inner();
+        // Before anything is computed of them.
+        limit("N", problem.n, 0, MAX_EXTENT)?;
+        config.map_or(Ok(()), |config| config.check())?;
         let mut problem = Cow::Borrowed(problem);
         // Not all kernels have fast sums, and which one runs depends on M.
         if *numerics == Numerics::Invariant && problem.form.accumulation == Accumulation::Fast {

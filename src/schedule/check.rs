@@ -355,7 +355,7 @@ impl Parts {
             check_type(matrix)?;
             let spec = self.matrices[matrix];
             let gated = self.product.as_ref().is_some_and(|product| product.gated);
-            let end = first.saturating_add(n * (1 + usize::from(gated)));
+            let end = first.saturating_add(n.saturating_mul(1 + usize::from(gated)));
             limit("columns of a bias", end, 0, spec.columns)?;
         }
         if let Some(Residual { matrix, first }) = sum.residual {

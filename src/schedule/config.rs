@@ -201,12 +201,12 @@ impl Config {
 
     /// Rows of one entry of the table.
     pub(crate) fn entry_rows(&self) -> usize {
-        self.tile.m * self.tile.cluster_m
+        self.tile.m.saturating_mul(self.tile.cluster_m)
     }
 
     /// Columns of the product in one entry of the table.
     pub(crate) fn entry_columns(&self) -> usize {
-        self.tile.n * self.tile.cluster_n
+        self.tile.n.saturating_mul(self.tile.cluster_n)
     }
 
     pub(crate) fn check(&self) -> Result<()> {
@@ -307,9 +307,10 @@ impl TileShape {
         }
     }
 
-    /// CTAs of a cluster.
+    /// CTAs of a cluster. Calls refuse a shape of which there are more than a `usize` holds.
     pub const fn ctas(&self) -> usize {
-        self.cluster_m * self.cluster_n * self.split_k
+        let tiles = self.cluster_m.saturating_mul(self.cluster_n);
+        tiles.saturating_mul(self.split_k)
     }
 
     /// Sets the number of CTAs that share a tile.

@@ -165,7 +165,7 @@ impl Form {
 
     /// The columns that are multiplied to make `n` columns of output.
     pub fn multiplied(&self, n: usize) -> usize {
-        n * (1 + usize::from(self.gated))
+        n.saturating_mul(1 + usize::from(self.gated))
     }
 
     /// How many values of a weight share a scale.

@@ -5,6 +5,7 @@
 mod support;
 
 mod ends;
+mod extremes;
 mod forks;
 mod groups;
 mod hosts;
