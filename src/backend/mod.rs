@@ -23,5 +23,5 @@ pub use delays::delay_chunks;
 pub use host::Host;
 pub use host::mailboxes::Mailboxes;
 #[cfg(feature = "mpi")]
-pub use host::mpi::Mpi;
+pub use host::mpi::{self, Mpi};
 pub use host::network::Network;

@@ -8,6 +8,7 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, CommunicatorCollectives};
 
 use super::{Builder, GATHERED_BYTES, Group};
+use crate::backend::mpi::{Unusable, check};
 use crate::backend::sealed::Implementation;
 use crate::backend::{Backend, Host, Mpi};
 use crate::error::{Error, Result};
@@ -28,9 +29,14 @@ impl<B: Backend> Builder<B> {
     ///
     /// # Errors
     /// As [`Builder::connect_with`]; [`Error::Unsupported`] if MPI is to carry rows and was not initialised by
-    /// `mpi::initialize_with_threading(mpi::Threading::Multiple)`.
+    /// `mpi::initialize_with_threading(mpi::Threading::Multiple)`; [`Error::Environment`] if MPI is not initialised or is
+    /// finalised.
+    ///
+    /// If MPI carries rows, the group must be dropped before the `mpi::Universe`. Calls that are under way when MPI is
+    /// finalised, and later ones, return [`Error::System`], and the group has failed.
     #[track_caller]
     pub fn from_communicator(mut self, communicator: &impl Communicator) -> Result<Group<B>> {
+        require_mpi()?;
         let (rank, world) = (communicator.rank() as usize, communicator.size() as usize);
         let carries_rows = B::NAME == Host::NAME;
         self.hosts = hosts(communicator, carries_rows)?;
@@ -57,17 +63,23 @@ impl<B: Backend> Builder<B> {
     /// ```
     ///
     /// # Errors
-    /// As [`Builder::from_communicator`]; [`Error::Environment`] if MPI is not initialised.
+    /// As [`Builder::from_communicator`].
     #[track_caller]
     pub fn from_mpi(self) -> Result<Group<B>> {
-        if !mpi::environment::is_initialized() {
-            return Err(Error::Environment {
-                launcher: "MPI".into(),
-                missing: "mpi::initialize()".into(),
-            });
-        }
+        require_mpi()?;
         self.from_communicator(&SimpleCommunicator::world())
     }
+}
+
+/// Fails unless MPI can be called.
+fn require_mpi() -> Result<()> {
+    check().map_err(|unusable| Error::Environment {
+        launcher: "MPI".into(),
+        missing: match unusable {
+            Unusable::NotInitialised => "mpi::initialize()".into(),
+            Unusable::Finalised => "an mpi::Universe (MPI has been finalised)".into(),
+        },
+    })
 }
 
 /// What a rank tells the others: its host's tag, and whether any of its threads may call MPI.

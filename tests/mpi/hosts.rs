@@ -63,7 +63,7 @@ pub fn test(world: &SimpleCommunicator) -> usize {
 }
 
 /// The group of a communicator's ranks, of which `hosts` has the hosts.
-fn group(communicator: &SimpleCommunicator, hosts: &str) -> Group<Host> {
+pub fn group(communicator: &SimpleCommunicator, hosts: &str) -> Group<Host> {
     open(Group::builder(), communicator, hosts).unwrap()
 }
 

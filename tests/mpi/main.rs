@@ -1,5 +1,6 @@
 //! Groups over MPI: run under `mpirun -n 6`, or alone as a group of one. With the argument `single`, MPI allows one thread.
 
+mod ends;
 mod hosts;
 #[path = "../support/mod.rs"]
 #[macro_use]
@@ -21,6 +22,7 @@ fn main() {
         true => Threading::Single,
         false => Threading::Multiple,
     };
+    ends::mpi_has_not_begun();
     let (universe, provided) = mpi::initialize_with_threading(threading).unwrap();
     let world = universe.world();
     let passed = if provided == Threading::Multiple {
@@ -36,8 +38,9 @@ fn main() {
         hosts::several_need_threads(&world);
         1
     };
-    if world.rank() == 0 {
-        let ranks = world.size();
+    let (rank, ranks) = (world.rank(), world.size());
+    let passed = passed + ends::test(universe, provided);
+    if rank == 0 {
         println!("test result: ok. {passed} passed; 0 failed; {ranks} ranks");
     }
 }

@@ -24,6 +24,8 @@ static int join(MPI_Comm communicator) {
 }
 
 int main(int argc, char **argv) {
+    gemmesh_group *none;
+    if (gemmesh_group_from_mpi(MPI_COMM_WORLD, NULL, &none) != GEMMESH_ERROR_ARGUMENT) return fail("before MPI_Init");
     MPI_Init(&argc, &argv);
     int rank;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
@@ -33,8 +35,8 @@ int main(int argc, char **argv) {
     MPI_Comm_free(&part);
     // No communicator.
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
-    gemmesh_group *none;
     if (gemmesh_group_from_mpi(MPI_COMM_NULL, NULL, &none) != GEMMESH_ERROR_ARGUMENT) return fail("no communicator");
     MPI_Finalize();
+    if (gemmesh_group_from_mpi(MPI_COMM_WORLD, NULL, &none) != GEMMESH_ERROR_ARGUMENT) return fail("after MPI_Finalize");
     return 0;
 }

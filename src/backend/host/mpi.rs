@@ -1,5 +1,7 @@
 //! MPI as the network of the host backend.
 
+mod end;
+
 use std::ffi::{c_char, c_int};
 use std::fmt;
 use std::mem::{MaybeUninit, forget, take};
@@ -8,6 +10,8 @@ use mpi::ffi;
 use mpi::raw::AsRaw;
 use mpi::traits::Communicator;
 
+use self::end::Hold;
+pub use self::end::{Unusable, check};
 use super::network::{Message, Network};
 use crate::error::{Error, Result};
 
@@ -41,7 +45,7 @@ impl Mpi {
         Mpi { communicator: raw }
     }
 
-    /// `begin` gets the message and how many bytes it has.
+    /// `begin` gets the message and how many bytes it has. MPI does not end meanwhile.
     fn begin(
         rank: usize,
         way: Way,
@@ -55,9 +59,7 @@ impl Mpi {
             // SAFETY: a constant of the library.
             request: unsafe { ffi::RSMPI_REQUEST_NULL },
         };
-        if mpi::is_finalized() {
-            return Err(message.failed("MPI was finalised before the group ended".into()));
-        }
+        let _hold = message.hold()?;
         let length = message.bytes.len();
         let Ok(count) = c_int::try_from(length) else {
             return Err(message.failed(format!("a message of {length} bytes is too long")));
@@ -73,7 +75,7 @@ impl Network for Mpi {
         Mpi::begin(rank, Way::Sent, bytes, |message, count| {
             let first = message.bytes.as_ptr().cast();
             let (peer, request) = (peer as c_int, &mut message.request);
-            // SAFETY: the message keeps its bytes until MPI has read them.
+            // SAFETY: MPI has not ended, as `begin` makes sure. The message keeps its bytes until MPI has read them.
             unsafe {
                 let bytes = ffi::RSMPI_UINT8_T;
                 ffi::MPI_Isend(first, count, bytes, peer, TAG, self.communicator, request)
@@ -85,7 +87,8 @@ impl Network for Mpi {
         Mpi::begin(rank, Way::Received, bytes, |message, count| {
             let first = message.bytes.as_mut_ptr().cast();
             let (peer, request) = (peer as c_int, &mut message.request);
-            // SAFETY: the message keeps its bytes until MPI has written them, and nobody else reads them until then.
+            // SAFETY: MPI has not ended, as `begin` makes sure. The message keeps its bytes until MPI has written them,
+            // and nobody else reads them until then.
             unsafe {
                 let bytes = ffi::RSMPI_UINT8_T;
                 ffi::MPI_Irecv(first, count, bytes, peer, TAG, self.communicator, request)
@@ -129,7 +132,15 @@ impl MpiMessage {
         }
     }
 
-    /// Makes an error of the status of a call.
+    /// Keeps MPI from its end until the result is dropped.
+    fn hold(&self) -> Result<Hold> {
+        end::hold().map_err(|_| {
+            let reason = "MPI was finalised before the group's last call; drop the mpi::Universe after the group";
+            self.failed(reason.into())
+        })
+    }
+
+    /// Makes an error of the status of a call. MPI has not ended.
     fn check(&self, status: c_int) -> Result<()> {
         if status == ffi::MPI_SUCCESS as c_int {
             return Ok(());
@@ -145,9 +156,11 @@ impl MpiMessage {
 
 impl Message for MpiMessage {
     fn take_if_ended(&mut self) -> Result<Option<Vec<u8>>> {
+        let _hold = self.hold()?;
         let (request, mut ended) = (&mut self.request, 0);
         let mut come = MaybeUninit::zeroed();
-        // SAFETY: the request is of this message, or null, which has ended. MPI writes null into it at its end.
+        // SAFETY: MPI has not ended, by `_hold`. The request is of this message, or null, which has ended. MPI writes
+        // null into it at its end.
         let status = unsafe { ffi::MPI_Test(request, &mut ended, come.as_mut_ptr()) };
         self.check(status)?;
         if ended == 0 {
