@@ -12,11 +12,11 @@ use std::fmt;
 pub use self::made_call::MadeCall;
 use self::made_call::{Difference, Refused, Whole};
 pub(crate) use self::made_call::{Ordinal, of_configuration};
-pub(crate) use self::words::Counted;
 use self::words::{
-    Alike, Because, Bounds, DifferentGroup, Ended, GroupOf, Killed, Nearest, OneLine, Panic,
-    Prepare, Ranks, Transposed, Who, WithinGroup,
+    Alike, Because, Bounds, DifferentGroup, Ended, GroupOf, InBrackets, Killed, Nearest, OneLine,
+    Panic, Prepare, Ranks, Transposed, Who, WithinGroup,
 };
+pub(crate) use self::words::{Counted, Listed};
 use crate::element::DType;
 use crate::resources::{self, Bytes};
 use crate::route::Route;
@@ -190,9 +190,9 @@ pub enum Error {
     },
 
     /// Ranks did not come to the rendezvous.
-    #[error("{} not come to {address:?} within {waited_ms} ms; see whether {} started, and with the same address, or \
+    #[error("{} not come to {address:?} within {waited_ms} ms{}; see whether {} started, and with the same address, or \
              raise Builder::arrival_timeout",
-        Ranks(.ranks, "has", "have"), if .ranks.len() == 1 { "it was" } else { "they were" })]
+        Ranks(.ranks, "has", "have"), InBrackets(.reason), if .ranks.len() == 1 { "it was" } else { "they were" })]
     RanksMissing {
         /// The ranks that did not come.
         ranks: Vec<usize>,
@@ -200,6 +200,9 @@ pub enum Error {
         address: String,
         /// How long this rank waited.
         waited_ms: u64,
+        /// What is known of them: how a leader's latest tries to reach rank 0 failed, or which process rank 0 turned away
+        /// because of its key.
+        reason: Option<Box<str>>,
     },
 
     /// The process of a launched rank ended before it joined the group.
@@ -878,6 +881,7 @@ mod tests {
             ranks: vec![3],
             address: "job".into(),
             waited_ms: 500,
+            reason: None,
         };
         assert_eq!(
             missing.to_string(),

@@ -200,6 +200,7 @@ pub mod fuzzing {
     pub use crate::ranks::members::messages::fuzzing as frame;
     pub use crate::ranks::mirror::fuzzing as mirror;
     pub use crate::ranks::rendezvous::fuzzing as introduction;
+    pub use crate::ranks::rendezvous::fuzzing_visits as visit;
     pub use crate::ranks::reports::fuzzing as report;
     pub use crate::trace::fuzzing as trace;
 }

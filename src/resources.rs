@@ -104,6 +104,19 @@ pub fn explain(error: &io::Error) -> String {
     named(error, limits)
 }
 
+/// The system's words if another process can open no more files, with its limit if process `pid` shows it.
+pub fn explain_open_files(pid: Option<u32>) -> String {
+    let Limit(_, what, names, _) = OPEN_FILES;
+    let limits = pid.map(|pid| fs::read_to_string(format!("/proc/{pid}/limits")));
+    let limits = limits.and_then(io::Result::ok).unwrap_or_default();
+    let mut lines = limits.lines();
+    let limit = lines.find_map(|line| line.strip_prefix("Max open files"));
+    let limit = limit.and_then(|values| values.split_whitespace().next());
+    let limit = limit.map_or_else(String::new, |value| format!(" is {value}"));
+    let error = io::Error::from(Errno::MFILE);
+    format!("{error}; the limit on {what}{limit} ({names})")
+}
+
 /// [`explain`], if a thread or a process could not be started.
 pub fn explain_start(error: &io::Error) -> String {
     match Errno::from_io_error(error) {

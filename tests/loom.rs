@@ -18,6 +18,7 @@ use gemmesh::protocol::flag::Flag;
 use gemmesh::protocol::flag::FlagBlock;
 use gemmesh::protocol::flag::Wait;
 use gemmesh::protocol::primitive::AtomicUsize;
+use gemmesh::protocol::seat::{Line, Seat, Seating, Visit};
 use gemmesh::schedule::drive::{self, CopyThread, Produced};
 use gemmesh::schedule::plan::matrices::{A, MATRICES, PARTIALS};
 use gemmesh::schedule::plan::plan;
@@ -947,4 +948,53 @@ fn of_two_reports_one_is_read_whole() {
         assert_ne!(first[0], first[1]);
         assert_eq!(report.reporter(), Some(first[1].into()));
     });
+}
+
+/// A connection that arrives at rank 0, as it says of itself.
+type Arrival = (Visit, Line);
+
+/// Connections of a leader arrive at rank 0 in any order. Those of the last visit get the seat.
+fn meet(arrivals: &'static [Arrival], last: Visit) {
+    explore(None, move || {
+        let (arrive, arrived) = channel();
+        let deliver = |&arrival: &'static Arrival| {
+            let arrive = arrive.clone();
+            spawn(move || arrive.send(arrival).unwrap())
+        };
+        let network: Vec<_> = arrivals.iter().map(deliver).collect();
+        let mut seat = Seat::default();
+        for _ in arrivals {
+            let (visit, line) = arrived.recv().unwrap();
+            let seating = seat.take(visit, line, (visit, line), |_| false);
+            assert!(!matches!(seating, Seating::Rival(_)), "its own rival");
+        }
+        let both = (Some((last, Line::Messages)), Some((last, Line::Mirror)));
+        assert_eq!(seat.into_connections(), both);
+        network.into_iter().for_each(|one| one.join().unwrap());
+    });
+}
+
+const FIRST: Visit = Visit {
+    leader: 7,
+    number: 1,
+};
+const SECOND: Visit = Visit {
+    leader: 7,
+    number: 2,
+};
+
+#[test]
+fn two_connections_of_a_leader_arrive_in_either_order() {
+    meet(&[(FIRST, Line::Messages), (FIRST, Line::Mirror)], FIRST);
+}
+
+#[test]
+fn a_connection_that_is_late_until_the_next_visit_has_no_place_in_it() {
+    let arrivals = &[
+        (FIRST, Line::Messages),
+        (FIRST, Line::Mirror),
+        (SECOND, Line::Messages),
+        (SECOND, Line::Mirror),
+    ];
+    meet(arrivals, SECOND);
 }

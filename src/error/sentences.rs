@@ -86,8 +86,9 @@ examples! {
     }
     Environment { launcher: "torchrun".into(), missing: "WORLD_SIZE".into() }
     EnvironmentValue { name: "RANK".into(), value: "x".into(), reason: "it must be a number".into() }
-    RanksMissing { ranks: vec![3], address: address(), waited_ms: 500 }
-    RanksMissing { ranks: vec![3, 5], address: address(), waited_ms: 500 }
+    RanksMissing { ranks: vec![3], address: address(), waited_ms: 500, reason: None }
+    RanksMissing { ranks: vec![3, 5], address: address(), waited_ms: 500, reason: None }
+    RanksMissing { ranks: vec![0], address: address(), waited_ms: 500, reason: Some("10.0.0.1:7: refused".into()) }
     RankNeverJoined { rank: 3 }
     AddressTaken { rank: 3, address: address(), holder: "process 7 of user 1000".into(), waited_ms: 500 }
     UnknownUser { ranks: vec![3], rank: 0, address: address(), reason: reason() }

@@ -267,6 +267,18 @@ impl fmt::Display for Ranks<'_> {
     }
 }
 
+/// Words in brackets, if there are any.
+pub struct InBrackets<'a>(pub &'a Option<Box<str>>);
+
+impl fmt::Display for InBrackets<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let InBrackets(words) = self;
+        words
+            .as_ref()
+            .map_or(Ok(()), |words| write!(f, " ({words})"))
+    }
+}
+
 pub struct Who<'a>(pub &'a Option<usize>);
 
 impl fmt::Display for Who<'_> {

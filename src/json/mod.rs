@@ -338,6 +338,7 @@ enum ErrorJson {
         ranks: Vec<usize>,
         address: String,
         waited_ms: u64,
+        reason: Option<Box<str>>,
     },
     RankNeverJoined {
         rank: usize,

@@ -4,3 +4,4 @@ pub mod board;
 pub mod epoch;
 pub mod flag;
 pub mod primitive;
+pub mod seat;

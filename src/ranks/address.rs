@@ -117,6 +117,11 @@ pub fn meeting_names(address: &Address) -> io::Result<Vec<SocketAddr>> {
         .collect()
 }
 
+/// The name at which rank 0 listens to say that it has only one descriptor left, so that it can accept no connection.
+pub fn last_descriptor_name(address: &str) -> io::Result<SocketAddr> {
+    name(address, "last descriptor")
+}
+
 /// The names of `meeting_names` as texts, for tests.
 pub fn meeting_texts(address: &str) -> Vec<String> {
     let names = meeting_names(&Address::of(address)).unwrap_or_default();
@@ -169,6 +174,7 @@ mod tests {
         let address = &Address::of(address);
         let mut all = meeting_names(address).unwrap();
         all.push(report_name(address).unwrap());
+        all.push(last_descriptor_name(address).unwrap());
         all.push(end_name(address, 1).unwrap());
         all.iter()
             .map(|name| name.as_abstract_name().unwrap().to_vec())
@@ -191,7 +197,7 @@ mod tests {
         ];
         let all: Vec<_> = texts.iter().flat_map(|text| names(text)).collect();
         let distinct: HashSet<_> = all.iter().collect();
-        assert_eq!(distinct.len(), texts.len() * (NAMES + 2));
+        assert_eq!(distinct.len(), texts.len() * (NAMES + 3));
         assert!(all.iter().all(|name| name.len() == 40));
         assert_eq!(names(&long), names(&long), "the same on every rank");
     }

@@ -553,6 +553,7 @@ mod tests {
             ranks: vec![1, 2, 3, 70],
             address: "job".into(),
             waited_ms: 1,
+            reason: None,
         };
         let ends = [ended(ONE), ended(OK), None, ended(KILLED)];
         let (rank, ..) = blame(&ends, &[report(0, missing.clone())]);

@@ -2,27 +2,38 @@
 //!
 //! The ranks of a host meet their leader as those of one host meet rank 0. When they have all come, or when they can't
 //! become a group, the leader reports that to rank 0, and passes rank 0's verdict on. A leader has two connections to
-//! rank 0, one for messages and one for the mirror.
+//! rank 0, one for messages and one for the mirror. [`seat`](crate::protocol::seat) says how rank 0 tells them apart.
 //!
 //! All ranks of a job have a key. `handshake` says how the two ends of a connection prove that they have it. A process
-//! without the key learns nothing. It gets a place among a bounded number of strangers for two seconds, and nobody waits
+//! without the key learns nothing. It gets a place among a bounded number of strangers for five seconds, and nobody waits
 //! for it.
 
 mod dial;
 mod handshake;
 mod lobby;
+mod lookup;
+mod reach;
+
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    pub use super::handshake::{Greeting, Nonces, Proof};
+    pub use super::reach::fuzz_answer as read_answer;
+}
 
 use std::fmt;
 use std::io;
-use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::net::{SocketAddr, TcpListener};
 
 use serde::{Deserialize, Serialize};
 
-pub use self::dial::report;
+pub use self::dial::{Limits, report};
+#[cfg(test)]
+pub use self::handshake::Greeting;
 pub use self::handshake::Key;
-pub use self::lobby::{Lobby, Visitor};
+pub use self::lobby::{ANOTHER_KEY, Lobby, Visitor};
 use super::rendezvous::Hello;
 use super::tcp;
+use crate::protocol::seat::{Line, Visit};
 
 /// The longest report: an error, with its words.
 pub const MAX_REPORT: usize = 64 << 10;
@@ -53,15 +64,6 @@ impl Meeting {
             Place::At(addresses) => tcp::listen(addresses.first().map_or(0, SocketAddr::port)),
         }
     }
-
-    /// The addresses at which rank 0 may listen.
-    fn addresses(&self) -> io::Result<Vec<SocketAddr>> {
-        match &self.place {
-            Place::Listening(listener) => Ok(vec![listener.local_addr()?]),
-            Place::Named(name, port) => Ok((name.as_str(), *port).to_socket_addrs()?.collect()),
-            Place::At(addresses) => Ok(addresses.clone()),
-        }
-    }
 }
 
 impl fmt::Display for Place {
@@ -81,17 +83,11 @@ impl fmt::Display for Place {
 /// What a leader says when it has proved that it has the key.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
+    pub visit: Visit,
     pub line: Line,
     pub hello: Hello,
     /// The ranks of its host.
     pub ranks: Vec<usize>,
-    /// Whether they have come: a result as JSON.
+    /// Whether they have come: a result as JSON. If they have not, there is no connection for the mirror.
     pub outcome: String,
-}
-
-/// What a connection is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Line {
-    Messages,
-    Mirror,
 }

@@ -24,6 +24,7 @@ pub mod memfd;
 pub mod memfd;
 pub mod mirror;
 pub mod naming;
+mod notice;
 mod output;
 pub mod panics;
 mod peer;

@@ -15,6 +15,8 @@
 mod attempt;
 #[cfg(fuzzing)]
 pub mod fuzzing;
+#[cfg(fuzzing)]
+pub mod fuzzing_visits;
 mod introduction;
 mod leaders;
 
@@ -33,7 +35,7 @@ use super::members::{Connections, Members, opening};
 use super::mirror::Link;
 use super::naming::{Arrival, Naming};
 use super::pidfd::{self, Ended};
-use super::search::{Found, Search};
+use super::search::{ACCEPT, Found, Search};
 use super::shared_state::SharedState;
 use super::watcher::Watched;
 use super::wire::{Channel, Connection, Frame, WireError};
@@ -42,12 +44,12 @@ use crate::json;
 use crate::ranks::memfd::{Mapping, memfd};
 
 /// Changes whenever ranks of older builds cannot work with ranks of this build.
-pub const PROTOCOL_VERSION: u32 = 8;
+pub const PROTOCOL_VERSION: u32 = 9;
 /// The longest answer: an error.
 pub const MAX_VERDICT: usize = 64 << 10;
 /// If there can be no group, rank 0 listens this long for late ranks, to tell them, and a rank waits this long for
 /// that.
-const LINGER: Duration = Duration::from_secs(1);
+pub const LINGER: Duration = Duration::from_secs(1);
 
 /// Meets the other ranks by protocol version `version`.
 ///
@@ -64,7 +66,19 @@ pub fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
     loop {
         let (stream, peer) = match search.look()? {
             Found::Here(listener) => {
-                let attempt = Rendezvous::new(identity, hello, listener, version)?;
+                // A spare, for when there are no others left.
+                let spare = match listener.try_clone() {
+                    Ok(spare) => spare,
+                    Err(error) => {
+                        attempt::close(&listener);
+                        drop(listener);
+                        let error = Error::system(identity.rank, ACCEPT)(error);
+                        return Err(with_one_descriptor(
+                            error, identity, &hello, &search, version,
+                        ));
+                    }
+                };
+                let attempt = Rendezvous::new(identity, hello, [listener, spare], version)?;
                 return attempt.run(search.begin());
             }
             Found::There(stream, peer) => (Arc::new(Connection::from(stream)), peer),
@@ -84,6 +98,24 @@ pub fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
             }
         }
     }
+}
+
+/// Ends the part of a leader that lacks descriptors for others' connections: tells rank 0 and its host's ranks of
+/// `error`, with one descriptor.
+fn with_one_descriptor(
+    error: Error,
+    identity: &Identity,
+    hello: &Hello,
+    search: &Search,
+    version: u32,
+) -> Error {
+    if let Some(meeting) = identity.meeting.as_ref().filter(|_| identity.rank != 0) {
+        let own = Err(error.clone());
+        // This rank has its error, whatever rank 0 says.
+        let _ = leaders::report_to_rank_0(identity, meeting, hello, version, &own, search.begin());
+    }
+    search.show_last_descriptor();
+    error
 }
 
 /// Introduces this rank to the process that listens, and waits for the verdict.

@@ -14,15 +14,21 @@ use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::address::{self, NAMES};
 use super::identity::Identity;
+use super::notice::{self, Wait};
 use super::peer::{Peer, User, user_of};
 use super::pidfd;
+use super::rendezvous::LINGER;
 use crate::error::{Error, Result};
+use crate::resources;
 
 /// The pause after a failed try.
 pub const RETRY: Duration = Duration::from_millis(5);
 /// How long rank 0 tries to see who holds a name before it takes a different one. (A rank 0 binds its name a moment
 /// before it listens.)
 const PATIENCE: Duration = Duration::from_millis(50);
+
+/// What a leader does.
+pub const ACCEPT: &str = "accept another rank's connection";
 
 /// Where the ranks meet.
 pub enum Found {
@@ -48,7 +54,10 @@ enum Holder {
 pub struct Search<'a> {
     identity: &'a Identity,
     names: Vec<SocketAddr>,
+    /// Where rank 0 says that it can accept no connection.
+    last_descriptor: SocketAddr,
     begin: Instant,
+    wait: Wait,
     /// A process that is in the way.
     holder: Option<Peer>,
     /// True if a process that accepts no connections is in the way.
@@ -63,11 +72,15 @@ pub struct Search<'a> {
 
 impl<'a> Search<'a> {
     pub fn new(identity: &'a Identity) -> Result<Search<'a>> {
-        let names = address::meeting_names(&identity.local_address());
+        let address = identity.local_address();
+        let system = || Error::system(identity.rank, "name a socket");
+        let begin = Instant::now();
         Ok(Search {
             identity,
-            names: names.map_err(Error::system(identity.rank, "name a socket"))?,
-            begin: Instant::now(),
+            names: address::meeting_names(&address).map_err(system())?,
+            last_descriptor: address::last_descriptor_name(&address).map_err(system())?,
+            begin,
+            wait: Wait::since(begin),
             holder: None,
             full: false,
             untrusted: None,
@@ -108,7 +121,33 @@ impl<'a> Search<'a> {
         self.failure()
     }
 
-    fn pause(&self) -> Result<()> {
+    /// Shows ranks that look for this leader, for a while, that it has one descriptor left.
+    pub fn show_last_descriptor(&self) {
+        // If another process has the name, the others find out that this rank has not come.
+        if let Ok(_last) = UnixListener::bind_addr(&self.last_descriptor) {
+            std::thread::sleep(LINGER);
+        }
+    }
+
+    /// Says for whom this rank waits.
+    fn tell_of_wait(&self) {
+        let (rank, leader) = (self.identity.rank, self.identity.leader());
+        let (address, seconds) = (
+            address::shown(&self.identity.address),
+            notice::LONG.as_secs(),
+        );
+        notice::say(match rank == leader {
+            true => format!("rank {rank} has found the names of {address:?} taken for {seconds} s"),
+            false => {
+                format!("rank {rank} has waited for {seconds} s at {address:?} for rank {leader}")
+            }
+        });
+    }
+
+    fn pause(&mut self) -> Result<()> {
+        if self.wait.is_to_be_told(Instant::now()) {
+            self.tell_of_wait();
+        }
         let leader = self.identity.leader();
         if self.identity.has_ended(leader) {
             return Err(Error::RankNeverJoined { rank: leader });
@@ -132,7 +171,8 @@ impl<'a> Search<'a> {
                     return Err(Error::system(self.identity.rank, action)(error));
                 }
             }
-            match self.visit(number, &mut socket)? {
+            let name = self.names[number].clone();
+            match self.visit(&name, &mut socket)? {
                 // A second rank 0, which tells all ranks of it.
                 Holder::Same(stream, peer) => return Ok(Some(Found::There(stream, peer))),
                 Holder::Other => {}
@@ -151,11 +191,20 @@ impl<'a> Search<'a> {
     fn find(&mut self) -> Result<Option<Found>> {
         let (mut taken, mut socket) = (0, None);
         for number in 0..self.names.len() {
-            match self.visit(number, &mut socket)? {
+            let name = self.names[number].clone();
+            match self.visit(&name, &mut socket)? {
                 Holder::Same(stream, peer) => return Ok(Some(Found::There(stream, peer))),
                 Holder::Other | Holder::Full => taken += 1,
                 Holder::Silent => {}
             }
+        }
+        let name = self.last_descriptor.clone();
+        if let Holder::Same(_, peer) = self.visit(&name, &mut socket)? {
+            return Err(Error::System {
+                rank: Some(self.identity.leader()),
+                action: ACCEPT.into(),
+                reason: resources::explain_open_files(peer.pid),
+            });
         }
         // There was a name left for rank 0.
         if taken < NAMES {
@@ -165,10 +214,10 @@ impl<'a> Search<'a> {
     }
 
     /// Sees who holds a name, by connecting `socket`. After a failed try the socket is still there.
-    fn visit(&mut self, number: usize, socket: &mut Option<OwnedFd>) -> Result<Holder> {
+    fn visit(&mut self, name: &SocketAddr, socket: &mut Option<OwnedFd>) -> Result<Holder> {
         let opened = socket.take().map_or_else(open, Ok);
         let opened = opened.map_err(Error::system(self.identity.rank, "open a socket"))?;
-        if let Err(error) = connect(&opened, &self.names[number]) {
+        if let Err(error) = connect(&opened, name) {
             *socket = Some(opened);
             let is_full = error.kind() == io::ErrorKind::WouldBlock;
             self.full |= is_full;
@@ -230,6 +279,7 @@ impl<'a> Search<'a> {
                 ranks: vec![leader],
                 address,
                 waited_ms,
+                reason: None,
             },
         }
     }

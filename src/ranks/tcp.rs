@@ -7,6 +7,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
 
 use super::wire::Connection;
@@ -18,6 +19,22 @@ pub fn connection(stream: TcpStream) -> io::Result<Connection> {
     // Messages are sent and received in the same way as on sockets within a host.
     let stream = UnixStream::from(OwnedFd::from(stream));
     Ok(Connection::between_machines(stream))
+}
+
+/// Begins to connect to `address`, without waiting. The connection can be written to when that has succeeded.
+pub fn begin_to_connect(address: SocketAddr) -> io::Result<Connection> {
+    let family = match address {
+        SocketAddr::V4(_) => AddressFamily::INET,
+        SocketAddr::V6(_) => AddressFamily::INET6,
+    };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = net::socket_with(family, SocketType::STREAM, flags, None)?;
+    net::sockopt::set_tcp_nodelay(&socket, true)?;
+    match net::connect(&socket, &address) {
+        Ok(()) | Err(Errno::INPROGRESS) => {}
+        Err(error) => return Err(error.into()),
+    }
+    Ok(Connection::between_machines(UnixStream::from(socket)))
 }
 
 /// Listens at `port`, or at a free port if it is 0, of all addresses of this machine.

@@ -118,11 +118,6 @@ impl<E, C: Fn() -> Result<(), E>> Channel<'_, C> {
         Ok(())
     }
 
-    /// Receives as many bytes as there is room for.
-    pub fn receive_raw(&self, bytes: &mut [u8]) -> Result<(), WireError<E>> {
-        self.receive_part(bytes, &mut Ok(Vec::new()))
-    }
-
     /// Receives a frame of at most `limit` bytes.
     pub fn receive(&self, limit: usize) -> Result<Frame, WireError<E>> {
         let mut fds = Ok(Vec::new());
@@ -255,6 +250,12 @@ pub fn has_hung_up(stream: &UnixStream) -> bool {
     let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
     let closed = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;
     poll(&mut fds, Duration::ZERO).is_ok() && fds[0].revents().intersects(closed)
+}
+
+/// True if bytes have come, or if the other end is closed.
+pub fn has_something(stream: &UnixStream) -> bool {
+    let mut fds = [PollFd::new(stream, PollFlags::IN)];
+    poll(&mut fds, Duration::ZERO).is_ok() && !fds[0].revents().is_empty()
 }
 
 #[cfg(test)]

@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use gemmesh::{Deadline, Error, Group, Host, bf16};
-use rustix::process::Signal;
+use rustix::process::{Resource, Signal};
 
+use crate::limits::{Limited, limit_for};
 use crate::support::forks::{end, fork};
 use crate::support::processes::{
     Outcome, Processes, Rank, Setting, is_rank, start_with, this_program,
@@ -382,6 +383,84 @@ fn a_port_that_is_taken_is_told() {
         assert!(error.contains("GEMMESH_PORT"), "{error}");
         assert!(error.contains("in use"), "{error}");
     }
+}
+
+/// A leader can say why it fails though it can't accept a connection.
+#[track_caller]
+fn assert_limit_is_named(test: &str, job: &Job, limited: usize, more: u64) {
+    let ranks = job.start(test, |rank| {
+        let limit = limit_for(more);
+        let limited = (rank.rank == limited).then(|| Limited::to(Resource::Nofile, limit));
+        let joined = join(TIMEOUT);
+        drop(limited);
+        joined.map(|_| "met".into())
+    });
+    for outcome in ranks.outcomes() {
+        let error = outcome.error().to_string();
+        assert!(error.contains(&format!("rank {limited}")), "{error}");
+        assert!(error.contains("RLIMIT_NOFILE"), "{error}");
+    }
+}
+
+#[test]
+fn a_leader_with_one_descriptor_tells_all_hosts_of_its_limit() {
+    assert_limit_is_named(test_name!(), &Job::new(2, 2), 2, 1);
+}
+
+#[test]
+fn a_rank_of_another_host_with_one_descriptor_tells_all_hosts_of_its_limit() {
+    assert_limit_is_named(test_name!(), &Job::new(2, 2), 3, 1);
+}
+
+/// Its listeners take all of its descriptors.
+#[test]
+fn rank_0_that_can_accept_no_host_tells_it_of_its_limit() {
+    assert_limit_is_named(test_name!(), &Job::new(3, 1), 0, 3);
+}
+
+/// Ranks that wait for long say for whom, and rank 0's host hears of a key that differs.
+#[test]
+fn hosts_that_wait_say_for_whom() {
+    let others = |rank| match rank {
+        3 => vec![("GEMMESH_KEY", "another key, of an earlier job".into())],
+        _ => Vec::new(),
+    };
+    let patience = Duration::from_secs(11);
+    let ranks = Job::new(4, 1).start_with(test_name!(), &others, |rank| match rank.rank {
+        2 => Ok("away".into()),
+        // Its key is refused before it has waited for long.
+        _ => join(patience).map(|_| "met".into()),
+    });
+    let outcomes = ranks.outcomes();
+    let [text, reason] = [&outcomes[0].text, &outcomes[1].error().to_string()];
+    let waited = "gemmesh: rank 0 has waited for 10 s at ";
+    assert_eq!(text.matches(waited).count(), 1, "{text}");
+    assert!(text.contains(" for ranks 2 and 3"), "{text}");
+    let key = "rank 0 has turned away a process at 127.0.0.1:";
+    assert_eq!(
+        text.matches(&format!("gemmesh: {key}")).count(),
+        1,
+        "{text}"
+    );
+    assert!(reason.contains("ranks 2 and 3 have not come"), "{reason}");
+    assert!(reason.contains(key), "{reason}");
+}
+
+#[test]
+fn a_leader_that_waits_for_rank_0_says_where_and_why() {
+    let job = Job::new(2, 2);
+    let patience = Duration::from_secs(11);
+    let ranks = job.start(test_name!(), |rank| match rank.rank {
+        0 | 1 => Ok("away".into()),
+        _ => join(patience).map(|_| "met".into()),
+    });
+    let outcomes = ranks.outcomes();
+    let (text, error) = (&outcomes[2].text, outcomes[2].error().to_string());
+    let place = format!("localhost:{}", job.port);
+    let waited = format!("gemmesh: rank 2 has tried for 10 s to reach rank 0 at {place} (");
+    assert_eq!(text.matches(&waited).count(), 1, "{text}");
+    assert!(text.contains("Connection refused"), "{text}");
+    assert!(error.contains("Connection refused"), "{error}");
 }
 
 /// Whoever does not have the key gets no byte, and delays nobody.

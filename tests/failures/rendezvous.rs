@@ -90,6 +90,32 @@ fn a_rank_that_never_comes_is_named_at_the_timeout() {
 }
 
 #[test]
+fn ranks_that_wait_for_long_say_for_whom() {
+    let patience = Duration::from_secs(11);
+    // Ranks 0 and 1 of three meet, and one looks for a rank 0 that does not come.
+    let places = [(0, 3), (1, 3), (1, 2)];
+    let ranks = start(test_name!(), &places, |rank| {
+        let address = format!("{} of {}", rank.address, rank.world);
+        rank.connect_as(&address, patience)
+            .map(|_| "a group".into())
+    });
+    let address = ranks.address.clone();
+    let outcomes = ranks.outcomes();
+    let lines = [
+        format!("gemmesh: rank 0 has waited for 10 s at \"{address} of 3\" for rank 2\n"),
+        format!("gemmesh: rank 1 has waited for 10 s at \"{address} of 2\" for rank 0\n"),
+    ];
+    for (outcome, line) in [&outcomes[0], &outcomes[2]].into_iter().zip(lines) {
+        assert_eq!(outcome.text.matches(&line).count(), 1, "{}", outcome.text);
+    }
+    assert!(
+        !outcomes[1].text.contains("gemmesh:"),
+        "{}",
+        outcomes[1].text
+    );
+}
+
+#[test]
 fn rank_0_that_never_comes_is_named_at_the_timeout() {
     let ranks = start(test_name!(), &[(1, 3), (2, 3)], |rank| {
         rank.connect(SHORT).map(|_| "a group".into())
@@ -183,7 +209,7 @@ fn group_that_strangers_visit(
 
 fn introduction(length: u32, words: &[u8]) -> Vec<u8> {
     // The version that the library speaks, and a rank.
-    let numbers = [8, 1, length].map(u32::to_le_bytes).concat();
+    let numbers = [9, 1, length].map(u32::to_le_bytes).concat();
     [b"gemmesh\0", numbers.as_slice(), words].concat()
 }
 

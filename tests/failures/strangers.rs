@@ -57,7 +57,7 @@ fn introduction(rank: u32, world: usize) -> Vec<u8> {
     let (boot_id, pid) = (boot_id.trim(), std::process::id());
     let words =
         format!(r#"{{"world":{world},"backend":"host","boot_id":"{boot_id}","pid":{pid}}}"#);
-    let numbers = [8, rank, words.len() as u32].map(u32::to_le_bytes).concat();
+    let numbers = [9, rank, words.len() as u32].map(u32::to_le_bytes).concat();
     [b"gemmesh\0", numbers.as_slice(), words.as_bytes()].concat()
 }
 

@@ -1,30 +1,40 @@
 //! A leader's side: it finds rank 0, and waits for the verdict.
 
-use std::convert::Infallible;
+use std::cell::Cell;
 use std::io;
-use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::handshake::{Greeting, Nonces, Proof, nonce};
-use super::{Line, Meeting, Place, Report};
+use super::handshake::{self, Proof};
+use super::lookup::{self, Lookup};
+use super::reach::{Answered, Reach, Reached};
+use super::{Meeting, Place, Report};
 use crate::error::{Error, Result};
 use crate::json;
+use crate::protocol::seat::{Line, Visit};
 use crate::ranks::identity::Identity;
 use crate::ranks::mirror::Link;
+use crate::ranks::notice::{self, Wait};
 use crate::ranks::rendezvous::{Hello, MAX_VERDICT};
-use crate::ranks::search::RETRY;
-use crate::ranks::tcp;
-use crate::ranks::wire::{Channel, Connection, WireError};
+use crate::ranks::wire::{self, Channel, Connection};
 
-/// How long an address has to accept a connection, and then to answer a greeting.
-const CONNECT: Duration = Duration::from_millis(500);
-const ANSWER: Duration = Duration::from_secs(2);
-/// How long a leader tries again if it is turned away, or if a name has no address. A job may be just beginning, or an
-/// earlier one just ending.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// How long a leader waits for a verdict after the end of the connection for the mirror. If there is a verdict, it may be
+/// late, because connections are not in step.
+const LATE_VERDICT: Duration = Duration::from_secs(3);
 
-/// Reports to rank 0 whether the ranks of this leader's host have come, and waits for the verdict, until `deadline`.
+/// Until when a leader does what.
+#[derive(Clone, Copy)]
+pub struct Limits {
+    /// When it began to look for the other ranks.
+    pub begin: Instant,
+    /// It looks for rank 0 until then,
+    pub reach: Instant,
+    /// and waits for a verdict until then, which comes after rank 0's own deadline.
+    pub verdict: Instant,
+}
+
+/// Reports to rank 0 whether the ranks of this leader's host have come, and waits for the verdict. There is a link if
+/// they have.
 ///
 /// # Errors
 /// The verdict, if it is one; [`Error::KeyRefused`]; [`Error::System`] if a name has no address;
@@ -35,53 +45,46 @@ pub fn report(
     hello: &Hello,
     version: u32,
     outcome: &Result<()>,
-    deadline: Instant,
-) -> Result<Link> {
+    limits: Limits,
+) -> Result<Option<Link>> {
+    let system = |action| Error::system(identity.rank, action);
+    let drawn = handshake::nonce().map_err(system("draw a random number"))?;
     let caller = Caller {
         identity,
         meeting,
         hello,
         version,
         outcome,
-        begin: Instant::now(),
-        deadline,
+        limits,
+        leader: u64::from_le_bytes(*drawn.first_chunk().unwrap_or(&[0; 8])),
     };
-    // Since when each of these has been so.
-    let (mut turned_away, mut nameless) = (None, None);
-    loop {
-        match meeting.addresses() {
-            Ok(addresses) => {
-                nameless = None;
-                for address in addresses {
-                    match caller.call(address) {
-                        Called::Verdict(verdict) => return verdict,
-                        Called::TurnedAway => {
-                            let since = *turned_away.get_or_insert_with(Instant::now);
-                            if since.elapsed() >= PATIENCE {
-                                return Err(Error::KeyRefused {
-                                    rank: identity.rank,
-                                    address: address.to_string(),
-                                });
-                            }
-                        }
-                        Called::Answered => turned_away = None,
-                        Called::Nobody => {}
-                    }
-                }
+    let mut lookup =
+        Lookup::of(&meeting.place, lookup::resolve).map_err(system("look for rank 0"))?;
+    let mut reach = Reach::new(&meeting.key, version, identity.rank);
+    let mut wait = Wait::since(limits.begin);
+    for number in 0.. {
+        let reached = reach.reach(&mut lookup, limits.reach, |reach| {
+            caller.tell_of_wait(&mut wait, reach);
+            false
+        });
+        let answered = match reached {
+            Reached::Answered(answered) => answered,
+            Reached::Refused(address) => {
+                let rank = identity.rank;
+                let address = address.to_string();
+                return Err(Error::KeyRefused { rank, address });
             }
-            Err(error) => {
-                let since = *nameless.get_or_insert_with(Instant::now);
-                if since.elapsed() >= PATIENCE || Instant::now() >= deadline {
-                    return Err(caller.nameless(error));
-                }
-                std::thread::sleep(PATIENCE / 10);
+            Reached::Nameless | Reached::Late | Reached::Stopped => {
+                return Err(caller.not_reached(lookup, &reach));
             }
+        };
+        let (address, leader) = (answered.address, caller.leader);
+        match caller.visit(answered, Visit { leader, number }) {
+            Some(verdict) => return verdict,
+            None => reach.was_left(address),
         }
-        if Instant::now() >= deadline {
-            return Err(caller.missing());
-        }
-        std::thread::sleep(4 * RETRY);
     }
+    Err(caller.missing(reach.failures()))
 }
 
 /// A leader that looks for rank 0.
@@ -91,93 +94,59 @@ struct Caller<'a> {
     hello: &'a Hello,
     version: u32,
     outcome: &'a Result<()>,
-    begin: Instant,
-    deadline: Instant,
+    limits: Limits,
+    /// Its random number.
+    leader: u64,
 }
 
-/// How a call at an address ended.
-enum Called {
-    Verdict(Result<Link>),
-    /// Nobody listens there, or nobody answers.
-    Nobody,
-    /// Somebody has ended the connection without an answer, or has answered wrongly.
-    TurnedAway,
-    /// It was rank 0, which has gone again.
-    Answered,
-}
+/// Why a wait for a verdict ended.
+struct MirrorEnded;
 
 impl Caller<'_> {
-    /// Calls the process that listens at `address`.
-    fn call(&self, address: SocketAddr) -> Called {
-        let mirror = match self.introduce(address, Line::Mirror) {
-            Ok(mirror) => mirror,
-            Err(called) => return called,
+    /// Visits rank 0, which has `answered`. None if it has ended the visit without a verdict.
+    fn visit(&self, answered: Answered, visit: Visit) -> Option<Result<Option<Link>>> {
+        let address = answered.address;
+        let messages = self.prove(answered, visit, Line::Messages)?;
+        // A leader whose ranks have not all come needs nothing but the verdict.
+        let mirror = match self.outcome {
+            Ok(()) => {
+                // Rank 0 may have a verdict before.
+                let mut reach = Reach::new(&self.meeting.key, self.version, self.identity.rank);
+                let place = Place::At(vec![address]);
+                let mut lookup = Lookup::of(&place, lookup::resolve).ok()?;
+                let is_heard = |_: &Reach| wire::has_something(&messages);
+                match reach.reach(&mut lookup, self.limits.verdict, is_heard) {
+                    Reached::Answered(answered) => {
+                        Some(self.prove(answered, visit, Line::Mirror)?)
+                    }
+                    Reached::Stopped => None,
+                    _ => return None,
+                }
+            }
+            Err(_) => None,
         };
-        let messages = match self.introduce(address, Line::Messages) {
-            Ok(messages) => messages,
-            // It has answered a moment ago.
-            Err(_) => return Called::Answered,
-        };
-        let verdict = channel(&messages, self.deadline).receive(MAX_VERDICT);
-        match verdict {
-            Ok((verdict, _)) => Called::Verdict(self.verdict(&verdict, messages, mirror)),
-            Err(WireError::Late) => Called::Verdict(Err(self.missing())),
-            Err(_) => Called::Answered,
-        }
+        self.verdict(messages, mirror)
     }
 
-    fn verdict(&self, verdict: &[u8], messages: Connection, mirror: Connection) -> Result<Link> {
-        let verdict = json::outcome::<()>(verdict).map_err(|error| Error::Message {
-            rank: 0,
-            reason: error.to_string(),
-        });
-        verdict??;
-        Ok(Link {
-            rank: 0,
-            messages: Arc::new(messages),
-            mirror,
-        })
+    /// Proves that this leader has the key, and says what the connection is for.
+    fn prove(&self, answered: Answered, visit: Visit, line: Line) -> Option<Connection> {
+        let report = serde_json::to_vec(&self.report(visit, line)).unwrap_or_default();
+        let proof = Proof::encode(&answered.nonces, &report, &self.meeting.key);
+        let channel = Channel {
+            stream: &answered.stream,
+            deadline: self.limits.verdict,
+            check: || Ok::<(), MirrorEnded>(()),
+        };
+        channel.send_raw(&proof).ok()?;
+        Some(answered.stream)
     }
 
-    /// Makes a connection, and proves that this leader has the key if the other end does.
-    fn introduce(&self, address: SocketAddr, line: Line) -> Result<Connection, Called> {
-        let connected = TcpStream::connect_timeout(&address, CONNECT);
-        let stream = connected.and_then(tcp::connection);
-        let stream = stream.map_err(|_| Called::Nobody)?;
-        let leaders = nonce().map_err(|_| Called::Nobody)?;
-        let key = &self.meeting.key;
-        let greeting = Greeting {
-            version: self.version,
-            rank: self.identity.rank as u32,
-            nonce: leaders,
-        };
-        let channel = channel(&stream, Instant::now() + ANSWER);
-        let mut answer = [0; Nonces::ANSWER_BYTES];
-        let answered = channel
-            .send_raw(&greeting.encode(key))
-            .and_then(|()| channel.receive_raw(&mut answer));
-        match answered {
-            Ok(()) => {}
-            Err(WireError::Late) => return Err(Called::Nobody),
-            Err(_) => return Err(Called::TurnedAway),
-        }
-        let nonces = Nonces::of_answer(leaders, &answer, key).ok_or(Called::TurnedAway)?;
-        let report = serde_json::to_vec(&self.report(line)).unwrap_or_default();
-        let proof = Proof::encode(&nonces, &report, key);
-        let sent = channel.send_raw(&proof);
-        sent.map_err(|_| Called::Answered)?;
-        Ok(stream)
-    }
-
-    fn report(&self, line: Line) -> Report {
-        // The verdict comes on the line for messages, so the outcome goes there.
-        let outcome = match line {
-            Line::Messages => self.outcome.clone(),
-            Line::Mirror => Ok(()),
-        };
+    fn report(&self, visit: Visit, line: Line) -> Report {
         // JSON within JSON is longer.
-        let outcome = outcome.map_err(|error| json::fitted(error, super::MAX_REPORT / 4));
+        let shortened = |error| json::fitted(error, super::MAX_REPORT / 4);
+        let outcome = self.outcome.clone().map_err(shortened);
         Report {
+            visit,
             line,
             hello: self.hello.clone(),
             ranks: self.identity.neighbours().collect(),
@@ -185,12 +154,77 @@ impl Caller<'_> {
         }
     }
 
-    /// The error that rank 0 has not come.
-    fn missing(&self) -> Error {
+    /// Waits for the verdict. None if there is none.
+    fn verdict(
+        &self,
+        messages: Connection,
+        mirror: Option<Connection>,
+    ) -> Option<Result<Option<Link>>> {
+        let since = Cell::new(None);
+        let check = || {
+            if !mirror
+                .as_ref()
+                .is_some_and(|mirror| wire::has_hung_up(mirror))
+            {
+                return Ok(());
+            }
+            let now = Instant::now();
+            let since = since.replace(since.get().or(Some(now))).unwrap_or(now);
+            if now - since < LATE_VERDICT {
+                Ok(())
+            } else {
+                Err(MirrorEnded)
+            }
+        };
+        let channel = Channel {
+            stream: &messages,
+            deadline: self.limits.verdict,
+            check,
+        };
+        let (verdict, _) = channel.receive(MAX_VERDICT).ok()?;
+        let verdict = json::outcome::<()>(&verdict).map_err(|error| Error::Message {
+            rank: 0,
+            reason: error.to_string(),
+        });
+        let verdict = verdict.and_then(|verdict| verdict);
+        Some(verdict.map(|()| {
+            let messages = Arc::new(messages);
+            mirror.map(|mirror| Link {
+                rank: 0,
+                messages,
+                mirror,
+            })
+        }))
+    }
+
+    /// Says once, after a long wait, that rank 0 is waited for.
+    fn tell_of_wait(&self, wait: &mut Wait, reach: &Reach) {
+        if wait.is_to_be_told(Instant::now()) {
+            let (rank, place) = (self.identity.rank, &self.meeting.place);
+            let failures = reach.failures().map(|words| format!(" ({words})"));
+            notice::say(format_args!(
+                "rank {rank} has tried for {} s to reach rank 0 at {place}{}",
+                notice::LONG.as_secs(),
+                failures.unwrap_or_default()
+            ));
+        }
+    }
+
+    /// The error that rank 0 was not reached in time.
+    fn not_reached(&self, lookup: Lookup, reach: &Reach) -> Error {
+        match lookup.failure() {
+            Some(error) => self.nameless(error),
+            None => self.missing(reach.failures()),
+        }
+    }
+
+    /// The error that rank 0 has not come, and how the latest tries to reach it failed.
+    fn missing(&self, reason: Option<String>) -> Error {
         Error::RanksMissing {
             ranks: vec![0],
             address: self.meeting.place.to_string(),
-            waited_ms: self.begin.elapsed().as_millis() as u64,
+            waited_ms: self.limits.begin.elapsed().as_millis() as u64,
+            reason: reason.map(String::into_boxed_str),
         }
     }
 
@@ -202,16 +236,5 @@ impl Caller<'_> {
         };
         let action = format!("find the address of {name:?}, which MASTER_ADDR names");
         Error::system(self.identity.rank, action)(error)
-    }
-}
-
-fn channel(
-    stream: &Connection,
-    deadline: Instant,
-) -> Channel<'_, impl Fn() -> Result<(), Infallible> + use<>> {
-    Channel {
-        stream,
-        deadline,
-        check: || Ok(()),
     }
 }

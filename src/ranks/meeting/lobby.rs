@@ -1,7 +1,7 @@
 //! Rank 0's side: it listens for the leaders of the other hosts.
 
 use std::io::{self, Read};
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
@@ -10,22 +10,31 @@ use rustix::net::{self, SendFlags, send};
 use super::handshake::{Greeting, Key, Nonces, Proof, nonce};
 use super::{MAX_REPORT, Report};
 use crate::error::{Error, Result};
+use crate::ranks::notice;
 use crate::ranks::search::RETRY;
 use crate::ranks::tcp;
 use crate::ranks::wire::Connection;
+use crate::resources::is_out_of_descriptors;
 
-/// How long a connection may take to prove that it is a leader's.
-const INTRODUCTION: Duration = Duration::from_secs(2);
+/// How long a connection may take to greet, and then to prove that it is a leader's: packets may be lost, and sent again
+/// after a while.
+const GREETING: Duration = Duration::from_secs(5);
+const PROOF: Duration = Duration::from_secs(20);
 /// How many connections are kept that have not greeted, and how many that have and prove nothing.
 const MAX_STRANGERS: usize = 256;
 /// How many connections are accepted before rank 0 looks at the time again.
 const ACCEPTED: usize = 64;
+
+/// What is said of a process that has greeted with another key.
+pub const ANOTHER_KEY: &str = "it does not have this job's key (GEMMESH_KEY)";
 
 /// The connections that have come by TCP.
 pub struct Lobby {
     listener: TcpListener,
     key: Key,
     strangers: Vec<Stranger>,
+    /// The first process that greeted with another key.
+    turned_away: Option<SocketAddr>,
 }
 
 /// A leader that has proved that it has the key.
@@ -40,6 +49,7 @@ pub struct Visitor {
 /// A connection that has not proved anything, or not all.
 struct Stranger {
     stream: Connection,
+    address: SocketAddr,
     since: Instant,
     bytes: Vec<u8>,
     greeted: Option<(Greeting, Nonces)>,
@@ -49,6 +59,8 @@ struct Stranger {
 enum Seen {
     NotYet,
     Nobody,
+    /// It has greeted with another key.
+    Refused,
     Leader(Option<Report>),
 }
 
@@ -62,13 +74,24 @@ impl Lobby {
             listener,
             key,
             strangers: Vec::new(),
+            turned_away: None,
         })
+    }
+
+    /// The first process that greeted with another key, if there was one.
+    pub fn turned_away(&self) -> Option<SocketAddr> {
+        self.turned_away
     }
 
     /// Stops listening, also if a forked child has the socket too.
     pub fn close(self) {
         // The call does not fail for a listening socket.
         let _ = net::shutdown(&self.listener, net::Shutdown::Both);
+    }
+
+    /// True if there are connections that have not proved that they are a leader's.
+    pub fn has_strangers(&self) -> bool {
+        !self.strangers.is_empty()
     }
 
     /// The events to wait for.
@@ -82,48 +105,80 @@ impl Lobby {
 
     /// Handles a bounded number of connections, without waiting. Returns how many were accepted, and the leaders that
     /// have come, which speak `version` or another.
-    pub fn receive(&mut self, version: u32) -> (usize, Vec<Visitor>) {
-        let accepted = self.accept();
+    ///
+    /// # Errors
+    /// If there is no descriptor for a connection, and no stranger's will become free.
+    pub fn receive(&mut self, version: u32) -> Result<(usize, Vec<Visitor>)> {
+        let accepted = self.accept()?;
         let mut visitors = Vec::new();
         let strangers = std::mem::take(&mut self.strangers);
         for mut stranger in strangers {
             match stranger.listen(&self.key, version) {
                 Seen::Leader(report) => visitors.extend(stranger.introduced(report)),
-                Seen::NotYet if stranger.since.elapsed() < INTRODUCTION => {
+                Seen::NotYet if stranger.since.elapsed() < stranger.patience() => {
                     self.strangers.push(stranger);
                 }
                 Seen::NotYet | Seen::Nobody => {}
+                Seen::Refused => self.turn_away(stranger.address),
             }
         }
         // A leader greets as soon as it is connected. So the oldest of many strangers are the least likely to be one.
         self.drop_oldest(false);
         self.drop_oldest(true);
-        (accepted, visitors)
+        Ok((accepted, visitors))
     }
 
-    fn accept(&mut self) -> usize {
+    /// Takes a connection as if it had come to the listener.
+    #[cfg(fuzzing)]
+    pub fn admit(&mut self, stream: Connection) {
+        self.strangers.push(Stranger {
+            stream,
+            address: ([127, 0, 0, 1], 1).into(),
+            since: Instant::now(),
+            bytes: Vec::new(),
+            greeted: None,
+        });
+    }
+
+    /// Says once that a process has another key.
+    fn turn_away(&mut self, address: SocketAddr) {
+        if self.turned_away.is_none() {
+            self.turned_away = Some(address);
+            notice::say(format_args!(
+                "rank 0 has turned away a process at {address}: {ANOTHER_KEY}"
+            ));
+        }
+    }
+
+    fn accept(&mut self) -> Result<usize> {
         for accepted in 0..ACCEPTED {
             match self.listener.accept() {
-                Ok((stream, _)) => {
+                Ok((stream, from)) => {
                     // The calls fail only for sockets that are not connections.
                     if let Ok(stream) = tcp::connection(stream) {
                         self.strangers.push(Stranger {
                             stream,
+                            address: SocketAddr::new(from.ip().to_canonical(), from.port()),
                             since: Instant::now(),
                             bytes: Vec::new(),
                             greeted: None,
                         });
                     }
                 }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return accepted,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Ok(accepted);
+                }
+                Err(error) if is_out_of_descriptors(&error) && self.strangers.is_empty() => {
+                    return Err(Error::system(0, "accept another host's connection")(error));
+                }
                 // Of the others, only a lack of descriptors lasts. Strangers leave, and then there are some.
                 Err(_) => {
                     std::thread::sleep(RETRY);
-                    return accepted;
+                    return Ok(accepted);
                 }
             }
         }
-        ACCEPTED
+        Ok(ACCEPTED)
     }
 
     /// Drops the oldest of the strangers that have greeted, or of those that have not, if they are too many.
@@ -164,6 +219,14 @@ impl Stranger {
         }
     }
 
+    /// How long it may take.
+    fn patience(&self) -> Duration {
+        match self.greeted {
+            None => GREETING,
+            Some(_) => PROOF,
+        }
+    }
+
     /// The most bytes that may have come. A leader that has not been answered has no more to say.
     fn most(&self) -> usize {
         match self.greeted {
@@ -179,7 +242,10 @@ impl Stranger {
         let Some(bytes) = self.bytes.first_chunk() else {
             return Seen::NotYet;
         };
-        let (Some(greeting), Ok(first)) = (Greeting::decode(bytes, key), nonce()) else {
+        let Some(greeting) = Greeting::decode(bytes, key) else {
+            return Seen::Refused;
+        };
+        let Ok(first) = nonce() else {
             return Seen::Nobody;
         };
         let nonces = Nonces {

@@ -12,7 +12,7 @@ use rustix::net;
 use super::introduction::{Guest, Hello, Introduced, Stranger};
 use super::leaders::Leader;
 use super::{LINGER, allocate, members};
-use crate::error::{Error, Result};
+use crate::error::{Error, Listed, Result};
 use crate::json;
 use crate::ranks::address;
 use crate::ranks::identity::Identity;
@@ -20,9 +20,10 @@ use crate::ranks::meeting::Lobby;
 use crate::ranks::members::Members;
 use crate::ranks::memfd::Mapping;
 use crate::ranks::mirror::Link;
+use crate::ranks::notice::{self, Wait};
 use crate::ranks::peer::{Peer, User, user_of};
 use crate::ranks::poll;
-use crate::ranks::search::RETRY;
+use crate::ranks::search::{ACCEPT, RETRY};
 use crate::ranks::wire::{Channel, Connection};
 use crate::resources::is_out_of_descriptors;
 use crate::schedule::layout::MAX_WORLD;
@@ -71,15 +72,13 @@ impl<'a> Rendezvous<'a> {
     pub fn new(
         identity: &'a Identity,
         hello: Hello,
-        listener: UnixListener,
+        [listener, spare]: [UnixListener; 2],
         version: u32,
     ) -> Result<Rendezvous<'a>> {
         let rank = identity.rank;
         listener
             .set_nonblocking(true)
             .map_err(Error::system(rank, "set up a socket"))?;
-        let spare = listener.try_clone();
-        let spare = spare.map_err(Error::system(rank, "accept another rank's connection"))?;
         let mut leaders = identity.hosts.leaders();
         leaders.retain(|&leader| leader != 0 && rank == 0);
         Ok(Rendezvous {
@@ -141,12 +140,8 @@ impl<'a> Rendezvous<'a> {
                     connections.push(guest.stream);
                 }
                 for leader in self.leaders {
-                    if let Leader {
-                        rank,
-                        messages: Some((messages, _)),
-                        mirror: Some(mirror),
-                    } = leader
-                    {
+                    let rank = leader.rank;
+                    if let (Some(messages), Some(mirror)) = leader.into_connections() {
                         tell(&messages, &Ok(()), &[]);
                         links.push(Link {
                             rank,
@@ -161,11 +156,10 @@ impl<'a> Rendezvous<'a> {
                 for guest in guests.chain(self.rejected) {
                     tell(&guest.stream, &Err(error.clone()), &[]);
                 }
-                let leaders = self
-                    .leaders
-                    .into_iter()
-                    .filter_map(|leader| leader.messages);
-                let leaders = leaders.map(|(stream, _)| stream);
+                let leaders = self.leaders.into_iter().map(Leader::into_connections);
+                // The mirrors' connections end when all are told.
+                let (leaders, _mirrors): (Vec<_>, Vec<_>) = leaders.unzip();
+                let leaders = leaders.into_iter().flatten();
                 for stream in leaders.chain(self.rejected_leaders) {
                     tell(&stream, &Err(error.clone()), &[]);
                 }
@@ -193,10 +187,15 @@ impl<'a> Rendezvous<'a> {
         };
         let deadline = begin + self.identity.deadlines.rendezvous() + grace;
         let mut turns = 0;
+        let mut wait = Wait::since(begin);
         while !self.complete() {
+            if wait.is_to_be_told(Instant::now()) {
+                self.tell_of_wait();
+            }
             let is_late = Instant::now() >= deadline;
             let accepted = self.receive(deadline)?;
-            if is_late && !self.complete() && (accepted == 0 || turns == LAST_TURNS) {
+            let is_alone = accepted == 0 || turns == LAST_TURNS;
+            if is_late && is_alone && self.missing().next().is_some() {
                 return Err(self.incomplete(begin));
             }
             let mut missing = self.missing();
@@ -233,8 +232,30 @@ impl<'a> Rendezvous<'a> {
                 ranks,
                 address,
                 waited_ms: begin.elapsed().as_millis() as u64,
+                reason: self.turned_away(),
             },
         }
+    }
+
+    /// Says for whom this rank waits.
+    fn tell_of_wait(&self) {
+        let (rank, seconds) = (self.identity.rank, notice::LONG.as_secs());
+        let missing: Vec<usize> = self.missing().collect();
+        let address = address::shown(&self.identity.address);
+        let hosts = &self.identity.hosts;
+        let away = self.leaders.iter().filter(|leader| !leader.has_come());
+        let speakers = away.filter_map(|leader| {
+            let ranks = hosts.ranks_of(hosts.host_of(leader.rank), self.identity.world);
+            let ranks: Vec<usize> = ranks.collect();
+            let words = format!("; rank {} speaks for {}", leader.rank, Listed(&ranks));
+            (ranks.len() > 1).then_some(words)
+        });
+        let speakers: String = speakers.collect();
+        notice::say(format_args!(
+            "rank {rank} has waited for {seconds} s at {address:?} for {}{}",
+            Listed(&missing),
+            speakers
+        ));
     }
 
     /// The ranks that have not come. If a leader has not, it is not known which of its host's ranks have.
@@ -247,7 +268,7 @@ impl<'a> Rendezvous<'a> {
     }
 
     fn complete(&self) -> bool {
-        self.missing().next().is_none()
+        self.missing().next().is_none() && !self.leaders.iter().any(Leader::has_rivals)
     }
 
     /// Receives late ranks for a while, to tell them too that there is no group.
@@ -277,8 +298,12 @@ impl<'a> Rendezvous<'a> {
         (1..world.min(MAX_WORLD)).all(has_come)
     }
 
-    /// Tells the ranks that have come, and closes their connections.
+    /// Tells the ranks and leaders that have come, and closes their connections.
     fn tell_early(&mut self, error: &Error) {
+        let leaders = self.leaders.iter_mut().filter_map(Leader::leave);
+        for stream in leaders.chain(self.rejected_leaders.drain(..)) {
+            tell(&stream, &Err(error.clone()), &[]);
+        }
         let seated = self.guests.iter_mut().filter_map(Option::take);
         for guest in seated.chain(self.rejected.drain(..)) {
             tell(&guest.stream, &Err(error.clone()), &[]);
@@ -307,11 +332,12 @@ impl<'a> Rendezvous<'a> {
             "wait for the other ranks",
         ))?;
         drop(fds);
-        let accepted = self.accept()?;
+        // Those who have come go on, also if there is no descriptor for more.
+        let accepted = self.accept();
         let heard = self.listen();
         let (visited, welcomed) = self.welcome();
         heard.and(welcomed)?;
-        Ok(accepted + visited)
+        Ok(accepted? + visited)
     }
 
     /// Accepts connections of this user.
@@ -320,7 +346,7 @@ impl<'a> Rendezvous<'a> {
             let stream = match self.listener.accept() {
                 Ok((stream, _)) => stream,
                 // One of the strangers may turn out to be no rank, and free its descriptor.
-                Err(error) if is_out_of_descriptors(&error) && !self.strangers.is_empty() => {
+                Err(error) if is_out_of_descriptors(&error) && self.has_strangers() => {
                     std::thread::sleep(RETRY);
                     return Ok(accepted);
                 }
@@ -328,8 +354,7 @@ impl<'a> Rendezvous<'a> {
                     io::ErrorKind::WouldBlock => return Ok(accepted),
                     io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => continue,
                     _ => {
-                        let action = "accept another rank's connection";
-                        return Err(Error::system(self.identity.rank, action)(error));
+                        return Err(Error::system(self.identity.rank, ACCEPT)(error));
                     }
                 },
             };
@@ -347,6 +372,12 @@ impl<'a> Rendezvous<'a> {
             }
         }
         Ok(ACCEPTED)
+    }
+
+    /// True if there are connections that have not introduced themselves.
+    pub(super) fn has_strangers(&self) -> bool {
+        let lobby = self.lobby.as_ref();
+        !self.strangers.is_empty() || lobby.is_some_and(Lobby::has_strangers)
     }
 
     /// Reads introductions, and gives ranks their places.
@@ -467,7 +498,7 @@ pub type Outcome = ((Mapping, OwnedFd), Vec<Link>);
 
 /// Stops listening, also if a forked child has the socket too. Ranks that have connected and were not heard go on
 /// searching.
-fn close(listener: &UnixListener) {
+pub fn close(listener: &UnixListener) {
     // The call does not fail for a listening socket. From now on connections are refused.
     let _ = net::shutdown(listener, net::Shutdown::Both);
     // A process without descriptors leaves the connections to the end of the socket. So does one without a child.

@@ -13,13 +13,20 @@ use crate::ranks::wire;
 
 thread_local! {
     static HOST: Rendezvous<'static> = {
+        Rendezvous::for_fuzzing(Box::leak(Box::new(Identity::of_test(0, 4, ""))))
+    };
+}
+
+impl<'a> Rendezvous<'a> {
+    /// Rank 0 while it waits for others.
+    pub fn for_fuzzing(identity: &'a Identity) -> Rendezvous<'a> {
         let name = format!("gemmesh/fuzz/{}", std::process::id());
         let address = SocketAddr::from_abstract_name(name).expect("an address");
         let listener = UnixListener::bind_addr(&address).expect("a listener");
-        let identity = Box::leak(Box::new(Identity::of_test(0, 4, "")));
         let hello = Hello::new(identity).expect("the kernel's id");
-        Rendezvous::new(identity, hello, listener, PROTOCOL_VERSION).expect("a host")
-    };
+        let spare = listener.try_clone().expect("a spare");
+        Rendezvous::new(identity, hello, [listener, spare], PROTOCOL_VERSION).expect("a host")
+    }
 }
 
 /// The first byte says how much of the rest comes first.

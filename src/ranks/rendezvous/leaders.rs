@@ -1,34 +1,116 @@
 //! An attempt over several hosts: leaders come to rank 0 by TCP, or go there.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::LINGER;
 use super::attempt::{Outcome, Rendezvous};
+use super::{Hello, LINGER};
 use crate::error::{Error, Result};
 use crate::json;
-use crate::ranks::meeting::{Line, Lobby, Meeting, Visitor, report};
+use crate::protocol::seat::{Line, Seat, Seating};
+use crate::ranks::identity::Identity;
+use crate::ranks::meeting::{ANOTHER_KEY, Limits, Lobby, Meeting, Visitor, report};
+use crate::ranks::mirror::Link;
 use crate::ranks::wire::{self, Connection};
+
+/// How long two processes of one rank may both seem to be there. The end of the first one's connections may be late.
+const RIVALRY: Duration = Duration::from_secs(1);
 
 /// The leader of another host, as rank 0 sees it.
 pub struct Leader {
     pub rank: usize,
-    /// With its process.
-    pub messages: Option<(Connection, u32)>,
-    pub mirror: Option<Connection>,
+    seat: Seat<Connection>,
+    /// The process that has the seat.
+    pid: u32,
+    /// True if ranks of its host have not come. It has no connection for the mirror then.
+    lacks_ranks: bool,
+    /// What others want who say that they are this leader, and since when.
+    rivals: Vec<(Instant, Visitor)>,
 }
 
 impl Leader {
     pub fn expected(rank: usize) -> Leader {
         Leader {
             rank,
-            messages: None,
-            mirror: None,
+            seat: Seat::default(),
+            pid: 0,
+            lacks_ranks: false,
+            rivals: Vec::new(),
         }
     }
 
     pub fn has_come(&self) -> bool {
-        self.messages.is_some() && self.mirror.is_some()
+        self.seat.has(Line::Messages) && (self.seat.has(Line::Mirror) || self.lacks_ranks)
     }
+
+    /// True if others say that they are this leader.
+    pub fn has_rivals(&self) -> bool {
+        !self.rivals.is_empty()
+    }
+
+    /// The connections for messages and for the mirror.
+    pub fn into_connections(self) -> (Option<Connection>, Option<Connection>) {
+        self.seat.into_connections()
+    }
+
+    /// Gives up the seat. The connection for messages.
+    pub fn leave(&mut self) -> Option<Connection> {
+        std::mem::take(&mut self.seat).into_connections().0
+    }
+
+    /// Takes a connection of this leader. `lacks_ranks`: as the field. A connection of another process waits until the
+    /// first one's have ended; if they have not after a while, there are two.
+    fn take(&mut self, visitor: Visitor, lacks_ranks: bool, since: Instant) -> Result<()> {
+        let Some(report) = visitor.report else {
+            return Ok(());
+        };
+        let (visit, line, pid) = (report.visit, report.line, report.hello.pid);
+        let has_ended = |stream: &Connection| wire::has_hung_up(stream);
+        match self.seat.take(visit, line, visitor.stream, has_ended) {
+            Seating::Seated => (self.pid, self.lacks_ranks) = (pid, lacks_ranks),
+            Seating::Stale => {}
+            Seating::Rival(stream) => {
+                let report = Some(report);
+                let visitor = Visitor {
+                    report,
+                    stream,
+                    ..visitor
+                };
+                self.rivals.push((since, visitor));
+                if since.elapsed() >= RIVALRY {
+                    return Err(Error::DuplicateRank {
+                        rank: self.rank,
+                        pids: [self.pid, pid],
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Reports the outcome on this leader's host to rank 0, as part of a search that began at `begin`. Returns the verdict,
+/// with a link to rank 0 if both are good.
+pub fn report_to_rank_0(
+    identity: &Identity,
+    meeting: &Meeting,
+    hello: &Hello,
+    version: u32,
+    outcome: &Result<()>,
+    begin: Instant,
+) -> Result<Option<Link>> {
+    let now = Instant::now();
+    let longest = identity.deadlines.rendezvous();
+    // Rank 0 that is not there delays an error that is known only for a moment.
+    let [reach, verdict] = match outcome {
+        Ok(()) => [begin + longest, begin + longest + 2 * LINGER],
+        Err(_) => [now + 2 * LINGER; 2],
+    };
+    let limits = Limits {
+        begin,
+        reach: reach.max(now + LINGER),
+        verdict: verdict.max(now + 2 * LINGER),
+    };
+    report(identity, meeting, hello, version, outcome, limits)
 }
 
 impl Rendezvous<'_> {
@@ -51,27 +133,21 @@ impl Rendezvous<'_> {
         outcome: Result<Outcome>,
         begin: Instant,
     ) -> Result<Outcome> {
-        // A rank 0 that is not there keeps nobody for long from an error that is known.
-        let longest = self.identity.deadlines.rendezvous() + 2 * LINGER;
-        let deadline = match &outcome {
-            Ok(_) => begin + longest,
-            Err(_) => Instant::now() + 2 * LINGER,
-        };
         let told = outcome.as_ref().map(|_| ()).map_err(Error::clone);
-        let link = report(
+        let link = report_to_rank_0(
             self.identity,
             meeting,
             &self.hello,
             self.version,
             &told,
-            deadline,
+            begin,
         );
         let (memory, _) = outcome.map_err(|own| match &link {
             // Rank 0 has all hosts' missing ranks.
             Err(error @ Error::RanksMissing { ranks, .. }) if !ranks.contains(&0) => error.clone(),
             _ => own,
         })?;
-        Ok((memory, vec![link?]))
+        Ok((memory, link?.into_iter().collect()))
     }
 
     /// Gives leaders that have come by TCP their places. Returns how many connections were accepted.
@@ -79,35 +155,50 @@ impl Rendezvous<'_> {
         let Some(lobby) = &mut self.lobby else {
             return (0, Ok(()));
         };
-        let (accepted, visitors) = lobby.receive(self.version);
-        let verdicts = visitors
+        let (accepted, visitors) = match lobby.receive(self.version) {
+            Ok(received) => received,
+            // One of this host's strangers may free its descriptor.
+            Err(_) if self.has_strangers() => return (0, Ok(())),
+            Err(error) => return (0, Err(error)),
+        };
+        let rivals = self.leaders.iter_mut();
+        let mut all: Vec<_> = rivals.flat_map(|leader| leader.rivals.drain(..)).collect();
+        let now = Instant::now();
+        all.extend(visitors.into_iter().map(|visitor| (now, visitor)));
+        let verdicts = all
             .into_iter()
-            .map(|visitor| self.seat_leader(visitor));
+            .map(|(since, visitor)| self.seat_leader(visitor, since));
         (accepted, verdicts.fold(Ok(()), Result::and))
     }
 
     /// Gives a leader its place, or says why it has none, or why there is no group.
-    fn seat_leader(&mut self, visitor: Visitor) -> Result<()> {
-        let verdict = match self.judge_leader(&visitor) {
+    pub(super) fn seat_leader(&mut self, visitor: Visitor, since: Instant) -> Result<()> {
+        let lacks_ranks = match self.judge_leader(&visitor) {
+            Ok(()) => false,
             // Other hosts may lack ranks too, and all are named.
             Err(Error::RanksMissing { ranks, .. }) => {
-                self.missing_elsewhere.extend(ranks);
-                Ok(())
+                let known = &mut self.missing_elsewhere;
+                let more = ranks.into_iter().filter(|rank| !known.contains(rank));
+                let more: Vec<usize> = more.collect();
+                known.extend(more);
+                true
             }
-            verdict => verdict,
+            Err(error) => {
+                self.rejected_leaders.push(visitor.stream);
+                return Err(error);
+            }
         };
-        let line = visitor.report.as_ref().map(|report| report.line);
         let mut leaders = self.leaders.iter_mut();
-        let leader = leaders.find(|leader| leader.rank == visitor.rank);
-        match (leader, line) {
-            (Some(leader), Some(Line::Mirror)) => leader.mirror = Some(visitor.stream),
-            (Some(leader), Some(Line::Messages)) if verdict.is_ok() => {
-                let pid = visitor.report.map_or(0, |report| report.hello.pid);
-                leader.messages = Some((visitor.stream, pid));
-            }
-            _ => self.rejected_leaders.push(visitor.stream),
+        match leaders.find(|leader| leader.rank == visitor.rank) {
+            Some(leader) => leader.take(visitor, lacks_ranks, since),
+            None => Ok(()),
         }
-        verdict
+    }
+
+    /// What is known of leaders that have not come.
+    pub(super) fn turned_away(&self) -> Option<Box<str>> {
+        let address = self.lobby.as_ref()?.turned_away()?;
+        Some(format!("rank 0 has turned away a process at {address}: {ANOTHER_KEY}").into())
     }
 
     fn judge_leader(&self, visitor: &Visitor) -> Result<()> {
@@ -125,14 +216,6 @@ impl Rendezvous<'_> {
         self.mismatch(rank, "leader of its host", rank.to_string(), leader)?;
         let words = |ranks: &[usize]| format!("{ranks:?}");
         self.mismatch(rank, "ranks of its host", words(&report.ranks), words(&its))?;
-        let seated = self.leaders.iter().find(|leader| leader.rank == rank);
-        let seated = seated.and_then(|leader| leader.messages.as_ref());
-        if let Some((_, first)) = seated.filter(|(stream, _)| !wire::has_hung_up(stream)) {
-            return Err(Error::DuplicateRank {
-                rank,
-                pids: [*first, report.hello.pid],
-            });
-        }
         let outcome = json::outcome::<()>(report.outcome.as_bytes());
         outcome.map_err(|error| Error::Message {
             rank,
@@ -143,27 +226,38 @@ impl Rendezvous<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::net::{Ipv4Addr, SocketAddr};
-    use std::sync::Arc;
+    use std::io::{Read, Write};
+    use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+    use std::sync::{Arc, Mutex, mpsc};
     use std::time::Duration;
 
     use super::*;
+    use crate::protocol::seat::Visit;
     use crate::ranks::address;
     use crate::ranks::deadlines::Deadlines;
-    use crate::ranks::identity::Identity;
-    use crate::ranks::meeting::{Key, Place};
+    use crate::ranks::meeting::{Greeting, Key, Place, Report};
     use crate::ranks::rendezvous::{PROTOCOL_VERSION, meet_speaking};
     use crate::ranks::tcp;
     use crate::schedule::Hosts;
 
-    /// The errors of ranks that meet, each alone on its host, after `change` of the rank at a place. Ranks stand at the
-    /// places of `ranks`.
+    /// The errors of ranks that [`meet`].
     fn errors(
         ranks: &[usize],
         world: usize,
         version: impl Fn(usize) -> u32 + Sync,
         change: impl Fn(usize, &mut Identity) + Sync,
     ) -> Vec<Error> {
+        let met = meet(ranks, world, version, change).into_iter();
+        met.map(Result::unwrap_err).collect()
+    }
+
+    /// Ranks meet, each alone on its host, after `change` of the rank at a place. Ranks stand at the places of `ranks`.
+    fn meet(
+        ranks: &[usize],
+        world: usize,
+        version: impl Fn(usize) -> u32 + Sync,
+        change: impl Fn(usize, &mut Identity) + Sync,
+    ) -> Vec<Result<()>> {
         let listener = tcp::listen(0).unwrap();
         let port = listener.local_addr().unwrap().port();
         let rank_0 = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
@@ -187,7 +281,7 @@ mod tests {
         };
         let (identity, version) = (&identity, &version);
         std::thread::scope(|scope| {
-            let meet = |place| move || meet_speaking(&identity(place), version(place)).unwrap_err();
+            let meet = |place| move || meet_speaking(&identity(place), version(place)).map(drop);
             let threads: Vec<_> = (0..ranks.len())
                 .map(|place| scope.spawn(meet(place)))
                 .collect();
@@ -196,6 +290,141 @@ mod tests {
                 .map(|thread| thread.join().unwrap())
                 .collect()
         })
+    }
+
+    /// What a network does to the connections of a leader, in the order in which it makes them.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum Fate {
+        Passes,
+        /// What the leader says of itself arrives when the other connection's has arrived.
+        ComesSecond,
+        /// Nothing arrives after the greeting, and the connection ends.
+        Breaks,
+    }
+
+    /// Passes a leader's connections on to rank 0 at `to`, and does to each what its fate says. All later ones pass.
+    fn network(fates: &'static [Fate], to: SocketAddr) -> SocketAddr {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        std::thread::spawn(move || {
+            // One word for each connection whose introduction has been passed on.
+            let (passed, others) = mpsc::channel();
+            let others = Arc::new(Mutex::new(others));
+            for number in 0.. {
+                let Ok((leader, _)) = listener.accept() else {
+                    return;
+                };
+                let fate = fates.get(number).copied().unwrap_or(Fate::Passes);
+                let rank_0 = TcpStream::connect(to).unwrap();
+                let (passed, others) = (passed.clone(), others.clone());
+                let answers = [&rank_0, &leader].map(|end| end.try_clone().unwrap());
+                std::thread::spawn(move || pass_on(&answers[0], &answers[1]));
+                std::thread::spawn(move || {
+                    let mut greeting = [0; Greeting::BYTES];
+                    (&leader).read_exact(&mut greeting).unwrap();
+                    (&rank_0).write_all(&greeting).unwrap();
+                    let mut introduction = [0; 64 << 10];
+                    let length = (&leader).read(&mut introduction).unwrap();
+                    match fate {
+                        Fate::Passes => {}
+                        Fate::ComesSecond => others.lock().unwrap().recv().unwrap(),
+                        Fate::Breaks => {
+                            rank_0.shutdown(Shutdown::Both).unwrap();
+                            return leader.shutdown(Shutdown::Both).unwrap();
+                        }
+                    }
+                    (&rank_0).write_all(&introduction[..length]).unwrap();
+                    if fate == Fate::Passes {
+                        // Rank 0 reads it before it reads what comes later.
+                        std::thread::sleep(Duration::from_millis(100));
+                        passed.send(()).unwrap();
+                    }
+                    pass_on(&leader, &rank_0);
+                });
+            }
+        });
+        address
+    }
+
+    fn pass_on(mut from: &TcpStream, mut to: &TcpStream) {
+        let _ = std::io::copy(&mut from, &mut to);
+        let _ = to.shutdown(Shutdown::Both);
+    }
+
+    /// Two ranks meet, each alone on its host, over a network that does this.
+    #[track_caller]
+    fn assert_meet(fates: &'static [Fate]) {
+        let met = meet(
+            &[0, 1],
+            2,
+            |_| PROTOCOL_VERSION,
+            |place, identity| {
+                let meeting = identity.meeting.as_ref().unwrap();
+                if let (1, Place::At(addresses)) = (place, &meeting.place) {
+                    identity.meeting = Some(Arc::new(Meeting {
+                        key: meeting.key.clone(),
+                        place: Place::At(vec![network(fates, addresses[0])]),
+                    }));
+                }
+            },
+        );
+        for (rank, met) in met.iter().enumerate() {
+            assert!(met.is_ok(), "{fates:?}, rank {rank}: {met:?}");
+        }
+    }
+
+    #[test]
+    fn what_comes_late_on_one_of_two_connections_is_taken_for_what_it_is() {
+        assert_meet(&[Fate::ComesSecond]);
+    }
+
+    /// What arrives of a leader, and the other end.
+    fn visitor(leader: u64, line: Line) -> (Visitor, Connection) {
+        let (stream, other) = tcp::pair().unwrap();
+        let report = Report {
+            visit: Visit { leader, number: 0 },
+            line,
+            hello: Hello::new(&Identity::of_test(1, 2, "")).unwrap(),
+            ranks: vec![1],
+            outcome: String::new(),
+        };
+        let visitor = Visitor {
+            rank: 1,
+            version: PROTOCOL_VERSION,
+            report: Some(report),
+            stream,
+        };
+        (visitor, other)
+    }
+
+    #[test]
+    fn a_leader_whose_end_is_seen_late_does_not_keep_its_successor_away() {
+        let now = Instant::now();
+        let mut seat = Leader::expected(1);
+        let lines = [Line::Messages, Line::Mirror];
+        let first = lines.map(|line| visitor(7, line));
+        let ends = first.map(|(visitor, end)| {
+            seat.take(visitor, false, now).unwrap();
+            end
+        });
+        assert!(seat.has_come());
+        let second = lines.map(|line| visitor(8, line));
+        let _ends = second.map(|(visitor, end)| {
+            seat.take(visitor, false, now).unwrap();
+            end
+        });
+        assert!(seat.has_rivals());
+        drop(ends);
+        for (since, visitor) in std::mem::take(&mut seat.rivals) {
+            seat.take(visitor, false, since).unwrap();
+        }
+        assert!(seat.has_come() && !seat.has_rivals());
+    }
+
+    #[test]
+    fn a_leader_whose_connection_breaks_visits_rank_0_again() {
+        assert_meet(&[Fate::Breaks]);
+        assert_meet(&[Fate::Passes, Fate::Breaks]);
     }
 
     #[track_caller]
