@@ -337,7 +337,7 @@ pub enum Error {
     /// Its system has acknowledged nothing that was sent to it. A host whose processes are only stopped does answer.
     #[error(
         "the host of rank {rank} has not answered rank {noticed_by} for {silent_ms} ms; see whether it runs, and \
-             whether the network between the hosts works"
+             whether the network between the hosts works, or raise Builder::host_timeout"
     )]
     HostLost {
         /// The lowest rank of the host.

@@ -108,7 +108,7 @@ impl Group {
     /// gemmesh.launch.
     ///
     /// backend: "cuda" (NVIDIA GPUs, a process and a GPU for each rank) or "host" (any machine).
-    /// Options: timeout and arrival_timeout (seconds), workers (threads of a rank on the host), device (the GPU's
+    /// Options: timeout, arrival_timeout and host_timeout (seconds), workers (threads of a rank on the host), device (the GPU's
     /// ordinal), max_ctas, numerics ("fast" or "invariant"), name.
     #[staticmethod]
     #[pyo3(signature = (*, backend="cuda", **options))]

@@ -56,6 +56,9 @@ pub fn of_group(
             "arrival_timeout" => {
                 options.arrival_timeout = seconds(&name, typed(&name, &value)?).map_err(&refuse)?;
             }
+            "host_timeout" => {
+                options.host_timeout = seconds(&name, typed(&name, &value)?).map_err(&refuse)?;
+            }
             "workers" => options.workers = count(&name, typed(&name, &value)?).map_err(&refuse)?,
             "device" => options.device = count(&name, typed(&name, &value)?).map_err(&refuse)?,
             "max_ctas" => {
@@ -69,8 +72,8 @@ pub fn of_group(
             "name" => options.name = typed(&name, &value)?,
             other => {
                 return Err(PyTypeError::new_err(format!(
-                    "{other:?} is no option of a group; there are timeout, arrival_timeout, workers, device, max_ctas, \
-                     numerics and name"
+                    "{other:?} is no option of a group; there are timeout, arrival_timeout, host_timeout, workers, device, \
+                     max_ctas, numerics and name"
                 )));
             }
         }

@@ -50,6 +50,7 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 pub struct Builder<B: Backend> {
     timeout: Option<Duration>,
     arrival_timeout: Option<Duration>,
+    host_timeout: Option<Duration>,
     workers: Option<usize>,
     link: Option<usize>,
     device: Option<usize>,
@@ -71,6 +72,7 @@ impl<B: Backend> fmt::Debug for Builder<B> {
             option("name", self.name.as_deref().map(beginning)),
             option("timeout", words(self.timeout)),
             option("arrival_timeout", words(self.arrival_timeout)),
+            option("host_timeout", words(self.host_timeout)),
             option("workers", self.workers),
             option("link", self.link),
             option("device", self.device),
@@ -88,6 +90,7 @@ impl<B: Backend> Builder<B> {
         Builder {
             timeout: None,
             arrival_timeout: None,
+            host_timeout: None,
             workers: None,
             link: None,
             device: None,
@@ -152,12 +155,33 @@ impl<B: Backend> Builder<B> {
         self
     }
 
+    /// How long the system of another host may acknowledge nothing that it is sent, before the host is lost
+    /// ([`Error::HostLost`]). The default is 1.25 s. A time below half a second is taken for half a second.
+    ///
+    /// Raise it if the network between the hosts is away for longer now and then. A host whose processes are stopped or
+    /// slow is not lost, because its system acknowledges what comes. A group of one host has no use for this time.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    ///
+    /// use gemmesh::{Group, Host};
+    ///
+    /// let builder = Group::<Host>::builder().host_timeout(Duration::from_secs(10));
+    /// # builder.threads(1, |group| group.barrier())?;
+    /// # Ok::<_, gemmesh::Error>(())
+    /// ```
+    pub fn host_timeout(mut self, timeout: Duration) -> Self {
+        self.host_timeout = Some(timeout);
+        self
+    }
+
     /// Deadlines that are not set are those of `whole`, of which the group is a part.
     pub(super) fn deadlines(&self, whole: Option<&Deadlines>) -> Deadlines {
         let call = self.timeout.or(whole.map(Deadlines::call));
         let arrival = whole.and_then(Deadlines::arrival);
         let call = call.unwrap_or(DEFAULT_TIMEOUT);
-        Deadlines::new(call, self.arrival_timeout.or(arrival))
+        let host = self.host_timeout.or(whole.map(Deadlines::host));
+        Deadlines::new(call, self.arrival_timeout.or(arrival)).with_host(host)
     }
 
     /// How many threads a rank multiplies with on the host backend. By default the ranks of a host share its cores.

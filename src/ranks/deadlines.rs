@@ -10,6 +10,10 @@ const LONGEST: Duration = Duration::from_secs(1 << 32);
 /// The deadline of the rendezvous, unless there is one for arrivals. A process that was never started cannot be seen
 /// to have ended.
 const RENDEZVOUS: Duration = Duration::from_secs(600);
+/// A host that is silent for this long is lost, unless another time is given.
+const HOST: Duration = Duration::from_millis(1250);
+/// A shorter time is taken for this one. Hosts say twice as often that they are there.
+const SHORTEST_HOST: Duration = Duration::from_millis(500);
 /// A rank that was refused a call has this long to make it after all, from when a different rank waits for it there.
 const CORRECTION: Duration = Duration::from_millis(500);
 
@@ -20,6 +24,8 @@ pub struct Deadlines {
     call: Duration,
     /// The longest wait for a rank that has not begun the call. None: as long as the rank lives.
     arrival: Option<Duration>,
+    /// How long the system of another host may acknowledge nothing.
+    host: Duration,
 }
 
 impl Deadlines {
@@ -27,7 +33,14 @@ impl Deadlines {
         Deadlines {
             call: call.min(LONGEST),
             arrival: arrival.map(|arrival| arrival.min(LONGEST)),
+            host: HOST,
         }
+    }
+
+    /// With another time after which a silent host is lost, if there is one.
+    pub fn with_host(self, host: Option<Duration>) -> Deadlines {
+        let host = host.unwrap_or(self.host).clamp(SHORTEST_HOST, LONGEST);
+        Deadlines { host, ..self }
     }
 
     /// The longest wait in a call that all ranks have begun.
@@ -38,6 +51,11 @@ impl Deadlines {
     /// The longest wait for a rank that has not begun the call, if it has a limit.
     pub fn arrival(&self) -> Option<Duration> {
         self.arrival
+    }
+
+    /// The time after which a host is lost whose system acknowledges nothing.
+    pub fn host(&self) -> Duration {
+        self.host
     }
 
     /// The longest wait for processes that have not come to the rendezvous.
@@ -154,5 +172,8 @@ mod tests {
         let rendezvous = |arrival| Deadlines::new(MOMENT, arrival).rendezvous();
         assert_eq!(rendezvous(None), RENDEZVOUS);
         assert_eq!(rendezvous(Some(LONG)), LONG);
+        let host = |host| Deadlines::new(MOMENT, None).with_host(host).host();
+        let times = [None, Some(Duration::ZERO), Some(LONG)];
+        assert_eq!(times.map(host), [HOST, SHORTEST_HOST, LONG]);
     }
 }

@@ -99,7 +99,7 @@ impl Members {
         let watch = || Watcher::spawn(rank, shared.clone(), near);
         let watcher = (world > 1).then(watch).transpose();
         let watcher = watcher.map_err(|error| shared.fail(error))?;
-        let mirror = || Mirror::spawn(shared.clone(), links).map(Arc::new);
+        let mirror = || Mirror::spawn(shared.clone(), links, deadlines.host()).map(Arc::new);
         let leads = hosts.count() > 1 && hosts.leader_of(rank) == rank;
         let mirror = leads.then(mirror).transpose();
         let mirror = mirror.map_err(|error| shared.fail(error))?;

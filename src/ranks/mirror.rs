@@ -4,7 +4,8 @@
 //! to the other hosts. Nobody waits for it to go on. So it looks at intervals, and ranks do not wake it.
 //!
 //! The leaders' connections are also how hosts are seen to have ended. A connection that ends before its leader has left
-//! is a lost host. So is a host whose system acknowledges nothing any more. A leader that is stopped does not look so,
+//! is a lost rank. A host whose system acknowledges nothing any more is a lost host, at both ends: frames may be lost in
+//! one direction, so what still comes from the host says nothing. A leader that is stopped does not look so,
 //! because its system goes on: only deadlines tell.
 
 mod line;
@@ -33,8 +34,6 @@ const LULL: Duration = Duration::from_millis(10);
 const LIVELY: Duration = Duration::from_millis(50);
 /// A host that has nothing to tell says so this often.
 const BEAT: Duration = Duration::from_millis(250);
-/// A host whose system has acknowledged nothing for this long is lost.
-const CUT_OFF: Duration = Duration::from_millis(1250);
 /// A thread that has not run for this long knows nothing of what was acknowledged meanwhile.
 const ASLEEP: Duration = Duration::from_millis(500);
 /// How long a leader that has left waits for the ranks that it speaks for, and then for the other ends to close.
@@ -76,11 +75,12 @@ pub struct Mirror {
 }
 
 impl Mirror {
-    /// Starts the thread of the leader whose view is `shared`.
-    pub fn spawn(shared: Arc<SharedState>, links: Vec<Link>) -> Result<Mirror> {
+    /// Starts the thread of the leader whose view is `shared`. A host whose system has acknowledged nothing for `longest`
+    /// is lost.
+    pub fn spawn(shared: Arc<SharedState>, links: Vec<Link>, longest: Duration) -> Result<Mirror> {
         let rank = shared.rank();
         let (stop, stopped) = wire::pair().map_err(Error::system(rank, "open a socket pair"))?;
-        let mut teller = Teller::new(shared, links);
+        let mut teller = Teller::new(shared, links, longest);
         let thread = std::thread::Builder::new()
             .name(format!("gemmesh-mirror-{rank}"))
             .spawn(move || teller.run(&stopped))
@@ -107,6 +107,8 @@ struct Teller {
     shared: Arc<SharedState>,
     known: Known,
     lines: Vec<Line>,
+    /// How long a host may be silent.
+    longest: Duration,
     /// A call that differs between ranks, and since when that is known.
     differing: Option<(u64, Instant)>,
     /// When something was last told or heard.
@@ -119,12 +121,13 @@ struct Teller {
 }
 
 impl Teller {
-    fn new(shared: Arc<SharedState>, links: Vec<Link>) -> Teller {
+    fn new(shared: Arc<SharedState>, links: Vec<Link>, longest: Duration) -> Teller {
         let now = Instant::now();
         Teller {
             known: Known::new(&shared),
             lines: links.into_iter().map(Line::new).collect(),
             shared,
+            longest,
             differing: None,
             lively: now,
             looked: now,
@@ -181,11 +184,14 @@ impl Teller {
             }
             lines.iter_mut().for_each(|line| line.say(&record));
         });
+        let is_awake = self.awake.elapsed() > self.longest;
         for line in &mut self.lines {
             line.send();
-            if line.is_cut_off(self.awake) {
-                line.end = Some(End::CutOff);
-            }
+            line.listen_for_silence(if is_awake {
+                self.longest
+            } else {
+                Duration::MAX
+            });
         }
     }
 
@@ -282,12 +288,12 @@ impl Teller {
                 rank,
                 reason: reason.clone(),
             },
-            Some(End::CutOff) => Error::HostLost {
+            Some(End::Closed) | None if !line.was_silent() => Error::RankLost { rank, noticed_by },
+            Some(End::CutOff | End::Closed) | None => Error::HostLost {
                 rank,
                 noticed_by,
-                silent_ms: CUT_OFF.as_millis() as u64,
+                silent_ms: self.longest.as_millis() as u64,
             },
-            Some(End::Closed) | None => Error::RankLost { rank, noticed_by },
         };
         self.shared.report(error, false);
     }

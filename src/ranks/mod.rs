@@ -2,6 +2,7 @@
 //!
 //! Nothing here knows a backend or a matrix.
 
+mod acknowledged;
 pub mod address;
 pub mod call;
 mod children;

@@ -3,9 +3,8 @@
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
@@ -126,34 +125,4 @@ pub fn pair() -> io::Result<(Connection, Connection)> {
             return Ok((connection(one)?, connection(other)?));
         }
     }
-}
-
-/// True if something is to be acknowledged, and the other system has acknowledged nothing for `time`.
-///
-/// It acknowledges what comes also while its process is stopped. If it has no room left, nothing is on its way. Then this
-/// system probes it now and then, and it answers.
-pub fn is_silent(stream: &UnixStream, time: Duration) -> bool {
-    // Of the system's report, in words: four bytes, of which the last counts probes without an answer; the number of
-    // packets on their way; the time since the last acknowledgement in ms.
-    const PROBES: usize = 0;
-    const ON_THEIR_WAY: usize = 6;
-    const LAST_ACKNOWLEDGED: usize = 14;
-    let mut words = [0_u32; 26];
-    let mut bytes = size_of_val(&words) as libc::socklen_t;
-    // SAFETY: the system writes at most the number of bytes that it is told, which is the local's size. All bytes are
-    // valid for it.
-    let result = unsafe {
-        libc::getsockopt(
-            stream.as_raw_fd(),
-            libc::IPPROTO_TCP,
-            libc::TCP_INFO,
-            words.as_mut_ptr().cast(),
-            &mut bytes,
-        )
-    };
-    let [.., probes] = words[PROBES].to_ne_bytes();
-    // The answer to one may be on its way. If this system's own device is down, there are only probes.
-    let is_awaited = words[ON_THEIR_WAY] > 0 || probes > 1;
-    let silence = Duration::from_millis(words[LAST_ACKNOWLEDGED].into());
-    result == 0 && is_awaited && silence >= time
 }

@@ -12,7 +12,7 @@ pub enum Dialect {
 }
 
 /// Names in Rust, in Python and in C. A name comes before its beginnings.
-const NAMES: [[&str; 3]; 33] = [
+const NAMES: [[&str; 3]; 34] = [
     [
         ".weight_layout(WeightLayout::Kn)",
         "it with weight_layout=\"kn\"",
@@ -52,6 +52,11 @@ const NAMES: [[&str; 3]; 33] = [
         "Builder::arrival_timeout",
         "the option arrival_timeout",
         "arrival_timeout_ms of gemmesh_group_options",
+    ],
+    [
+        "Builder::host_timeout",
+        "the option host_timeout",
+        "host_timeout_ms of gemmesh_group_options",
     ],
     [
         "Builder::device",

@@ -40,6 +40,7 @@ pub enum BackendKind {
 pub struct Options {
     pub timeout: Option<Duration>,
     pub arrival_timeout: Option<Duration>,
+    pub host_timeout: Option<Duration>,
     pub workers: Option<usize>,
     pub device: Option<usize>,
     pub max_ctas: Option<usize>,
@@ -60,6 +61,7 @@ impl Options {
         set!(
             timeout,
             arrival_timeout,
+            host_timeout,
             workers,
             device,
             max_ctas,

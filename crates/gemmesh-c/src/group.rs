@@ -54,6 +54,7 @@ unsafe fn options(pointer: *const gemmesh_group_options) -> Result<(BackendKind,
     let converted = Options {
         timeout: time(options.timeout_ms),
         arrival_timeout: time(options.arrival_timeout_ms),
+        host_timeout: time(options.host_timeout_ms),
         workers: if_not_0(options.workers),
         device: usize::try_from(options.device).ok(),
         max_ctas: if_not_0(options.max_ctas),

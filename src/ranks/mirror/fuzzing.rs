@@ -36,7 +36,7 @@ fn teller(of_rank_0: bool) -> Option<(Teller, Connection, Vec<Connection>)> {
         others.push(other);
     }
     let first = others.remove(0);
-    Some((Teller::new(shared, links), first, others))
+    Some((Teller::new(shared, links, Duration::MAX), first, others))
 }
 
 /// The first byte says on which host they come. They come again and again.

@@ -6,15 +6,15 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, Read};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{self, SendFlags};
 
 use super::record::Record;
-use super::{BEAT, CUT_OFF, Link};
-use crate::ranks::tcp;
+use super::{BEAT, Link};
+use crate::ranks::acknowledged::Acknowledged;
 use crate::ranks::wire::Connection;
 
 /// So many bytes that have not been sent are many.
@@ -40,6 +40,7 @@ pub struct Line {
     heard: Option<Record>,
     /// When something was last sent.
     spoken: Instant,
+    acknowledged: Acknowledged,
     /// Why it has ended, if it has.
     pub end: Option<End>,
 }
@@ -65,6 +66,7 @@ impl Line {
             said: None,
             heard: None,
             spoken: Instant::now(),
+            acknowledged: Acknowledged::new(),
             end: None,
         }
     }
@@ -219,8 +221,17 @@ impl Line {
         self.input.capacity() + self.out.capacity() + held.len()
     }
 
-    /// True if the other system has acknowledged nothing for too long. This thread has been awake since `awake`.
-    pub fn is_cut_off(&self, awake: Instant) -> bool {
-        awake.elapsed() > CUT_OFF && tcp::is_silent(&self.stream, CUT_OFF)
+    /// Ends if the other system has acknowledged nothing for `longest`.
+    pub fn listen_for_silence(&mut self, longest: Duration) {
+        self.acknowledged.look(&self.stream);
+        if self.acknowledged.silence() > longest {
+            self.end = Some(End::CutOff);
+        }
+    }
+
+    /// True if the other system did not acknowledge this one's beats any more, before the connection ended. If frames are
+    /// lost in one direction, the first of both ends that sees it closes the connection.
+    pub fn was_silent(&self) -> bool {
+        self.acknowledged.silence() >= 2 * BEAT
     }
 }

@@ -27,7 +27,7 @@ fn teller() -> (Teller, [Connection; 2]) {
     };
     let (links, others): (Vec<Link>, Vec<Connection>) = [2, 4].map(link).into_iter().unzip();
     let others = others.try_into().expect("two lines");
-    (Teller::new(Arc::new(shared), links), others)
+    (Teller::new(Arc::new(shared), links, Duration::MAX), others)
 }
 
 fn post(rank: usize, number: u64) -> Record {

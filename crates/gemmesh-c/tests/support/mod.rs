@@ -42,6 +42,7 @@ pub fn default_options() -> gemmesh_group_options {
         numerics: 0,
         timeout_ms: 0,
         arrival_timeout_ms: 0,
+        host_timeout_ms: 0,
         workers: 1,
         device: -1,
         max_ctas: 0,
