@@ -118,7 +118,7 @@ pub fn meeting_names(address: &Address) -> io::Result<Vec<SocketAddr>> {
 }
 
 /// The name at which rank 0 listens to say that it has only one descriptor left, so that it can accept no connection.
-pub fn last_descriptor_name(address: &str) -> io::Result<SocketAddr> {
+pub fn last_descriptor_name(address: &Address) -> io::Result<SocketAddr> {
     name(address, "last descriptor")
 }
 
