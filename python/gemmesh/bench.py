@@ -143,7 +143,6 @@ class WithTorch:
         dist: Any = importlib.import_module("torch.distributed")
         torch.cuda.set_device(group.device[1])
         device, kind = torch.device("cuda", group.device[1]), {"bf16": torch.bfloat16, "f16": torch.float16}[dtype]
-        group.set_stream(torch.cuda.current_stream().cuda_stream)
         # A store of its own: under torchrun, PyTorch would connect to the agent's store instead of making one.
         store = None
         if group.rank == 0:

@@ -7,7 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use gemmesh::raw::{AnyGroup, Memory};
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
+use crate::ending::{attached, called};
 use crate::matrix::{InFunction, Kept, Matrix};
 use crate::names::Said;
 
@@ -55,7 +57,7 @@ impl Function {
     ) -> Called {
         let runs = Arc::new(AtomicBool::new(true));
         let ends = runs.clone();
-        let called = Python::attach(|py| {
+        let called = attached(|py| {
             let call = || -> PyResult<()> {
                 let keeper = keeper.unwrap_or_else(|| self.keeper.clone());
                 let chunk = InFunction { stream, runs };
@@ -65,7 +67,8 @@ impl Function {
                 let rows = range.call1((rows.start, rows.end))?;
                 let chunk = py.import("gemmesh")?.getattr("Chunk")?;
                 let chunk = chunk.call1((matrix, rows, rank, stream))?;
-                self.function.call1(py, (chunk,)).map(drop)
+                let arguments = PyTuple::new(py, [chunk])?;
+                called(self.function.bind(py), &arguments).map(drop)
             };
             call().map_err(|error| {
                 let words = error.to_string();
@@ -75,7 +78,7 @@ impl Function {
             })
         });
         ends.store(false, Ordering::Relaxed);
-        called
+        called.unwrap_or_else(|| Err("the interpreter ends".into()))
     }
 
     /// The result of the operation. If the function has raised an exception, it is the cause of the operation's.

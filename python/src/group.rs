@@ -7,9 +7,10 @@ use gemmesh::error::called_at;
 use gemmesh::raw::{self, AnyGroup, BackendKind, Joining, Product, ProductKind, Split, join};
 use gemmesh::{AllGatherAndConsume, DType, ProduceAndAllToAll, ProduceAndReduceScatter, RowSplit};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::{PyBytes, PyDict, PyTuple};
 
 use crate::callbacks::{Function, require_callable};
+use crate::ending::{attached, called};
 use crate::errors::{exception, misuse, of_outer};
 use crate::matrix::{Freed, Kept, Matrix};
 use crate::names::{self, Count, Said, count, counts};
@@ -17,8 +18,9 @@ use crate::operands::{Reader, keeper_of};
 use crate::options::{self, Asked, kind_of};
 use crate::prepared::{self, Given, Prepared, reader_of};
 use crate::sharded::Sharded;
+use crate::streams;
 use crate::trace::Trace;
-use crate::waiting::{enqueued, enqueued_on, left_behind, waited};
+use crate::waiting::{enqueued, left_behind, waited};
 
 /// This rank's membership of a group of ranks that multiply together.
 ///
@@ -57,15 +59,17 @@ impl Group {
         let noted = raised.clone();
         let joined = left_behind(py, Some(rank), move || {
             let mut gather = move |mine: &[u8; gemmesh::GATHERED_BYTES]| {
-                Python::attach(|py| {
-                    let gathered = gather.call1(py, (PyBytes::new(py, mine),));
-                    let gathered = gathered.and_then(|all| all.extract::<Vec<Vec<u8>>>(py));
+                let gathered = attached(|py| {
+                    let mine = PyTuple::new(py, [PyBytes::new(py, mine)]);
+                    let gathered = mine.and_then(|mine| called(gather.bind(py), &mine));
+                    let gathered = gathered.and_then(|all| all.extract::<Vec<Vec<u8>>>());
                     gathered.map_err(|error| {
                         let words = error.to_string();
                         *noted.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
                         words.into()
                     })
-                })
+                });
+                gathered.unwrap_or_else(|| Err("the interpreter ends".into()))
             };
             let gather = &mut gather;
             join(
@@ -283,14 +287,19 @@ impl Group {
         Ok((device.device_type, device.device_id))
     }
 
-    /// The stream of this rank's operations, a CUstream as a number. 0 on the host, and for the legacy default stream.
+    /// The stream of this rank's next operation if it gets no tensors, a CUstream as a number. 0 on the host, and for the
+    /// legacy default stream.
     #[getter]
     fn stream(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.get(py)?.stream())
+        let group = self.get(py)?;
+        let stream = streams::of_own(py, &*group)?;
+        Ok(stream.map_or_else(|| group.stream(), |stream| stream.raw))
     }
 
-    /// Puts later operations on `stream`, a CUstream as a number, such as `torch.cuda.current_stream().cuda_stream`. It
+    /// Puts later operations on `stream`, a CUstream as a number, instead of the current stream of PyTorch or CuPy. It
     /// must live until the group uses a different one. Does nothing on the host.
+    ///
+    /// Operations on tensors of PyTorch or CuPy are still put on the current stream of the library.
     fn set_stream(&self, py: Python<'_>, stream: Count) -> PyResult<()> {
         let group = self.get(py)?;
         let refuse = |what: String| Reader::alone(&*group, "Group.set_stream").refuse(py, &what);
@@ -775,8 +784,9 @@ impl Group {
     /// Gathers the rows of a, a Sharded, on every rank, in place. Collective.
     fn all_gather(&self, py: Python<'_>, a: &Bound<'_, PyAny>) -> PyResult<()> {
         let group = self.get(py)?;
-        let shards = Reader::collective(&*group, "all_gather").shards(a, "a")?;
-        enqueued(py, &*group, || group.all_gather(&shards))
+        let reader = Reader::collective(&*group, "all_gather");
+        let shards = reader.shards(a, "a")?;
+        reader.enqueued(py, || group.all_gather(&shards))
     }
 
     /// Copies the whole matrix of rank `root` to every rank, in place. Collective.
@@ -785,7 +795,7 @@ impl Group {
         let reader = Reader::collective(&*group, "broadcast");
         let root = root.of("root").map_err(|what| reader.refuse(py, &what))?;
         let shards = reader.shards(a, "a")?;
-        enqueued(py, &*group, || group.broadcast(&shards, root))
+        reader.enqueued(py, || group.broadcast(&shards, root))
     }
 
     /// Sums the ranks' a [M, N]; each rank gets its rows of the sum in out [rows of this rank, N]. Collective.
@@ -802,9 +812,7 @@ impl Group {
             .and_then(|a| Ok((a, reader.written(out, "out")?)));
         let (a, out) = both.map_err(|error| reader.told(error))?;
         // SAFETY: the objects keep their memory during the call, and the reader until it is complete.
-        enqueued_on(py, &*group, reader.stream, || unsafe {
-            group.reduce_scatter(a, out)
-        })?;
+        reader.enqueued(py, || unsafe { group.reduce_scatter(a, out) })?;
         reader.keep();
         Ok(())
     }
@@ -860,7 +868,7 @@ impl Group {
         let mut call = |rows: raw::Rows| {
             function.call(rows.rows, rows.source, (rows.memory, None), rows.stream)
         };
-        let result = enqueued(py, &*group, || {
+        let result = reader.enqueued(py, || {
             group.all_gather_and_consume(options, &shards, &mut call)
         });
         function.finish(py, result)
@@ -901,7 +909,7 @@ impl Group {
             function.call(rows.rows, rows.owner, memory, rows.stream)
         };
         // SAFETY: the object keeps its memory during the call, and the reader until it is complete.
-        let result = enqueued_on(py, &*group, reader.stream, || unsafe {
+        let result = reader.enqueued(py, || unsafe {
             group.produce_and_reduce_scatter(options, m, memory, &mut call)
         });
         function.finish(py, result)?;
@@ -934,7 +942,7 @@ impl Group {
             let memory = (rows.memory, rows.keeper);
             function.call(rows.rows, rows.owner, memory, rows.stream)
         };
-        let result = enqueued(py, &*group, || {
+        let result = reader.enqueued(py, || {
             group.produce_and_all_to_all(options, &shards, &mut call)
         });
         function.finish(py, result)

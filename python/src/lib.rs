@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 mod callbacks;
+mod ending;
 mod errors;
 mod group;
 mod matrix;
@@ -10,6 +11,7 @@ mod operands;
 mod options;
 mod prepared;
 mod sharded;
+mod streams;
 mod tensor_calls;
 mod tensors;
 #[cfg(feature = "timing")]
@@ -45,6 +47,11 @@ mod _native {
     use super::timing::RustCalls;
 
     use super::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        super::ending::register(module.py())
+    }
 
     /// True if this build has the CUDA backend.
     #[pymodule_export]

@@ -15,9 +15,13 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::ending::{Lent, through_the_gate};
 use crate::errors::{exception, read_only, refused};
-use crate::tensors::{given, legacy_capsule, managed, memory_of_managed, versioned_capsule};
-use crate::waiting::{enqueued_on, waited};
+use crate::operands::Reader;
+use crate::streams;
+use crate::streams::CallStream;
+use crate::tensors::{legacy_capsule, managed, memory_of_managed, versioned_capsule};
+use crate::waiting::{is_main_thread, waited, waited_on};
 
 /// Something that is dropped without the GIL. The last part of a group waits for the other ranks, which may be threads
 /// of this process.
@@ -47,18 +51,28 @@ impl<T: Send> Drop for Freed<T> {
     fn drop(&mut self) {
         // SAFETY: it is taken once, because nobody uses this afterwards.
         let value = unsafe { ManuallyDrop::take(&mut self.0) };
-        // SAFETY: the functions of Python's interface are called in their order, and the value holds no Python object.
-        // A library that gives a tensor back may have released the GIL without PyO3's knowledge, so PyO3 is not asked.
-        unsafe {
-            if ffi::Py_IsInitialized() == 0 {
-                return drop(value);
-            }
-            let held = ffi::PyGILState_Ensure();
-            let thread = ffi::PyEval_SaveThread();
-            drop(value);
-            ffi::PyEval_RestoreThread(thread);
-            ffi::PyGILState_Release(held);
+        // The main thread ends the interpreter, and may take the GIL to the last.
+        if is_main_thread() {
+            return drop_without_gil(value);
         }
+        let mut value = Some(value);
+        through_the_gate(|| value.take().map(drop_without_gil));
+    }
+}
+
+/// Drops a value without the GIL, whether this thread holds it or not.
+fn drop_without_gil<T: Send>(value: T) {
+    // SAFETY: the functions of Python's interface are called in their order, and the value holds no Python object.
+    // A library that gives a tensor back may have released the GIL without PyO3's knowledge, so PyO3 is not asked.
+    unsafe {
+        if ffi::Py_IsInitialized() == 0 {
+            return drop(value);
+        }
+        let held = ffi::PyGILState_Ensure();
+        let thread = ffi::PyEval_SaveThread();
+        drop(value);
+        ffi::PyEval_RestoreThread(thread);
+        ffi::PyGILState_Release(held);
     }
 }
 
@@ -117,6 +131,14 @@ impl Kept {
         chunk.is_some_and(|chunk| chunk.runs.load(Ordering::Relaxed))
     }
 
+    /// The stream on which `call` copies to or from the host. None in an operation's function, whose rows have one.
+    fn reading_stream(&self, py: Python<'_>, call: &'static str) -> PyResult<Option<CallStream>> {
+        match self.is_in_function() {
+            true => Ok(None),
+            false => Reader::alone(&**self.group, call).stream(py),
+        }
+    }
+
     /// A matrix of zeros.
     pub fn zeros(
         py: Python<'_>,
@@ -130,10 +152,12 @@ impl Kept {
 
     /// A tensor of another library, without a copy.
     pub fn adopted(object: &Bound<'_, PyAny>, group: &Arc<dyn AnyGroup>) -> PyResult<Kept> {
-        let (call, name) = ("Group.matrix", "the tensor");
-        let tensor = managed(object, &**group, call, name)?;
-        let memory = memory_of_managed(object.py(), &tensor, &**group, call, name)?;
-        let read_only = tensor.is_read_only();
+        let (py, call, name) = (object.py(), "Group.matrix", "the tensor");
+        let stream = streams::of_own(py, &**group)?;
+        let stream = stream.map_or_else(|| group.stream(), |stream| stream.raw);
+        let tensor = managed(object, &**group, (call, name), stream)?;
+        let memory = memory_of_managed(py, &tensor, &**group, call, name)?;
+        let read_only = tensor.tensor().is_some_and(Tensor::is_read_only);
         let adopted = Adopted {
             tensor: Some(tensor),
             group: group.clone(),
@@ -153,14 +177,14 @@ impl Kept {
 
 /// A tensor of another library that a matrix keeps. Operations may still use it when the matrix is gone.
 struct Adopted {
-    tensor: Option<Tensor>,
+    tensor: Option<Lent>,
     group: Arc<dyn AnyGroup>,
 }
 
 impl Drop for Adopted {
     fn drop(&mut self) {
         if let Some(tensor) = self.tensor.take() {
-            self.group.keep(Box::new(tensor));
+            tensor.keep(&*self.group);
         }
     }
 }
@@ -213,8 +237,9 @@ impl Matrix {
         let in_function = self.0.is_in_function();
         let mut bytes = vec![0; memory.shape[0] * memory.width()];
         let target = &mut bytes;
+        let stream = self.0.reading_stream(py, "tobytes")?;
         // SAFETY: the owner keeps the memory.
-        waited(py, &***group, move || unsafe {
+        waited_on(py, &***group, stream, move || unsafe {
             group.read(*memory, target, in_function)
         })?;
         Ok(pyo3::types::PyBytes::new(py, &bytes))
@@ -225,8 +250,9 @@ impl Matrix {
     fn frombytes(&self, py: Python<'_>, bytes: &[u8]) -> PyResult<()> {
         let memory = self.0.written(py, "frombytes", "the matrix")?;
         let (group, in_function) = (&self.0.group, self.0.is_in_function());
+        let stream = self.0.reading_stream(py, "frombytes")?;
         // SAFETY: the owner keeps the memory.
-        waited(py, &***group, move || unsafe {
+        waited_on(py, &***group, stream, move || unsafe {
             group.write(memory, bytes, in_function)
         })
     }
@@ -375,18 +401,8 @@ pub fn copy(
     const CALL: &str = "copy_from";
     let group = &target.group;
     let memory = target.written(py, CALL, "the target")?;
-    let (mut owner, mut stream) = (None, None);
-    let from = match source.cast::<Matrix>() {
-        Ok(source) => source.get().0.memory,
-        Err(_) => {
-            let given = given(source, &***group, CALL, "the source", false)?;
-            owner = given.owner;
-            if let Some(exchange) = given.exchange {
-                stream = exchange.stream_for(py, &***group)?;
-            }
-            given.memory
-        }
-    };
+    let mut reader = Reader::alone(&***group, CALL);
+    let from = reader.memory(source, "the source")?;
     let rows = blocks.iter().map(|block| block.shape[0]).sum();
     let expected = [rows, memory.shape[1]];
     if (from.dtype, from.shape) != (memory.dtype, expected) {
@@ -404,7 +420,7 @@ pub fn copy(
             group.write(memory, &bytes, true)
         });
     }
-    enqueued_on(py, &***group, stream, || {
+    reader.enqueued(py, || {
         let mut first = 0;
         blocks.iter().try_for_each(|block| {
             let part = rows_of(from, first..first + block.shape[0]);
@@ -413,9 +429,7 @@ pub fn copy(
             unsafe { group.copy(part, *block) }
         })
     })?;
-    if let Some(owner) = owner {
-        group.keep(Box::new(owner));
-    }
+    reader.keep();
     Ok(())
 }
 

@@ -11,11 +11,14 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
 use crate::callbacks::Keeper;
-use crate::errors::{argument, exception, refused};
+use crate::ending::Lent;
+use crate::errors::{argument, exception, read_only, refused};
 use crate::matrix::Matrix;
 use crate::names::{self, Count, count};
 use crate::sharded::Sharded;
-use crate::tensors::given;
+use crate::streams::{self, CallStream, is_of_cupy};
+use crate::tensors::{exchange_of, managed, memory_of, memory_of_managed};
+use crate::waiting::enqueued_on;
 
 /// An fp8 operand with its scales, which are f32. A value is its fp8 number times its scale.
 ///
@@ -117,9 +120,9 @@ pub struct Reader<'a> {
     pub call: &'static str,
     /// True if other ranks wait for this one in the call.
     is_collective: bool,
-    /// The stream of the call: the current one of the library whose tensors it gets.
-    pub stream: Option<usize>,
-    kept: Vec<Tensor>,
+    /// The stream of the call, once an argument has said it.
+    stream: Option<CallStream>,
+    kept: Vec<Lent>,
     /// What lists hold. Another thread may change the lists.
     listed: Vec<Py<PyAny>>,
 }
@@ -197,13 +200,79 @@ impl<'a> Reader<'a> {
             );
             return Err(self.refused(object.py(), &what));
         }
-        let given = given(object, self.group, self.call, name, writes)?;
-        self.kept.extend(given.owner);
-        // A library has one current stream.
-        if let (None, Some(exchange)) = (self.stream, given.exchange) {
-            self.stream = exchange.stream_for(object.py(), self.group)?;
+        let py = object.py();
+        if let Some(exchange) = exchange_of(object)
+            && let Some(tensor) = exchange.tensor(object)?
+        {
+            let stream = exchange.stream_for(py, self.group)?;
+            self.goes_on(py, name, stream.map(CallStream::lasting))?;
+            return memory_of(py, &tensor, self.group, self.call, name);
         }
-        Ok(given.memory)
+        self.lent(object, name, writes)
+    }
+
+    /// The memory of a tensor of a library that has to keep it until the call is complete. The library is told the
+    /// stream of the call, and has the memory ready for it.
+    fn lent(&mut self, object: &Bound<'_, PyAny>, name: &str, writes: bool) -> PyResult<Memory> {
+        let py = object.py();
+        if self.group.backend() == BackendKind::Cuda {
+            let stream = match is_of_cupy(object) {
+                true => streams::of_cupy(py, self.group)?,
+                false => self.stream(py)?,
+            };
+            self.goes_on(py, name, stream)?;
+        }
+        let stream = self.stream.as_ref().map(|stream| stream.raw);
+        let stream = stream.unwrap_or_else(|| self.group.stream());
+        let tensor = managed(object, self.group, (self.call, name), stream)?;
+        let is_read_only = tensor.tensor().is_some_and(Tensor::is_read_only);
+        if writes && is_read_only {
+            return Err(read_only(py, self.group, self.call, name));
+        }
+        let memory = memory_of_managed(py, &tensor, self.group, self.call, name)?;
+        self.kept.push(tensor);
+        Ok(memory)
+    }
+
+    /// Puts the call on the stream of the library of the argument `name`. All libraries of a call must have one.
+    fn goes_on(&mut self, py: Python<'_>, name: &str, stream: Option<CallStream>) -> PyResult<()> {
+        let Some(stream) = stream else { return Ok(()) };
+        match &self.stream {
+            None => self.stream = Some(stream),
+            Some(other) if other.is(&stream) => {}
+            Some(other) => {
+                let what = format!(
+                    "the library of {name} has the current stream {:#x}, and the arguments before are used on {:#x}; \
+                     make one stream current in both libraries, such as by torch.cuda.ExternalStream or \
+                     cupy.cuda.ExternalStream",
+                    stream.raw, other.raw
+                );
+                return Err(self.refused(py, &what));
+            }
+        }
+        Ok(())
+    }
+
+    /// The stream of the call. None if the group stays where it is.
+    pub fn stream(&self, py: Python<'_>) -> PyResult<Option<CallStream>> {
+        if self.stream.is_some() {
+            return Ok(self.stream.clone());
+        }
+        let stream = streams::of_own(py, self.group)?;
+        if let Some(stream) = &stream {
+            streams::require_captured(py, self.group, self.call, stream)?;
+        }
+        Ok(stream)
+    }
+
+    /// Makes the call, on its stream.
+    pub fn enqueued<R: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce() -> gemmesh::Result<R> + Send,
+    ) -> PyResult<R> {
+        let stream = self.stream(py).map_err(|error| self.told(error))?;
+        enqueued_on(py, self.group, stream, call)
     }
 
     pub fn optional(
@@ -285,11 +354,7 @@ impl<'a> Reader<'a> {
     /// Keeps the tensors until the operations so far are complete.
     pub fn keep(self) {
         for tensor in self.kept {
-            match self.group.backend() {
-                // The call was complete when it returned.
-                BackendKind::Host => drop(tensor),
-                BackendKind::Cuda => self.group.keep(Box::new(tensor)),
-            }
+            tensor.keep(self.group);
         }
     }
 }

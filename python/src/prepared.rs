@@ -15,7 +15,7 @@ use crate::matrix::{Freed, Kept, Matrix};
 use crate::names;
 use crate::operands::{HeldOutputs, HeldRows, Reader, is_list};
 use crate::trace::Trace;
-use crate::waiting::{enqueued_on, waited};
+use crate::waiting::waited;
 
 /// The objects that a product gets from Python.
 pub struct Given<'a, 'py> {
@@ -160,7 +160,7 @@ fn make(
     let arguments = Arguments::new(&mut reader, group, product, given, &made);
     let arguments = arguments.map_err(|error| reader.told(error))?;
     let (dtype, call) = (arguments.rows.dtype(), arguments.call());
-    enqueued_on(py, &**group, reader.stream, || run(dtype, &call))?;
+    reader.enqueued(py, || run(dtype, &call))?;
     reader.keep();
     let out = given.out.or(made.get());
     Ok(out.map_or_else(|| py.None(), |out| out.clone().unbind()))
@@ -386,9 +386,7 @@ pub fn quantize(
         return Err(reader.refused(py, "out must be a gemmesh.Quantized"));
     };
     // SAFETY: the objects keep their memory during the call, and the reader until it is complete.
-    enqueued_on(py, &**group, reader.stream, || unsafe {
-        group.quantize(x, values, scales)
-    })?;
+    reader.enqueued(py, || unsafe { group.quantize(x, values, scales) })?;
     reader.keep();
     Ok(())
 }
@@ -405,7 +403,7 @@ pub fn into_sharded(
     let memory = reader.memory(a, "a").map_err(|error| reader.told(error))?;
     let shards = reader.shards(out, "out")?;
     // SAFETY: the objects keep their memory during the call, and the reader until it is complete.
-    enqueued_on(py, &**group, reader.stream, || unsafe {
+    reader.enqueued(py, || unsafe {
         match call {
             "all_reduce" => group.all_reduce(memory, &shards),
             _ => group.all_to_all(memory, &shards),

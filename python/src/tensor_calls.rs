@@ -11,9 +11,10 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 use crate::errors::misuse;
 use crate::group::Group;
 use crate::matrix::{Freed, rows_of};
-use crate::operands::listed;
+use crate::operands::{Reader, listed};
 use crate::prepared::Prepared;
 use crate::sharded::Sharded;
+use crate::streams::CallStream;
 use crate::tensors::{Exchange, exchange_of, memory_of};
 use crate::waiting::enqueued_on;
 
@@ -189,6 +190,19 @@ impl<'py> Tensors<'py> {
         })
     }
 
+    /// The stream of the call.
+    fn stream(
+        &self,
+        py: Python<'_>,
+        group: &dyn AnyGroup,
+        call: &'static str,
+    ) -> PyResult<Option<CallStream>> {
+        match self.exchange.stream_for(py, group)? {
+            Some(stream) => Ok(Some(CallStream::lasting(stream))),
+            None => Reader::alone(group, call).stream(py),
+        }
+    }
+
     /// What two lists of tensors must share to have one plan.
     fn key(&self) -> Vec<i64> {
         let mut key = Vec::with_capacity(16 * (1 + self.weights.len()));
@@ -249,7 +263,7 @@ impl Planned {
             group.refuse_because(self.name(), &error.to_string());
             error
         };
-        let stream = tensors.exchange.stream_for(py, group).map_err(told)?;
+        let stream = tensors.stream(py, group, self.name()).map_err(told)?;
         let (made, outputs) = self.outputs(py, group).map_err(told)?;
         let run = |a| {
             let call = ProductCall {

@@ -11,7 +11,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict, PyType};
 use pyo3::{IntoPyObjectExt, ffi, intern};
 
-use crate::errors::{exception, read_only, refused};
+use crate::ending::Lent;
+use crate::errors::{exception, refused};
 
 const LEGACY: &CStr = c"dltensor";
 const USED_LEGACY: &CStr = c"used_dltensor";
@@ -20,15 +21,6 @@ const USED_VERSIONED: &CStr = c"used_dltensor_versioned";
 
 /// The number by which DLPack says CUDA's legacy default stream.
 const LEGACY_DEFAULT_STREAM: usize = 1;
-
-/// A tensor of another library in a call.
-pub struct Given {
-    pub memory: Memory,
-    /// What must live until the call is complete. None if the library's own stream sees to that.
-    pub owner: Option<Tensor>,
-    /// The table of its library, if that says the current stream.
-    pub exchange: Option<&'static Exchange>,
-}
 
 /// The table of functions of a library that gives tensors without calls of Python: `DLPackExchangeAPI`.
 #[repr(C)]
@@ -87,39 +79,6 @@ fn find_exchange(class: &Bound<'_, PyType>) -> usize {
     table as usize
 }
 
-/// The memory of an object that gives tensors by DLPack. `writes`: the call writes it.
-///
-/// On GPUs, a call of an object whose library says its current stream runs there, as that library's own operations do.
-/// Other objects are told the group's stream, and have their memory ready for it.
-pub fn given(
-    object: &Bound<'_, PyAny>,
-    group: &dyn AnyGroup,
-    call: &str,
-    name: &str,
-    writes: bool,
-) -> PyResult<Given> {
-    let py = object.py();
-    if let Some(exchange) = exchange_of(object)
-        && let Some(tensor) = exchange.tensor(object)?
-    {
-        return Ok(Given {
-            memory: memory_of(py, &tensor, group, call, name)?,
-            owner: None,
-            exchange: Some(exchange),
-        });
-    }
-    let tensor = managed(object, group, call, name)?;
-    if writes && tensor.is_read_only() {
-        return Err(read_only(py, group, call, name));
-    }
-    let memory = memory_of_managed(py, &tensor, group, call, name)?;
-    Ok(Given {
-        memory,
-        owner: Some(tensor),
-        exchange: None,
-    })
-}
-
 /// The memory of a tensor of a library, whose object lives. `call` and `name` say whose argument it is.
 pub fn memory_of(
     py: Python<'_>,
@@ -136,12 +95,12 @@ pub fn memory_of(
 /// The memory of a tensor that has been taken, as [`memory_of`].
 pub fn memory_of_managed(
     py: Python<'_>,
-    tensor: &Tensor,
+    tensor: &Lent,
     group: &dyn AnyGroup,
     call: &str,
     name: &str,
 ) -> PyResult<Memory> {
-    match tensor.described() {
+    match tensor.tensor().and_then(Tensor::described) {
         Some(described) => memory_of(py, &described, group, call, name),
         None => Err(PyBufferError::new_err(format!(
             "{name} is a tensor of a version of DLPack that is not known; version 1 is"
@@ -186,13 +145,13 @@ impl Exchange {
     }
 }
 
-/// The tensor of an object, by `__dlpack__`. `call` and `name` say whose argument it is.
+/// The tensor of an object, by `__dlpack__`, for use on `stream`, a CUstream. `call` and `name` say whose argument it is.
 pub fn managed(
     object: &Bound<'_, PyAny>,
     group: &dyn AnyGroup,
-    call: &str,
-    name: &str,
-) -> PyResult<Tensor> {
+    (call, name): (&str, &str),
+    stream: usize,
+) -> PyResult<Lent> {
     let py = object.py();
     let dlpack = match object.getattr(intern!(py, "__dlpack__")) {
         Ok(dlpack) => dlpack,
@@ -219,7 +178,7 @@ pub fn managed(
     }
     let stream = match group.backend() {
         BackendKind::Host => py.None(),
-        BackendKind::Cuda => group.stream().max(LEGACY_DEFAULT_STREAM).into_py_any(py)?,
+        BackendKind::Cuda => stream.max(LEGACY_DEFAULT_STREAM).into_py_any(py)?,
     };
     let options = PyDict::new(py);
     options.set_item(intern!(py, "stream"), &stream)?;
@@ -233,7 +192,7 @@ pub fn managed(
         }
         Err(error) => return Err(error),
     };
-    taken(&capsule.cast_into::<PyCapsule>()?)
+    taken(&capsule.cast_into::<PyCapsule>()?).map(Lent::new)
 }
 
 /// Takes the tensor out of a capsule, once.

@@ -12,7 +12,9 @@ use gemmesh::raw::{AnyGroup, BackendKind};
 use gemmesh::{Error, Result};
 use pyo3::prelude::*;
 
+use crate::ending::attached;
 use crate::errors::{exception, misuse};
+use crate::streams::CallStream;
 
 /// How often a call that waits looks for signals.
 const GLANCE: Duration = Duration::from_millis(50);
@@ -32,22 +34,30 @@ pub fn enqueued<R: Send>(
     }
 }
 
-/// As [`enqueued`], on a stream of another library, a CUstream, if there is one.
+/// As [`enqueued`], on a stream of the caller's, if there is one.
 pub fn enqueued_on<R: Send>(
     py: Python<'_>,
     group: &dyn AnyGroup,
-    stream: Option<usize>,
+    stream: Option<CallStream>,
     call: impl FnOnce() -> Result<R> + Send,
 ) -> PyResult<R> {
-    let Some(stream) = stream else {
-        return enqueued(py, group, call);
-    };
-    enqueued(py, group, || {
-        let _turn = group.stream_turn();
-        // SAFETY: the library's streams live as long as its tensors are used.
-        unsafe { group.set_stream(stream)? };
-        call()
-    })
+    match stream {
+        Some(stream) => enqueued(py, group, || stream.run(group, call)),
+        None => enqueued(py, group, call),
+    }
+}
+
+/// As [`waited`], on a stream of the caller's, if there is one.
+pub fn waited_on<R: Send>(
+    py: Python<'_>,
+    group: &dyn AnyGroup,
+    stream: Option<CallStream>,
+    call: impl FnOnce() -> Result<R> + Send,
+) -> PyResult<R> {
+    match stream {
+        Some(stream) => waited(py, group, || stream.run(group, call)),
+        None => waited(py, group, call),
+    }
 }
 
 /// Makes a call that may wait for other ranks. If a signal's handler raises an exception meanwhile, as that of Ctrl-C
@@ -96,7 +106,7 @@ fn watched<R: Send>(
         let mut raised = None;
         while is_done.recv_timeout(GLANCE) == Err(RecvTimeoutError::Timeout) {
             if raised.is_none()
-                && let Err(error) = Python::attach(|py| py.check_signals())
+                && let Some(Err(error)) = attached(|py| py.check_signals())
             {
                 let words = error.to_string();
                 group.fail(&format!("interrupted by {}", words.trim_end_matches(": ")));
@@ -161,9 +171,9 @@ pub fn launch(
         launch = launch.inherit_stdin();
     }
     let mut raised = None;
-    let mut goes_on = || match Python::attach(|py| py.check_signals()) {
-        Ok(()) => true,
-        Err(error) => {
+    let mut goes_on = || match attached(|py| py.check_signals()) {
+        None | Some(Ok(())) => true,
+        Some(Err(error)) => {
             raised = Some(error);
             false
         }
@@ -222,6 +232,6 @@ fn panicked(rank: usize, panic: &dyn std::any::Any) -> Error {
 }
 
 /// True on the process's first thread, which is Python's main thread.
-fn is_main_thread() -> bool {
+pub fn is_main_thread() -> bool {
     rustix::thread::gettid() == rustix::process::getpid()
 }

@@ -248,5 +248,8 @@ pub(crate) mod sealed {
 
         /// Returns when everything that was begun is complete.
         fn synchronize(&self, members: &Members) -> Result<()>;
+
+        /// As `synchronize`, and waits for the caller's own work on the stream of operations too.
+        fn settle(&self, members: &Members) -> Result<()>;
     }
 }

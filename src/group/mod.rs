@@ -83,9 +83,11 @@ pub(crate) struct Inner<B: Backend> {
     matrices: Mutex<u32>,
     /// Locked while the group is split, so that two threads of a rank split it one after the other.
     splits: Mutex<()>,
-    /// Locked by a call of [`raw`](crate::raw) that sets the group's stream first, so that no other thread sets it
+    /// The turns of calls of [`raw`](crate::raw) that set the group's stream first, so that no other thread sets it
     /// before the call has begun.
-    pub stream_turns: Mutex<()>,
+    stream_turns: Turns<()>,
+    /// The stream that the program has set through [`raw`](crate::raw), a CUstream.
+    pub set_stream: Mutex<Option<usize>>,
 }
 
 impl<B: Backend> Inner<B> {
@@ -291,11 +293,20 @@ impl<B: Backend> Group<B> {
     /// # Errors
     /// The failure of an operation, if it has not been reported yet.
     pub fn synchronize(&self) -> Result<()> {
+        self.wait(B::synchronize)
+    }
+
+    /// Waits until everything on this rank's stream is complete: its operations, and the caller's own work.
+    pub(crate) fn settle(&self) -> Result<()> {
+        self.wait(B::settle)
+    }
+
+    fn wait(&self, wait: impl FnOnce(&B, &Members) -> Result<()>) -> Result<()> {
         self.check()?;
         let _range = range(|| "gemmesh synchronize".into());
         let evicted = std::mem::take(&mut *self.evicted());
         drop(evicted);
-        self.noted(self.inner.backend.synchronize(&self.inner.members))
+        self.noted(wait(&self.inner.backend, &self.inner.members))
     }
 
     /// Waits until every rank has called it. Collective.
@@ -472,7 +483,8 @@ impl<B: Backend> Group<B> {
                 partials: Mutex::new(None),
                 matrices: Mutex::new(0),
                 splits: Mutex::new(()),
-                stream_turns: Mutex::new(()),
+                stream_turns: Turns::new(()),
+                set_stream: Mutex::new(None),
             })),
         })
     }

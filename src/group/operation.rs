@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::turns::Turn;
+use super::turns::{Turn, Turns};
 use super::{Group, State};
 use crate::backend::Backend;
 use crate::error::{Error, Result};
@@ -66,11 +66,26 @@ impl<B: Backend> Group<B> {
 
     /// Waits for this thread's turn, which is for `operation` or for something else.
     pub(super) fn state(&self, operation: Option<&Agreed>) -> Result<Turn<'_, State<B>>> {
+        self.turn(&self.inner.state, operation)
+    }
+
+    /// Waits for the turn of this thread to set the group's stream and to make a call there. Fails in a function that an
+    /// operation has called: its own operation may have the turn.
+    pub(crate) fn stream_turn(&self) -> Result<Turn<'_, ()>> {
+        self.refuse_misplaced()?;
+        self.turn(&self.inner.stream_turns, None)
+    }
+
+    fn turn<'a, T>(
+        &'a self,
+        turns: &'a Turns<T>,
+        operation: Option<&Agreed>,
+    ) -> Result<Turn<'a, T>> {
         let members = &self.inner.members;
         let (rank, longest) = (members.rank, members.deadlines.call());
         // How long this thread had waited when a rank was last seen not to have come to the other thread's operation.
         let until_all_came = Cell::new(Duration::ZERO);
-        self.inner.state.take(operation, |waited, other| {
+        turns.take(operation, |waited, other| {
             members.check()?;
             if members.awaits_a_rank() {
                 until_all_came.set(waited);

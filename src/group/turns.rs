@@ -100,8 +100,11 @@ impl<T> Drop for Place<'_, T> {
         let mut line = lock(&self.0.line);
         line.tickets.pop_front();
         line.operation = None;
+        let is_awaited = !line.tickets.is_empty();
         drop(line);
-        self.0.moved.notify_all();
+        if is_awaited {
+            self.0.moved.notify_all();
+        }
     }
 }
 

@@ -16,14 +16,11 @@ use crate::element::{AddendOf, Element, OutputOf, Value, WeightOf};
 use crate::error::Error;
 use crate::error::Result;
 use crate::group::Group;
-use crate::interop::stream::StreamGuard;
+use crate::interop::stream::{PER_THREAD, StreamGuard};
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut, bytes_of};
 use crate::ops::{AddendView, Operand, Outputs, Weights};
 use crate::refusal::{self, Refusal, require_elements};
 use crate::schedule::limits::require;
-
-/// CU_STREAM_PER_THREAD, which is a different stream on each thread.
-const PER_THREAD: usize = 2;
 
 mod memory {
     /// Memory that keeps its stream and is freed in the stream's order. Other memory of cudarc, and other types that

@@ -19,6 +19,9 @@ use crate::refusal::{self, Refusal};
 use crate::schedule::Config;
 use crate::schedule::limits::limit;
 
+/// CU_STREAM_PER_THREAD, which is a different stream on each thread.
+pub(super) const PER_THREAD: usize = 2;
+
 /// Keeps a group's operations on their stream until it is dropped. [`Group::hold_stream_of`] makes it.
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
 #[must_use = "the stream may change once the guard is dropped"]
@@ -56,8 +59,8 @@ impl Group<Cuda> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] while a [`StreamGuard`] or a matrix in cudarc's memory holds the current stream;
-    /// [`Error::QueuedTogether`] if the stream shares a queue of the device with the library's streams, as all streams
+    /// [`Error::Unsuitable`] while a [`StreamGuard`] or a matrix in cudarc's memory holds the current stream, and for
+    /// CU_STREAM_PER_THREAD, which is a different stream on each thread; [`Error::QueuedTogether`] if the stream shares a queue of the device with the library's streams, as all streams
     /// of one priority do under CUDA_DEVICE_MAX_CONNECTIONS=1; [`Error::Cuda`] if the driver refuses; the group's
     /// failure.
     ///
@@ -126,6 +129,14 @@ impl Group<Cuda> {
         stream: *mut c_void,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> refusal::Result<()> {
+        if stream.addr() == PER_THREAD {
+            return Err(Refusal::Unsuitable {
+                argument: "the stream".into(),
+                what: "the handle".into(),
+                expected: "one stream, whichever thread uses it".into(),
+                found: "CU_STREAM_PER_THREAD".into(),
+            });
+        }
         let gpu = self.inner().backend.gpu();
         // SAFETY: as this function's.
         let stream = unsafe { gpu.borrow_stream(stream, owner)? };
@@ -149,6 +160,15 @@ impl Group<Cuda> {
             _guard: self.inner().backend.gpu().streams().guard(),
             _owner: Arc::new(()),
         }
+    }
+
+    /// Whether what is put on a stream is recorded into a graph.
+    ///
+    /// # Safety
+    /// `stream` is a CUstream of the device's primary context.
+    pub(crate) unsafe fn is_captured(&self, stream: *mut c_void) -> Result<bool> {
+        // SAFETY: as this function's.
+        unsafe { self.inner().backend.gpu().is_captured(stream) }
     }
 
     /// Records a CUevent behind all operations so far. Other streams, or the host, can wait for it.

@@ -185,7 +185,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
 
     /// Overwrites the matrix with as many values.
     fn write(&mut self, values: &[T]) -> Result<()> {
-        self.group.synchronize()?;
+        self.group.settle()?;
         let bytes = bytemuck::cast_slice(values);
         let written = self.group.inner().backend.write(&mut self.memory, bytes);
         self.group.noted(written)

@@ -393,7 +393,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         };
         self.group.judged("ShardedMatrix::write", check())?;
         let offset = first_row * k * size_of::<T>();
-        self.group.synchronize()?;
+        self.group.settle()?;
         let backend = &self.group.inner().backend;
         let values = bytemuck::cast_slice(values);
         self.group

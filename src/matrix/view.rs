@@ -181,7 +181,7 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     pub(super) fn read(&self, call: &str, values: &mut [T]) -> Result<()> {
         let (group, [_, columns]) = (self.group, self.shape);
         require_length(group, call, self.shape, values.len())?;
-        group.synchronize()?;
+        group.settle()?;
         let inner = group.inner();
         let (from, width) = (self.memory.input(self.offset), columns * size_of::<T>());
         let values = bytemuck::cast_slice_mut(values);

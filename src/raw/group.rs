@@ -1,7 +1,7 @@
 //! A group of any backend.
 
 use std::any::Any;
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use super::Memory;
@@ -218,8 +218,18 @@ pub trait AnyGroup: Any + Send + Sync {
     /// Puts later operations on a stream: [`Group::set_stream`]. Nothing is done on the host backend, or if it is the
     /// group's stream.
     unsafe fn set_stream(&self, stream: usize) -> Result<()>;
-    /// Waits for other threads that set the stream for a call. They wait until the guard is dropped.
-    fn stream_turn(&self) -> MutexGuard<'_, ()>;
+    /// The stream of the last [`AnyGroup::set_stream`]. Calls by [`AnyGroup::on_stream`] leave it as it is.
+    fn stream_that_was_set(&self) -> Option<usize>;
+    /// Puts later operations on a stream, which `owner` keeps, and makes `call`. Threads that do so take turns, so the
+    /// call is on this stream.
+    unsafe fn on_stream(
+        &self,
+        stream: usize,
+        owner: Arc<dyn Any + Send + Sync>,
+        call: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()>;
+    /// Whether what is put on a stream is recorded into a graph. False on the host backend.
+    unsafe fn is_captured(&self, stream: usize) -> Result<bool>;
     /// Records a CUevent behind all operations so far. Nothing is done on the host backend.
     unsafe fn record_event(&self, event: usize) -> Result<()>;
     /// Makes later operations wait for a CUevent. Nothing is done on the host backend.
@@ -240,8 +250,9 @@ pub trait AnyGroup: Any + Send + Sync {
     fn sharded(&self, dtype: DType, split: Split, k: usize) -> Result<AnyShards>;
     /// The memory of another library's tensor. `call` and `argument` are names for messages.
     unsafe fn memory_of(&self, call: &str, argument: &str, tensor: &DLTensor) -> Result<Memory>;
-    /// Copies from the host, row by row, when the operations before are complete. `in_function`: the memory is rows that
-    /// an operation's function has got, and the function runs. Then the copy only waits for the work on their stream.
+    /// Copies from the host, row by row, when everything that is on the group's stream is complete. `in_function`: the
+    /// memory is rows that an operation's function has got, and the function runs. Then the copy only waits for the work
+    /// on their stream.
     unsafe fn write(&self, to: Memory, bytes: &[u8], in_function: bool) -> Result<()>;
     /// Copies to the host, row by row, when [`AnyGroup::write`] would copy from it.
     unsafe fn read(&self, from: Memory, bytes: &mut [u8], in_function: bool) -> Result<()>;
@@ -292,7 +303,7 @@ pub trait AnyGroup: Any + Send + Sync {
 /// Waits until the host can use a matrix. `in_function`: it is rows that an operation's function has got, which runs.
 fn settle<B: Backend>(group: &Group<B>, in_function: bool) -> Result<()> {
     if !in_function {
-        return group.synchronize();
+        return group.settle();
     }
     #[cfg(feature = "cuda")]
     if let Some(group) = as_cuda(group) {
@@ -450,20 +461,48 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
     }
 
     unsafe fn set_stream(&self, stream: usize) -> Result<()> {
+        let mut note = || {
+            let set = self.inner().set_stream.lock();
+            *set.unwrap_or_else(PoisonError::into_inner) = Some(stream);
+            Ok(())
+        };
+        // SAFETY: as this function's.
+        unsafe { self.on_stream(stream, Arc::new(()), &mut note) }
+    }
+
+    fn stream_that_was_set(&self) -> Option<usize> {
+        // Each change is one assignment.
+        let set = self.inner().set_stream.lock();
+        *set.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    unsafe fn on_stream(
+        &self,
+        stream: usize,
+        owner: Arc<dyn Any + Send + Sync>,
+        call: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
+        let _turn = self.stream_turn()?;
         #[cfg(feature = "cuda")]
         if let Some(group) = as_cuda(self)
             && group.stream() as usize != stream
         {
             // SAFETY: as this function's.
-            return unsafe { group.set_stream(stream as _) };
+            unsafe { group.set_stream_of(stream as _, owner)? };
+            return call();
         }
-        let _ = stream;
-        Ok(())
+        let _ = (stream, owner);
+        call()
     }
 
-    fn stream_turn(&self) -> MutexGuard<'_, ()> {
-        let turns = &self.inner().stream_turns;
-        turns.lock().unwrap_or_else(PoisonError::into_inner)
+    unsafe fn is_captured(&self, stream: usize) -> Result<bool> {
+        #[cfg(feature = "cuda")]
+        if let Some(group) = as_cuda(self) {
+            // SAFETY: as this function's.
+            return unsafe { group.is_captured(stream as _) };
+        }
+        let _ = stream;
+        Ok(false)
     }
 
     unsafe fn record_event(&self, event: usize) -> Result<()> {

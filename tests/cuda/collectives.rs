@@ -29,15 +29,7 @@ impl Produces for Cuda {
     }
 
     fn linger<T: Value>(block: &Block<Cuda, T>, time: Duration) {
-        unsafe extern "C" fn sleep(micros: *mut c_void) {
-            std::thread::sleep(Duration::from_micros(micros as u64));
-        }
-        let micros = time.as_micros() as u64 as *mut c_void;
-        // SAFETY: the function reads the number that the pointer is, and makes no CUDA call.
-        unsafe {
-            let stream = block.stream().cast();
-            driver(sys::cuLaunchHostFunc(stream, Some(sleep), micros));
-        }
+        pause(block.stream().cast(), time);
     }
 }
 

@@ -1,9 +1,10 @@
 //! Operations on streams of the caller's.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use cudarc::driver::sys;
-use gemmesh::{Error, Route, bf16};
+use gemmesh::{Error, Matmul, Route, bf16};
 
 use crate::support::gpu::*;
 use crate::test_name;
@@ -176,6 +177,103 @@ fn no_other_stream_takes_over_from_one_that_is_held() {
             // SAFETY: nobody uses the stream any more.
             unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
         }
+        Ok(String::new())
+    }));
+}
+
+/// What the program has put on the group's stream comes before a copy to or from the host, as it does before operations.
+#[test]
+fn copies_of_the_host_come_after_the_callers_work_on_the_stream() {
+    const LATE: Duration = Duration::from_millis(100);
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let _context = Context::retain(rank.rank);
+        let group = connect(rank, TIMEOUT)?;
+        let stream = stream(0);
+        let mut matrix = group.zeros::<bf16>(64, 64)?;
+        let mut rows = group.sharded::<bf16>(64, 64)?;
+        let address = rows.as_device_ptr();
+        let fill = |ptr: u64, byte: u8| {
+            pause(stream, LATE);
+            // SAFETY: each matrix has as many bytes, without padding, and lives until the stream has passed.
+            unsafe { driver(sys::cuMemsetD8Async(ptr, byte, 64 * 64 * 2, stream)) };
+        };
+        let value = |byte: u8| bf16::from_bits(u16::from_le_bytes([byte; 2]));
+        // SAFETY: the stream is destroyed after the group has ended.
+        unsafe { group.set_stream(stream.cast())? };
+        let ones = vec![bf16::ONE; 64 * 64];
+        for byte in [0x40, 0x41] {
+            fill(matrix.as_device_ptr().0, byte);
+            assert!(matrix.to_vec()?.iter().all(|&x| x == value(byte)));
+            fill(address, byte);
+            assert!(rows.to_vec()?.iter().all(|&x| x == value(byte)));
+            fill(matrix.as_device_ptr().0, byte);
+            matrix.copy_from_host(&ones)?;
+            fill(address, byte);
+            rows.write(0, &ones)?;
+            // SAFETY: the stream lives.
+            unsafe { driver(sys::cuStreamSynchronize(stream)) };
+            assert_eq!(matrix.to_vec()?, ones);
+            assert_eq!(rows.to_vec()?, ones);
+        }
+        drop((matrix, rows, group));
+        // SAFETY: nobody uses the stream any more.
+        unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
+        Ok(String::new())
+    }));
+}
+
+/// A stream that takes over waits for the one before, and so for what the program has put there late.
+#[test]
+fn a_stream_that_takes_over_comes_after_the_callers_work_on_the_one_before() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let _context = Context::retain(rank.rank);
+        let group = connect(rank, TIMEOUT)?;
+        let streams = [stream(0), stream(0)];
+        let mut a = group.zeros::<bf16>(64, 64)?;
+        let (mut b, mut out) = (group.zeros::<bf16>(64, 64)?, group.zeros::<bf16>(64, 64)?);
+        b.copy_from_host(&[bf16::ONE; 64 * 64])?;
+        for (round, &stream) in streams.iter().cycle().take(6).enumerate() {
+            a.copy_from_host(&[bf16::ZERO; 64 * 64])?;
+            let before: sys::CUstream = group.stream().cast();
+            pause(before, Duration::from_millis(50));
+            // Twos and threes, in turns.
+            let word = [0x4000_4000, 0x4040_4040][round % 2];
+            // SAFETY: the matrix has as many words, and lives until the stream has passed.
+            unsafe {
+                let ptr = a.as_device_ptr().0;
+                driver(sys::cuMemsetD32Async(ptr, word, 64 * 32, before));
+                group.set_stream(stream.cast())?;
+            }
+            Matmul::new().run(&a, &b, &mut out)?;
+            let expected = bf16::from_f32([128.0, 192.0][round % 2]);
+            assert!(out.to_vec()?.iter().all(|&x| x == expected), "{round}");
+        }
+        drop((a, b, out, group));
+        for stream in streams {
+            // SAFETY: nobody uses the stream any more.
+            unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
+        }
+        Ok(String::new())
+    }));
+}
+
+/// Its order is that of one thread, and the library's threads would have others.
+#[test]
+fn the_default_stream_of_each_thread_is_refused() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 1, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let before = group.stream();
+        // SAFETY: it is a handle of a stream that always lives.
+        let error = unsafe { group.set_stream(std::ptr::without_provenance_mut(2)) }.unwrap_err();
+        assert!(matches!(error, Error::Unsuitable { .. }), "{error}");
+        assert!(
+            error.to_string().contains("CU_STREAM_PER_THREAD"),
+            "{error}"
+        );
+        assert_eq!(group.stream(), before);
         Ok(String::new())
     }));
 }

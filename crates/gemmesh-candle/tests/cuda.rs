@@ -2,6 +2,7 @@
 //!
 //! Without a GPU nothing is tested, unless GEMMESH_REQUIRE_GPU is set. Arguments choose tests by parts of their names.
 //! Candle's own kernels are not used, so that a driver without them will do.
+#![allow(unsafe_code)]
 
 mod support;
 
@@ -9,6 +10,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use candle_core::cuda::cudarc::driver::sys;
 use candle_core::{
     CpuStorage, CudaStorage, Device, InplaceOp1, Layout, Module, Storage, Tensor,
     backend::BackendStorage,
@@ -34,7 +36,7 @@ const K: usize = 64;
 type Test = (&'static str, fn(&Rank) -> Result<()>);
 
 /// The last one ends the group.
-const TESTS: [Test; 10] = [
+const TESTS: [Test; 11] = [
     ("column_parallel_layers", column_parallel_layers),
     ("several_weights", several_weights),
     ("gathered_tokens", gathered_tokens),
@@ -46,6 +48,10 @@ const TESTS: [Test; 10] = [
         weights_of_one_tensor_that_is_written,
     ),
     ("streams_of_two_models", streams_of_two_models),
+    (
+        "tensors_that_are_written_late",
+        tensors_that_are_written_late,
+    ),
     ("refusals", refusals),
     ("what_one_rank_is_refused", what_one_rank_is_refused),
 ];
@@ -284,6 +290,30 @@ fn streams_of_two_models(rank: &Rank) -> Result<()> {
             exact.check(&outputs[0])?;
             assert_eq!(values(&outputs[1])?, x.values);
         }
+    }
+    Ok(())
+}
+
+/// Layers and collectives find what was put on candle's stream before them.
+fn tensors_that_are_written_late(Rank { ranks, device, .. }: &Rank) -> Result<()> {
+    unsafe extern "C" fn sleep(_: *mut std::ffi::c_void) {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let stream = device.as_cuda_device()?.cuda_stream();
+    let weight = Matrix::random(1 + ranks.rank(), N, K);
+    let layer = ColumnParallelLinear::new(ranks, weight.on(device)?, None)?;
+    let own = ranks.set_tokens(CAPACITY)?;
+    let written = Matrix::random(9, own.len(), K).on(device)?;
+    for seed in 10..14 {
+        let x = Matrix::random(seed, CAPACITY, K);
+        let rows = x.rows(own.clone()).on(device)?;
+        let null = std::ptr::null_mut();
+        // SAFETY: the function reads nothing and makes no CUDA call.
+        let paused = unsafe { sys::cuLaunchHostFunc(stream.cu_stream(), Some(sleep), null) };
+        assert_eq!(paused, sys::CUresult::CUDA_SUCCESS);
+        written.inplace_op1(&Replace(rows))?;
+        x.times(&weight, None).check(&layer.forward(&written)?)?;
+        assert_eq!(values(&ranks.all_gather(&written)?)?, x.values);
     }
     Ok(())
 }

@@ -65,7 +65,6 @@ class Joined:
         self.rank: int = group.rank
         self.cuda: bool = group.backend == "cuda"
         #: The ordinal of the GPU.
-        self.index: int = group.device[1]
         #: Planned calls, by shapes, types and strides.
         self.gathers: dict[tuple[Any, ...], Gather] = {}
         self.scatters: dict[tuple[Any, ...], Scatter] = {}
@@ -94,8 +93,7 @@ class Joined:
                 raise told from None
 
     def enter(self, *used: object) -> bool:
-        """Puts later work on PyTorch's current stream. If it is captured, keeps what it uses, and returns true."""
-        self.group.set_stream(_current_stream(self.index))
+        """If PyTorch's current stream is captured, keeps what later work uses, and returns true."""
         is_captured = self.is_captured()
         if is_captured:
             for each in used:
@@ -127,12 +125,6 @@ class Joined:
             kept.clear()
         self.gather_calls.clear()
         self.scatter_calls.clear()
-
-
-def _current_stream(index: int) -> int:
-    """PyTorch's current stream of a GPU, a CUstream as a number."""
-    stream: int = torch._C._cuda_getCurrentRawStream(index)
-    return stream
 
 
 #: The groups whose operations take tensors on the host, and those on GPUs, by name.

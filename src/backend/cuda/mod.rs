@@ -360,6 +360,16 @@ impl sealed::Implementation for Cuda {
         if self.recorded.load(Ordering::Relaxed) {
             self.gpu.reclaimer.mark()?;
         }
+        wait::for_operations(&self.gpu, &self.shared, members)?;
+        self.gpu.reclaimer.settle();
+        Ok(())
+    }
+
+    fn settle(&self, members: &Members) -> Result<()> {
+        if self.gpu.main().is_capturing()? {
+            return Err(Error::Capturing { rank: members.rank });
+        }
+        self.gpu.reclaimer.mark()?;
         wait::for_operations(&self.gpu, &self.shared, members)
     }
 }

@@ -343,4 +343,8 @@ impl sealed::Implementation for Host {
     fn synchronize(&self, _members: &Members) -> Result<()> {
         Ok(())
     }
+
+    fn settle(&self, _members: &Members) -> Result<()> {
+        Ok(())
+    }
 }

@@ -1,6 +1,8 @@
 //! Calls of the CUDA driver: contexts, captures, memory of the caller's.
 
+use std::ffi::c_void;
 use std::ops::RangeInclusive;
+use std::time::Duration;
 
 use cudarc::driver::sys;
 use gemmesh::{Cuda, Group};
@@ -63,6 +65,16 @@ pub fn stream(priority: i32) -> sys::CUstream {
         ));
     }
     stream
+}
+
+/// Makes what is put on a stream of the current context later wait.
+pub fn pause(stream: sys::CUstream, time: Duration) {
+    unsafe extern "C" fn sleep(micros: *mut c_void) {
+        std::thread::sleep(Duration::from_micros(micros as u64));
+    }
+    let micros = time.as_micros() as u64 as *mut c_void;
+    // SAFETY: the function reads the number that the pointer is, and makes no CUDA call.
+    unsafe { driver(sys::cuLaunchHostFunc(stream, Some(sleep), micros)) };
 }
 
 /// Records what `f` puts on the group's stream, and throws it away.

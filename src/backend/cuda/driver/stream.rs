@@ -122,12 +122,12 @@ impl Stream {
         let _bound = self.device.bind()?;
         let mut status = sys::CUstreamCaptureStatus_enum::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: writes the local; the stream lives.
-        unsafe {
-            cuda!(
-                self.device.rank,
-                cuStreamIsCapturing(self.stream, &mut status)
-            )?
-        };
+        let result = unsafe { sys::cuStreamIsCapturing(self.stream, &mut status) };
+        // The legacy default stream, which no graph captures, is asked while a stream that waits for it is captured.
+        if result == sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
+            return Ok(false);
+        }
+        check(self.device.rank, "cuStreamIsCapturing", result)?;
         Ok(status != sys::CUstreamCaptureStatus_enum::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 

@@ -117,6 +117,15 @@ impl Gpu {
         Ok(stream)
     }
 
+    /// Whether what is put on a stream of the caller's is recorded into a graph.
+    ///
+    /// # Safety
+    /// `stream` belongs to the device's primary context.
+    pub unsafe fn is_captured(&self, stream: *mut c_void) -> Result<bool> {
+        // SAFETY: as this function's. It is used in this function only.
+        unsafe { Stream::borrowed(&self.device, stream, Arc::new(())) }.is_capturing()
+    }
+
     /// Makes later work on a stream of the caller's wait for the work that is on the main stream now.
     ///
     /// # Safety
@@ -124,7 +133,8 @@ impl Gpu {
     pub unsafe fn order(&self, stream: *mut c_void) -> Result<()> {
         // SAFETY: as this function's. It is used in this function only.
         let stream = unsafe { Stream::borrowed(&self.device, stream, Arc::new(())) };
-        stream.wait_for(&self.main(), &Event::new(&self.device, false)?)
+        self.streams()
+            .order(&stream, &Event::new(&self.device, false)?)
     }
 
     /// Zeroed memory that is used on these streams, and is not freed while they may use it.

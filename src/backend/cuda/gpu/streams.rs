@@ -91,14 +91,14 @@ impl Streams {
     /// has ended.
     pub unsafe fn set_main(&self, stream: Stream) -> Result<()> {
         let mut main = self.lock_main();
-        // Work that is not captured can't be waited for in a graph. Whoever launches the graph orders it behind that
-        // work, as the documentation of `Group::set_stream` says.
-        let begins_capture = stream.is_capturing()? && !main.is_capturing()?;
-        if !begins_capture {
-            stream.wait_for(&main, &self.handed_over)?;
-        }
+        follow(&stream, &main, &self.handed_over)?;
         *main = Arc::new(stream);
         Ok(())
+    }
+
+    /// Makes later work on `stream` wait for the work that is on the main stream now.
+    pub fn order(&self, stream: &Stream, event: &Event) -> Result<()> {
+        follow(stream, &self.lock_main(), event)
     }
 
     /// A guard. While it is held, the main stream should not be replaced.
@@ -109,5 +109,17 @@ impl Streams {
     /// How many guards are held.
     pub fn guards(&self) -> usize {
         Arc::strong_count(&self.guard) - 1
+    }
+}
+
+/// Makes later work on `stream` wait for the work that is on `main` now.
+///
+/// Work that is not captured can't be waited for in a graph. Whoever launches the graph orders it behind that work, as
+/// the documentation of `Group::set_stream` says.
+fn follow(stream: &Stream, main: &Stream, event: &Event) -> Result<()> {
+    let begins_capture = stream.is_capturing()? && !main.is_capturing()?;
+    match begins_capture {
+        true => Ok(()),
+        false => stream.wait_for(main, event),
     }
 }
