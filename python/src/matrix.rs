@@ -18,8 +18,7 @@ use pyo3::types::PyDict;
 use crate::ending::{Lent, through_the_gate};
 use crate::errors::{exception, read_only, refused};
 use crate::operands::Reader;
-use crate::streams;
-use crate::streams::CallStream;
+use crate::streams::{self, CallStream};
 use crate::tensors::{legacy_capsule, managed, memory_of_managed, versioned_capsule};
 use crate::waiting::{is_main_thread, waited, waited_on};
 

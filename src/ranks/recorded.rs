@@ -274,12 +274,12 @@ fn a_rank_that_is_not_on_rank_0s_host_by_its_own_numbers_says_so() {
             "LOCAL_RANK",
             "LOCAL_WORLD_SIZE must be set",
         ),
-        (
-            &[&unknown],
-            "LOCAL_RANK",
-            "unless GEMMESH_KEY is set, and LOCAL_WORLD_SIZE",
-        ),
         (&[&srun], "SLURM_LOCALID", one_host),
+        (
+            &[&srun, SECRET],
+            "SLURM_LOCALID",
+            "SLURM_STEP_TASKS_PER_NODE must be set",
+        ),
         (&[&flux], "FLUX_TASK_LOCAL_ID", one_host),
         (
             &[&MVAPICH_3.replace(
@@ -303,8 +303,11 @@ fn a_rank_that_is_not_on_rank_0s_host_by_its_own_numbers_says_so() {
     let first = unknown.replace("RANK=2", "RANK=0");
     let missing = "LOCAL_WORLD_SIZE (or unset GEMMESH_KEY, if all ranks are on one host)";
     assert_missing(&[&first, SECRET], "torchrun", missing);
-    let alone = describe(&process(&[&first])).unwrap().unwrap();
-    assert_eq!(alone.hosts, Hosts::default());
+    // Without a key all ranks may be on one host, where each sees one GPU, its number 0.
+    for numbers in [&first, &unknown] {
+        let alone = describe(&process(&[numbers])).unwrap().unwrap();
+        assert_eq!(alone.hosts, Hosts::default());
+    }
 }
 
 #[test]

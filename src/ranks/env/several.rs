@@ -94,6 +94,8 @@ pub fn hosts(
 
 /// The hosts of ranks that are not told how many share one: all of them, unless a rank's own numbers say that it is on
 /// another host than rank 0.
+///
+/// `LOCAL_RANK` says so only with a key. Without one it may be 0 on all ranks of a host, each of which sees one GPU.
 fn one_host(
     process: &impl Surroundings,
     launcher: &Launcher,
@@ -105,7 +107,8 @@ fn one_host(
         .first()
         .filter(|_| launcher.spans_hosts);
     let has_key = process.variable(KEY).is_some();
-    if first_of(process, launcher.local_rank).is_some() {
+    let is_told = has_key || launcher.local_rank != ["LOCAL_RANK"];
+    if is_told && first_of(process, launcher.local_rank).is_some() {
         let (name, place) = number(process, launcher.local_rank)?;
         if place != rank && world > 1 {
             let remedy = match size {
