@@ -339,3 +339,25 @@ def test_a_shard_s_memory_outlives_the_names_for_it() -> None:
     for whole in outcomes(2, body):
         gc.collect()
         assert np.array_equal(whole, x)
+
+
+def test_of_tensors_without_elements_strides_say_nothing() -> None:
+    x = np.zeros((4, 4, 16), np.float16)
+
+    def body(group: gemmesh.Group) -> None:
+        b = group.zeros(8, 8, "f16")
+        strange = np.lib.stride_tricks.as_strided(np.empty(0, np.float16), (0, 8), (14, 6))
+        for a, shape in (
+            (x[:, :0, :8], (4, 0, 8)),
+            (x[:0, :, :8], (0, 4, 8)),
+            (x[0, :0, 8:], (0, 8)),
+            (strange, (0, 8)),
+            (np.empty((8, 0), np.float16).T, (0, 8)),
+        ):
+            assert a.shape == shape
+            out = np.empty((*shape[:-1], 8), np.float16)
+            assert group.matmul(a, b, out) is out
+            group.matmul_reduce_scatter(a, b, out)
+            assert group.matrix(a).shape == (0, 8)
+
+    ranks(1, body)

@@ -68,6 +68,46 @@ def test_products_of_fp8_have_scales(scaling: Any, operation: str) -> None:
     ranks(world, body)
 
 
+@pytest.mark.parametrize("scaling", ["tensor", "rows", "blocks", "transposed_blocks"])
+@pytest.mark.parametrize("operation", ["matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_no_rows_have_scales(scaling: Any, operation: Any) -> None:
+    of_b: Any = "blocks" if scaling == "transposed_blocks" else scaling
+    shape = {"tensor": (1, 1), "rows": (1, 0), "blocks": (0, K // BLOCK), "transposed_blocks": (K // BLOCK, 0)}[scaling]
+    b = np.zeros((N, K), ml_dtypes.float8_e4m3fn)
+    b_scales = np.ones({"tensor": (1, 1), "rows": (1, N)}.get(scaling, (-(-N // BLOCK), K // BLOCK)), np.float32)
+    # Without elements, strides and addresses say nothing.
+    strange = np.lib.stride_tricks.as_strided(np.empty(0, np.float32), shape, (12, 28))
+
+    def body(group: gemmesh.Group) -> None:
+        weight = gemmesh.Scaled(matrix(group, b), matrix(group, b_scales), of_b)
+        group.check_support(operation, 0, K, N, "f8e4m3", a_scaling=scaling, b_scaling=of_b)
+        for of_a in (group.zeros(*shape, "f32"), np.empty(shape, np.float32), strange):
+            if scaling == "tensor":
+                of_a = np.ones((1, 1), np.float32)
+            gathers = operation == "all_gather_matmul"
+            own: Any = group.sharded(0, K, "f8e4m3") if gathers else group.zeros(0, K, "f8e4m3")
+            out: Any = group.sharded(0, N, "bf16") if operation == "matmul_all_reduce" else group.zeros(0, N, "bf16")
+            call: Any = getattr(group, operation)
+            assert call(gemmesh.Scaled(own, of_a, scaling), weight, out) is out
+            prepared = group.prepare(operation, gemmesh.Scaled(own, of_a, scaling), weight, out)
+            prepared(gemmesh.Scaled(own, of_a, scaling), weight, out)
+
+    ranks(2, body)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "blocks", "transposed_blocks"])
+def test_outputs_without_rows_have_scales(scaling: Any) -> None:
+    shape = {"tensor": (1, 1), "blocks": (0, 2), "transposed_blocks": (2, 0)}[scaling]
+
+    def body(group: gemmesh.Group) -> None:
+        out = gemmesh.Quantized(group.zeros(0, 256, "f8e4m3"), group.zeros(*shape, "f32"), scaling)
+        group.matmul(group.zeros(0, 64, "bf16"), group.zeros(256, 64, "bf16"), out)
+        group.all_gather_matmul(group.sharded(0, 64, "bf16"), group.zeros(256, 64, "bf16"), out)
+        group.quantize(group.zeros(0, 256, "bf16"), out)
+
+    ranks(2, body)
+
+
 @pytest.mark.parametrize("scaling", ["rows", "blocks"])
 def test_sharded_scales_travel_with_their_rows(scaling: Any) -> None:
     a, a_scales, b, b_scales, wide_a, wide_b = scaled_operands(scaling, 2)

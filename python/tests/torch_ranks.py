@@ -188,10 +188,57 @@ def takes_strided_rows() -> None:
 
 @case
 def takes_no_rows() -> None:
-    b = weight(32, 16)
-    found, (c,) = OPS.fused_all_gather_matmul(made(0, 32), [b], 0, name())
-    assert found.shape == (0, 32) and c.shape == (0, 16)
-    assert OPS.fused_matmul_reduce_scatter(made(0, 32), b, "sum", 0, name()).shape == (0, 16)
+    b, n, k = weight(32, 16), 16, 32
+    # Views whose strides say nothing, also of a tensor with rows.
+    whole = made(4 * world(), 4, 64)
+    for shape, a in (
+        ((0, k), made(0, k)),
+        ((0, k), whole[0, :0, :k]),
+        ((4 * world(), 0, k), whole[:, :0, :k]),
+        ((0, 4 * world(), k), torch.empty_strided((0, 4 * world(), k), (1, 0, 9), dtype=whole.dtype, device=DEVICE)),
+        ((0, k), made(k, 0).t()),
+    ):
+        for dim in range(len(shape) - 1):
+            grown = [extent * world() if axis == dim else extent for axis, extent in enumerate(shape)]
+            for module in (OPS, gemmesh.torch, OPS, gemmesh.torch):
+                found, (c,) = module.fused_all_gather_matmul(a, [b], dim, name())
+                assert list(found.shape) == grown and list(c.shape) == [*grown[:-1], n]
+                less = [extent // world() if axis == dim else extent for axis, extent in enumerate(shape)]
+                for op in ("sum", "avg"):
+                    d = module.fused_matmul_reduce_scatter(a, b, op, dim, name())
+                    assert list(d.shape) == [*less[:-1], n]
+        last = len(shape) - 1
+        found, (c,) = OPS.fused_all_gather_matmul(a, [weight(k * world(), n)], last, name())
+        assert list(found.shape) == [*shape[:-1], k * world()] and list(c.shape) == [*shape[:-1], n]
+        for op in ("sum", "avg"):
+            d = OPS.fused_matmul_reduce_scatter(a, weight(k, 8 * world()), op, last, name())
+            assert list(d.shape) == [*shape[:-1], 8]
+        assert OPS._reduce_scatter(a, 0, name()).shape[1:] == a.shape[1:]
+    x = made(0, k).requires_grad_()
+    _, (c,) = OPS.fused_all_gather_matmul(x, [b], 0, name())
+    OPS.fused_matmul_reduce_scatter(c, weight(n, k), "sum", 0, name()).sum().backward()
+    assert x.grad is not None and x.grad.shape == (0, k)
+
+
+@case
+def takes_every_scale_of_no_rows() -> None:
+    k, n = 32, 16
+    b, one, of_columns = fp8(weight(k, n).t()).t(), scalar(0.5, 1), scalar(0.5, 1, n)
+    for a in (fp8(made(0, k)), fp8(made(4 * world(), 4, 2 * k))[:, :0, :k]):
+        rows = [*a.shape[:-1], 1]
+        for of_b in (one, of_columns):
+            for dim in range(a.dim() - 1):
+                grown = [extent * world() if axis == dim else extent for axis, extent in enumerate(a.shape)]
+                less = [extent // world() if axis == dim else extent for axis, extent in enumerate(a.shape)]
+                of_as = [one, scalar(0.5), scalar(0.5, *rows), scalar(0.5, *grown[:-1], 1)]
+                of_as.append(torch.empty_strided(rows, [3] * len(rows), device=DEVICE))
+                for of_a in of_as:
+                    full, c = scaled_gather(a, [b], of_a, [of_b], dim, name())
+                    assert list(full.shape) == grown and list(c.shape) == [*grown[:-1], n]
+                for of_a in (one, scalar(0.5, *rows)):
+                    for bias in (None, made(n)):
+                        d = scaled_scatter(a, b, of_a, of_b, [*a.shape[:-1], n], dim, name(), bias)
+                        assert list(d.shape) == [*less[:-1], n]
 
 
 @case
@@ -366,16 +413,18 @@ Operation = Callable[[], list[Tensor]]
 
 def each_operation(group: str, seed: int) -> dict[str, Operation]:
     """Each operation, with inputs of its own for each seed. All have the same shapes."""
-    ours, k, n = gemmesh.torch, 32, 8 * world()
+    ours, m, k, n = gemmesh.torch, 8 * world(), 32, 16 * world()
     a, b = made(4, k, of=rank(), seed=seed), weight(k, n, seed=seed + 1)
     more = [b, weight(k, n, seed=seed + 2).contiguous(), weight(2 * k, n, seed=seed + 3)[::2]]
-    wide, long = made(4 * world(), k, of=rank(), seed=seed + 4), weight(k * world(), n, seed=seed + 5)
+    wide, long = made(m, k, of=rank(), seed=seed + 4), weight(k * world(), n, seed=seed + 5)
     ranks = dist.get_world_size(torch._C._distributed_c10d._resolve_process_group(group))
     long = long[: k * ranks]
     a8, b8 = fp8(a), fp8(b.t()).t()
     of_rows = made(4, 1, of=rank(), seed=seed + 6, dtype=torch.float32).abs() + 0.1
-    of_wide = made(4 * world(), 1, of=rank(), seed=seed + 7, dtype=torch.float32).abs() + 0.1
+    of_wide = made(m, 1, of=rank(), seed=seed + 7, dtype=torch.float32).abs() + 0.1
     one, bias = scalar(0.5, 1), made(n, of=rank(), seed=seed + 8)
+    lent = ours.empty((4, k), torch.bfloat16, group, DEVICE)
+    lent.copy_(a)
 
     def gather(module: Any, bs: list[Tensor], dim: int, a: Tensor = a) -> list[Tensor]:
         full, products = module.fused_all_gather_matmul(a, bs, dim, group)
@@ -387,6 +436,7 @@ def each_operation(group: str, seed: int) -> dict[str, Operation]:
     return {
         "gather": lambda: gather(ours, [b], 0),
         "gather of the dispatcher": lambda: gather(OPS, [b], 0),
+        "gather of lent rows": lambda: gather(ours, [b], 0, lent),
         "gather, several weights": lambda: gather(OPS, more, 0),
         "gather, no weight": lambda: gather(OPS, [], 0),
         "gather, dimension 1": lambda: gather(OPS, [b], 1, a.view(2, 2, k)),
@@ -396,8 +446,8 @@ def each_operation(group: str, seed: int) -> dict[str, Operation]:
         "scatter, last dimension": lambda: scatter(OPS, "sum", 1),
         "scaled gather": lambda: scaled_gather(a8, [b8], of_rows, [one], 0, group),
         "scaled gather, a scale": lambda: scaled_gather(a8, [b8, b8], one, [one, one], 0, group),
-        "scaled scatter": lambda: [scaled_scatter(fp8(wide), b8, of_wide, one, [4 * world(), n], 0, group)],
-        "scaled scatter, bias": lambda: [scaled_scatter(fp8(wide), b8, of_wide, one, [4 * world(), n], 0, group, bias)],
+        "scaled scatter": lambda: [scaled_scatter(fp8(wide), b8, of_wide, one, [m, n], 0, group)],
+        "scaled scatter, bias": lambda: [scaled_scatter(fp8(wide), b8, of_wide, one, [m, n], 0, group, bias)],
         "sums of a gradient": lambda: [OPS._reduce_scatter(wide, 0, group)],
     }
 

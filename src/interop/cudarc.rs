@@ -166,7 +166,7 @@ impl<'a, T: Value> CudarcMatrix<'a, T> {
     /// # Errors
     /// [`Error::Unsuitable`] unless the memory's context and stream are the group's; [`Error::Count`] unless it has
     /// rows · columns elements; [`Error::Unaligned`] unless the memory and each row begin at a multiple of 16 bytes;
-    /// [`Error::Limit`] if there are no columns, or more rows or columns than 2³¹ - 1.
+    /// [`Error::Limit`] if there are no columns and the type is not f32, or more rows or columns than 2³¹ - 1.
     #[track_caller]
     pub fn new<S: DevicePtr<T> + OrderedByItsStream>(
         group: &Group<Cuda>,

@@ -138,9 +138,8 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// # Errors
     /// [`Error::Unsuitable`] unless the tensor has the group's device, the type `T` and two dimensions, and unless its
     /// rows lie a fixed distance apart with their elements side by side; [`Error::Unaligned`] on GPUs unless its first
-    /// element and each row begin at a multiple of 16 bytes; [`Error::Limit`] if it has no columns, or if its rows are too
-    /// far apart for memory. (The address of a
-    /// tensor without rows does not matter and may be null.)
+    /// element and each row begin at a multiple of 16 bytes; [`Error::Limit`] if it has no columns and is not of f32, or if
+    /// its rows are too far apart for memory. (The address of a tensor without elements does not matter and may be null.)
     ///
     /// # Safety
     /// - `tensor` points to a tensor whose fields are true and which has not been given back.
@@ -202,7 +201,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
             ("the tensor's first element", ptr as usize),
             ("the tensor's pitch", pitch),
         ] {
-            if rows > 0 && !value.is_multiple_of(alignment) {
+            if rows > 0 && columns > 0 && !value.is_multiple_of(alignment) {
                 return Err(Refusal::Unaligned {
                     what: what.into(),
                     value,

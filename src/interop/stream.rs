@@ -307,7 +307,8 @@ impl<T: Value> Matrix<Cuda, T> {
     ///
     /// # Errors
     /// [`Error::Unaligned`] unless `ptr` and `pitch` are multiples of 16; [`Error::Limit`] if a row is longer
-    /// than the pitch, if there are no columns, or if there are more rows or columns than 2³¹ - 1. If there are no rows, `ptr` does not matter and may be 0.
+    /// than the pitch, if there are no columns and the type is not f32, or if there are more rows or columns than
+    /// 2³¹ - 1. Without elements, `ptr` and `pitch` do not matter and may be 0.
     ///
     /// # Safety
     /// - `ptr` is memory of the group's device, with at least `(rows - 1) * pitch` bytes and a row, in whole pieces of
@@ -339,8 +340,9 @@ impl<T: Value> Matrix<Cuda, T> {
     ) -> refusal::Result<Matrix<Cuda, T>> {
         bytes_of::<T>(rows, columns)?;
         let width = bytes_of::<T>(1, columns)?;
+        let has_elements = rows > 0 && columns > 0;
         for (what, value) in [("the device pointer", ptr as usize), ("the pitch", pitch)] {
-            if rows > 0 && !value.is_multiple_of(16) {
+            if has_elements && !value.is_multiple_of(16) {
                 return Err(Refusal::Unaligned {
                     what: what.into(),
                     value,
@@ -348,7 +350,9 @@ impl<T: Value> Matrix<Cuda, T> {
                 });
             }
         }
-        limit("the pitch, in bytes,", pitch, width, usize::MAX)?;
+        if has_elements {
+            limit("the pitch, in bytes,", pitch, width, usize::MAX)?;
+        }
         let memory = Memory {
             address: ptr,
             dtype: T::DTYPE,

@@ -118,32 +118,39 @@ pub unsafe fn memory_of(tensor: &DLTensor, device: DLDevice, argument: &str) -> 
     // SAFETY: as this function's.
     let list = |of: *const i64| unsafe { std::slice::from_raw_parts(of, dimensions) };
     let extents = list(tensor.shape);
+    let (&columns, leading) = extents.split_last().unwrap_or((&0, &[]));
+    let extent = |extent: i64| usize::try_from(extent).unwrap_or(usize::MAX);
+    let rows = leading.iter().map(|&rows| extent(rows));
+    let memory = Memory {
+        address: (tensor.data as u64).wrapping_add(tensor.byte_offset),
+        dtype,
+        shape: [rows.fold(1, usize::saturating_mul), extent(columns)],
+        pitch: extent(columns).saturating_mul(dtype.bytes()),
+    };
+    if extents.contains(&0) {
+        // Of a tensor without elements, libraries say any strides.
+        return Ok(memory);
+    }
     let dense = row_major(extents);
-    // Of a tensor without elements, libraries say any strides.
-    let strides = match tensor.strides.is_null() || extents.contains(&0) {
+    let strides = match tensor.strides.is_null() {
         true => &dense[..],
         false => list(tensor.strides),
     };
-    let (&columns, leading) = extents.split_last().unwrap_or((&0, &[]));
     let pitch = pitch_of(leading, &strides[..leading.len()], columns);
     let Some(pitch) = pitch.filter(|pitch| *pitch >= 0) else {
         let expected =
             "rows a fixed distance apart, one behind the other; give a contiguous copy".into();
         return Err(unsuitable("the layout", expected, format!("{strides:?}")));
     };
-    if columns > 1 && !extents.contains(&0) && strides[leading.len()] != 1 {
+    if columns > 1 && strides[leading.len()] != 1 {
         let found = strides[leading.len()].to_string();
         let what = "the stride of the last dimension";
         let expected = "1; give a contiguous copy, or the matrix of which it is the transpose";
         return Err(unsuitable(what, expected.into(), found));
     }
-    let extent = |extent: i64| usize::try_from(extent).unwrap_or(usize::MAX);
-    let rows = leading.iter().map(|&rows| extent(rows));
     Ok(Memory {
-        address: (tensor.data as u64).wrapping_add(tensor.byte_offset),
-        dtype,
-        shape: [rows.fold(1, usize::saturating_mul), extent(columns)],
         pitch: extent(pitch).saturating_mul(dtype.bytes()),
+        ..memory
     })
 }
 
@@ -151,7 +158,7 @@ pub unsafe fn memory_of(tensor: &DLTensor, device: DLDevice, argument: &str) -> 
 fn row_major(extents: &[i64]) -> Vec<i64> {
     let mut strides = vec![1i64; extents.len()];
     for index in (1..extents.len()).rev() {
-        strides[index - 1] = strides[index].saturating_mul(extents[index].max(1));
+        strides[index - 1] = strides[index].saturating_mul(extents[index]);
     }
     strides
 }

@@ -54,9 +54,13 @@ impl Memory {
         bytes_of_dtype(self.dtype, rows, columns)?;
         // A power of two, so that no division is needed.
         let multiple = B::ROW_ALIGNMENT.max(self.dtype.bytes());
+        // Without elements, address and pitch say nothing.
+        if rows == 0 || columns == 0 {
+            return Ok(());
+        }
         let pitch = if rows > 1 { self.pitch } else { 0 };
         for (what, value) in [("address", self.address as usize), ("pitch", pitch)] {
-            if rows > 0 && value & (multiple - 1) != 0 {
+            if value & (multiple - 1) != 0 {
                 return Err(Refusal::Unaligned {
                     what: format!("the {what} of {argument}"),
                     value,
@@ -79,7 +83,7 @@ impl Memory {
         }
         let bytes = rows.saturating_sub(1) * pitch + self.width();
         let is_there = self.address != 0 && self.address.checked_add(bytes as u64).is_some();
-        if rows > 0 && !is_there {
+        if !is_there {
             return Err(Refusal::Unsuitable {
                 argument: argument.into(),
                 what: "the address".into(),

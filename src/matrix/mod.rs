@@ -65,7 +65,8 @@ impl<B: Backend> Group<B> {
     /// There may be no rows. Operations then have nothing to do.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; [`Error::Limit`] if there are no columns.
+    /// [`Error::OutOfMemory`]; [`Error::Limit`] if there are no columns, unless the type is f32: the scales of no rows
+    /// are [1, 0].
     #[track_caller]
     pub fn zeros<T: Value>(&self, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
         self.zeros_for("Group::zeros", rows, columns)
@@ -126,7 +127,9 @@ pub(crate) fn bytes_of<T: Value>(rows: usize, columns: usize) -> refusal::Result
 /// As [`bytes_of`], of a type that is known at run time.
 pub(crate) fn bytes_of_dtype(dtype: DType, rows: usize, columns: usize) -> refusal::Result<usize> {
     limit("the number of rows", rows, 0, MAX_EXTENT)?;
-    limit("the number of columns", columns, 1, MAX_EXTENT)?;
+    // The scales of no rows are [1, 0].
+    let least = usize::from(dtype != DType::F32);
+    limit("the number of columns", columns, least, MAX_EXTENT)?;
     // Two extents below 2³¹ have a product below 2⁶². A saturated size is more than the memory of any machine.
     Ok((rows * columns).saturating_mul(dtype.bytes()))
 }

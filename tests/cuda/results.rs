@@ -298,6 +298,12 @@ fn no_rows_are_nothing_to_do() {
 }
 
 #[test]
+fn no_rows_have_scales() {
+    let Some(_leave) = gpu() else { return };
+    results::no_rows_have_scales::<Cuda>(test_name!());
+}
+
+#[test]
 fn views_of_no_rows_are_operands() {
     let Some(_leave) = gpu() else { return };
     results::views_of_no_rows_are_operands::<Cuda>(test_name!());

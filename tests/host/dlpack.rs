@@ -14,6 +14,12 @@ const BF16: DLDataType = DLDataType {
     lanes: 1,
 };
 
+const F32: DLDataType = DLDataType {
+    code: 2,
+    bits: 32,
+    lanes: 1,
+};
+
 /// A tensor of another library's, which counts how often it is given back.
 struct Foreign<'a> {
     tensor: DLManagedTensor,
@@ -258,6 +264,30 @@ fn tensors_that_do_not_fit_are_refused_and_stay_the_callers() -> Result<()> {
         }
         Ok::<_, Error>(())
     })?;
+    Ok(())
+}
+
+#[test]
+fn of_a_tensor_without_elements_strides_say_nothing() -> Result<()> {
+    let given_back = AtomicUsize::new(0);
+    Group::<Host>::threads(1, |group| {
+        for (shape, strides) in [([0, 4], [-3, 7]), ([1, 0], [5, -2]), ([3, 0], [-1, 0])] {
+            let tensor = foreign(&[], 0, [0, 0], 0, &given_back);
+            // SAFETY: as `foreign` made it.
+            unsafe {
+                let foreign = &mut *(*tensor).manager_ctx.cast::<Foreign>();
+                (foreign.shape, foreign.strides) = (shape, strides);
+                foreign.tensor.dl_tensor.data = std::ptr::null_mut();
+                foreign.tensor.dl_tensor.dtype = F32;
+            }
+            // SAFETY: nobody else uses the tensor.
+            let a = unsafe { Matrix::<Host, f32>::from_dlpack(&group, tensor)? };
+            assert_eq!(a.shape(), shape.map(|extent| extent as usize));
+            assert_eq!(a.to_vec()?, [0f32; 0]);
+        }
+        Ok::<_, Error>(())
+    })?;
+    assert_eq!(given_back.load(Ordering::Relaxed), 3);
     Ok(())
 }
 

@@ -672,6 +672,11 @@ fn no_rows_are_nothing_to_do() {
 }
 
 #[test]
+fn no_rows_have_scales() {
+    results::no_rows_have_scales::<Host>(test_name!());
+}
+
+#[test]
 fn views_of_no_rows_are_operands() {
     results::views_of_no_rows_are_operands::<Host>(test_name!());
 }

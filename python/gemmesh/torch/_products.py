@@ -468,13 +468,23 @@ def _scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name:
                 extent = b.shape[1] if last else a.shape[scatter_dim]
                 check_scatter(call, found, extent, scatter_dim, reduce_op, "scatter_dim")
                 if last:
-                    # Columns of a product are rows of the transposed one: Bᵀ [N, K] times A [M, K].
-                    columns = matmul_reduce_scatter(b.t(), a.reshape(-1, a.shape[-1]).t(), reduce_op, 0, group_name)
-                    return columns.t().contiguous().view(*a.shape[:-1], b.shape[1] // found.world)
+                    return _scatter_columns(found, a, b, reduce_op)
                 refuse_capture("plan a product")
                 plan = Scatter(found, a, b, scatter_dim, reduce_op == "avg", a.dtype, NO_OPTIONS)
             remember(found.scatters, key, plan)
         return plan(a, b)
+
+
+def _scatter_columns(joined: Joined, a: Tensor, b: Tensor, reduce_op: str) -> Tensor:
+    """Scatters the last dimension, N. Columns of a product are rows of the transposed one: Bᵀ [N, K] times A [M, K]."""
+    rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
+    shape = (*a.shape[:-1], b.shape[1] // joined.world)
+    if rows.shape[0] == 0:
+        # A is no weight then. The ranks make the product that has no rows.
+        matmul_reduce_scatter(rows, b, "sum", 0, joined.name)
+        return a.new_empty(shape)
+    columns = matmul_reduce_scatter(b.t(), rows.t(), reduce_op, 0, joined.name)
+    return columns.t().contiguous().view(shape)
 
 
 def reduce_scatter(a: Tensor, dim: int, group_name: str) -> Tensor:

@@ -71,7 +71,7 @@ def _row(scales: Tensor) -> Tensor:
         return scales
     if scales.dim() == 2 and scales.shape[0] == 1 and scales.is_contiguous():
         return scales
-    return scales.reshape(1, -1).contiguous()
+    return scales.reshape(1, scales.numel()).contiguous()
 
 
 def _scaling_of(scale: Tensor) -> ScalingName:

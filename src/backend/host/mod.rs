@@ -298,7 +298,8 @@ impl sealed::Implementation for Host {
     }
 
     fn write(&self, to: &mut HostBuffer, from: &[u8]) -> Result<()> {
-        for (index, row) in from.chunks(to.width).enumerate() {
+        // Without columns there are no bytes, so any width will do.
+        for (index, row) in from.chunks(to.width.max(1)).enumerate() {
             // SAFETY: the caller has checked that the buffer has as many rows, and borrows it exclusively.
             unsafe {
                 let place = to.memory.as_ptr().add(index * to.pitch);
@@ -312,7 +313,7 @@ impl sealed::Implementation for Host {
         let Some(from) = MatrixPlace::of(from, width) else {
             return Ok(());
         };
-        for (index, row) in to.chunks_mut(width).enumerate() {
+        for (index, row) in to.chunks_mut(width.max(1)).enumerate() {
             // SAFETY: the caller has checked that the matrix has as many rows, and nobody writes them meanwhile.
             unsafe {
                 std::ptr::copy_nonoverlapping(from.element(index, 0), row.as_mut_ptr(), row.len());

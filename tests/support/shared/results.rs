@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use gemmesh::{
-    AllGatherMatmul, CallbackResult, Config, Error, Group, Matmul, MatmulAllReduce,
+    AllGatherMatmul, CallbackResult, Config, Error, F8E4M3, Group, Matmul, MatmulAllReduce,
     MatmulReduceScatter, Matrix, MatrixView, MatrixViewMut, Numerics, ProduceAndReduceScatter,
-    Route, ShardedMatrix, all_gather, all_gather_and_consume, all_gather_matmul, all_reduce,
-    all_to_all, bf16, broadcast, matmul_all_reduce, matmul_reduce_scatter, produce_and_all_to_all,
-    produce_and_reduce_scatter, reduce_scatter,
+    Quantized, Route, Scales, ShardedMatrix, ShardedScales, all_gather, all_gather_and_consume,
+    all_gather_matmul, all_reduce, all_to_all, bf16, broadcast, matmul_all_reduce,
+    matmul_reduce_scatter, produce_and_all_to_all, produce_and_reduce_scatter, reduce_scatter,
 };
 
 use crate::support::numbers::{Reference, bits, normal};
@@ -177,6 +177,65 @@ fn no_rows_are_exchanged<B: Tested>(
     produce_and_reduce_scatter(0, own, |_| called("make"))?;
     ProduceAndReduceScatter::new().run_into(a, |_| called("make"))?;
     produce_and_all_to_all(a, |_| called("make"))
+}
+
+/// Operands without rows have scales of each kind, and so have outputs: [1, 0], [0, blocks], [blocks, 0].
+#[track_caller]
+pub fn no_rows_have_scales<B: Tested>(test: &str) {
+    const N: usize = 256;
+    const K: usize = 128;
+    all_done(ranks::<B>(test, 2, |rank| {
+        let builder = Group::<B>::builder().timeout(B::TIMEOUT).workers(1);
+        let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+        let a = group.sharded::<F8E4M3>(0, K)?;
+        let own = group.zeros::<F8E4M3>(0, K)?;
+        let b = group.upload(&vec![F8E4M3::from_f32(1.0); N * K], N, K)?;
+        let (one, each) = (
+            group.upload(&[1f32], 1, 1)?,
+            group.upload(&[1f32; N], 1, N)?,
+        );
+        let of_b = group.upload(&[1f32; 2], 2, 1)?;
+        let none = group.upload::<f32>(&[], 1, 0)?;
+        assert_eq!((none.shape(), none.to_vec()?.len()), ([1, 0], 0));
+        let [of_row, in_column] = [group.zeros::<f32>(0, 1)?, group.zeros::<f32>(1, 0)?];
+        let mut sums = group.sharded::<bf16>(0, N)?;
+        for (of_a, of_b) in [
+            (Scales::tensor(&one), Scales::tensor(&one)),
+            (Scales::rows(&none), Scales::rows(&each)),
+            (Scales::blocks(&of_row), Scales::blocks(&of_b)),
+            (Scales::transposed_blocks(&in_column), Scales::blocks(&of_b)),
+        ] {
+            let b = b.scaled(of_b);
+            let mut out = group.zeros::<bf16>(0, N)?;
+            Matmul::new().run(own.scaled(of_a), b, &mut out)?;
+            AllGatherMatmul::new().run(a.scaled(of_a), b, &mut out)?;
+            MatmulReduceScatter::new().run(own.scaled(of_a), b, &mut out)?;
+            MatmulAllReduce::new().run(own.scaled(of_a), b, &mut sums)?;
+            let mut values = group.zeros::<F8E4M3>(0, N)?;
+            let (mut blocks, mut columns) = (group.zeros(0, N / 128)?, group.zeros(N / 128, 0)?);
+            for scales in [
+                Quantized::blocks(&mut blocks),
+                Quantized::transposed_blocks(&mut columns),
+                Quantized::tensor(&one),
+            ] {
+                let out = values.view_mut().quantized(scales);
+                Matmul::new().run(own.scaled(of_a), b, out)?;
+            }
+        }
+        let columns = ShardedScales::<B>::columns_of_rows();
+        let of_rows = group.sharded::<f32>(0, columns)?;
+        let mut out = group.zeros::<bf16>(0, N)?;
+        let a = a.scaled(ShardedScales::rows(&of_rows));
+        AllGatherMatmul::new().run(a, b.scaled(Scales::rows(&each)), &mut out)?;
+        // They are matrices like others.
+        let mut copied = group.zeros::<f32>(1, 0)?;
+        copied.view_mut().copy_from(&none)?;
+        copied.copy_from_host(&[])?;
+        let sum = reduce_scatter(&none, &mut copied);
+        assert!(matches!(sum, Err(Error::Limit { .. })), "{sum:?}");
+        group.barrier()?;
+        Ok("scaled".into())
+    }));
 }
 
 /// No rows of a matrix that has some are a view like others, wherever they would begin.

@@ -236,10 +236,11 @@ fn check_kind<B: Tensors, T: Value>(place: &B::Place, storage: &Storage) -> Resu
     Ok(())
 }
 
-/// Elements from row to row. Of one row, or of none, the stride says nothing.
+/// Elements from row to row. Of one row that stride says nothing, and without rows no stride does.
 fn pitch_of(strides: &[usize], [rows, columns]: [usize; 2]) -> Result<usize, Unfit> {
     let pitch = match rows {
-        0 | 1 => columns,
+        0 => return Ok(columns),
+        1 => columns,
         _ => strides[0],
     };
     if pitch < columns || columns > 1 && strides[1] != 1 {

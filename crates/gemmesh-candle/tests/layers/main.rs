@@ -10,7 +10,8 @@ mod load;
 
 use candle_core::{DType, Device, Module, Tensor};
 use gemmesh_candle::{
-    ColumnParallelLinear, GatedParallelLinear, QkvParallelLinear, RowParallelLinear,
+    ColumnParallelLinear, GatedParallelLinear, Group, Host, QkvParallelLinear, RowParallelLinear,
+    TensorParallel,
 };
 
 use crate::exact::{CAPACITY, DTYPES, Exact, Failure, Result, V, each, random, wide};
@@ -134,6 +135,51 @@ fn ranks_have_whole_heads_and_share_those_of_keys_that_are_fewer_than_they() -> 
 }
 
 #[test]
+fn threads_of_a_rank_have_results_of_their_own() -> Result<(), Failure> {
+    const THREADS: usize = 3;
+    let (n, k) = (48, 40);
+    let dtype = DTYPES[0].0;
+    let (weight, back) = (random(1, (n, k), dtype)?, random(2, (k, n), dtype)?);
+    Group::<Host>::threads(1, |group| {
+        let ranks = TensorParallel::new(group, &Device::Cpu, CAPACITY)?;
+        let columns = ColumnParallelLinear::from_whole(&ranks, &weight, None)?;
+        let rows = RowParallelLinear::from_whole(&ranks, &back, None)?;
+        let outputs = |x: &Tensor| -> Result<[Vec<f64>; 5], Failure> {
+            let y = columns.forward(x)?;
+            let all = [
+                rows.forward(&y)?,
+                rows.forward_replicated(&y, None)?,
+                ranks.all_gather(x)?,
+                ranks.all_reduce(x)?,
+                y,
+            ];
+            let [a, b, c, d, e] = all.map(|out| wide(&out));
+            Ok([a?, b?, c?, d?, e?])
+        };
+        let calls = |thread: usize| -> Result<(), Failure> {
+            let x = random(10 + thread, (CAPACITY, k), dtype)?;
+            let expected = outputs(&x)?;
+            for _ in 0..50 {
+                assert!(outputs(&x)? == expected, "another thread's rows");
+            }
+            Ok(())
+        };
+        let calls = &calls;
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..THREADS)
+                .map(|thread| scope.spawn(move || calls(thread)))
+                .collect();
+            threads.into_iter().try_for_each(|thread| {
+                thread
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            })
+        })
+    })
+    .map(drop)
+}
+
+#[test]
 fn a_rank_without_tokens_takes_views_of_none() -> Result<(), Failure> {
     let (n, k) = (16, 48);
     let (dtype, u) = DTYPES[0];
@@ -156,6 +202,12 @@ fn a_rank_without_tokens_takes_views_of_none() -> Result<(), Failure> {
         );
         ranks.set_tokens(0)?;
         assert_eq!(layer.forward(&empty)?.dims(), [0, n / ranks.world_size()]);
+        // Without rows, strides say nothing.
+        let transposed = Tensor::zeros((k, 0), dtype, &Device::Cpu)?.t()?;
+        assert_eq!(
+            layer.forward(&transposed)?.dims(),
+            [0, n / ranks.world_size()]
+        );
         let part = n / ranks.world_size();
         let none = Tensor::zeros((0, 3 * part), dtype, &Device::Cpu)?.narrow(1, part, part)?;
         let residual = Tensor::zeros((0, 2 * k), dtype, &Device::Cpu)?.narrow(1, k, k)?;
