@@ -297,7 +297,7 @@ impl Group {
     }
 
     /// Puts later operations on `stream`, a CUstream as a number, instead of the current stream of PyTorch or CuPy. It
-    /// must live until the group uses a different one. Does nothing on the host.
+    /// must live until a different one is set or the group has ended. Does nothing on the host.
     ///
     /// Operations on tensors of PyTorch or CuPy are still put on the current stream of the library.
     fn set_stream(&self, py: Python<'_>, stream: Count) -> PyResult<()> {

@@ -237,6 +237,7 @@ impl<'a> Reader<'a> {
     /// Puts the call on the stream of the library of the argument `name`. All libraries of a call must have one.
     fn goes_on(&mut self, py: Python<'_>, name: &str, stream: Option<CallStream>) -> PyResult<()> {
         let Some(stream) = stream else { return Ok(()) };
+        stream.require_one(py, self.group, self.call)?;
         match &self.stream {
             None => self.stream = Some(stream),
             Some(other) if other.is(&stream) => {}
@@ -258,11 +259,7 @@ impl<'a> Reader<'a> {
         if self.stream.is_some() {
             return Ok(self.stream.clone());
         }
-        let stream = streams::of_own(py, self.group)?;
-        if let Some(stream) = &stream {
-            streams::require_captured(py, self.group, self.call, stream)?;
-        }
-        Ok(stream)
+        streams::of_call(py, self.group, self.call)
     }
 
     /// Makes the call, on its stream.

@@ -45,12 +45,24 @@ impl CallStream {
         self.raw.max(1) == other.raw.max(1)
     }
 
+    /// Fails if it is a different stream on each thread. Then no other thread's work is ordered with the call's.
+    pub fn require_one(&self, py: Python<'_>, group: &dyn AnyGroup, call: &str) -> PyResult<()> {
+        if self.raw != PER_THREAD {
+            return Ok(());
+        }
+        let rank = group.rank();
+        Err(misuse(
+            py,
+            &format!(
+                "rank {rank}: {call}: the current stream is the default stream of each thread, which is a different one \
+                 for the library's threads; make another stream current"
+            ),
+        ))
+    }
+
     /// Makes a call with the group on this stream.
     pub fn run<R>(self, group: &dyn AnyGroup, call: impl FnOnce() -> Result<R>) -> Result<R> {
-        let owner: Arc<dyn Any + Send + Sync> = match self.owner {
-            Some(owner) => owner,
-            None => Arc::new(()),
-        };
+        let owner = self.owner.map(|owner| owner as Arc<dyn Any + Send + Sync>);
         let (mut call, mut result) = (Some(call), None);
         let mut make = || {
             if let Some(call) = call.take() {
@@ -69,39 +81,26 @@ impl CallStream {
 
 /// The stream of a call that gets no tensors of a library with a current stream. None if the group stays where it is.
 pub fn of_own(py: Python<'_>, group: &dyn AnyGroup) -> PyResult<Option<CallStream>> {
-    if group.backend() == BackendKind::Host {
-        return Ok(None);
-    }
-    if let Some(set) = group.stream_that_was_set() {
-        return Ok(Some(CallStream::lasting(set)));
-    }
-    match of_torch(py, group)? {
-        None => of_cupy(py, group),
-        of_torch => Ok(of_torch),
-    }
+    let streams = all(py, group)?;
+    Ok(streams.into_iter().find_map(|(_, stream)| stream))
 }
 
-/// Fails if a library captures a graph on its current stream, of which a call of the group's own on `stream` would be no
-/// part.
-pub fn require_captured(
-    py: Python<'_>,
-    group: &dyn AnyGroup,
-    call: &str,
-    stream: &CallStream,
-) -> PyResult<()> {
-    let libraries = [
-        ("PyTorch", of_torch(py, group)?),
-        ("CuPy", of_cupy(py, group)?),
-    ];
-    for (library, current) in libraries {
-        let Some(current) = current.filter(|current| !current.is(stream)) else {
+/// As [`of_own`]. Fails if a library captures a graph on its current stream, of which the call would be no part.
+pub fn of_call(py: Python<'_>, group: &dyn AnyGroup, call: &str) -> PyResult<Option<CallStream>> {
+    let mut streams = all(py, group)?.into_iter();
+    let Some(stream) = streams.find_map(|(_, stream)| stream) else {
+        return Ok(None);
+    };
+    stream.require_one(py, group, call)?;
+    for (library, current) in streams {
+        let Some(current) = current.filter(|current| !current.is(&stream)) else {
             continue;
         };
         // SAFETY: both live, as in `CallStream::run`.
         let captured = |stream: &CallStream| unsafe { group.is_captured(stream.raw) };
-        let is_left_out = called_at(None, || Ok(captured(&current)? && !captured(stream)?));
+        let is_left_out = called_at(None, || Ok(captured(&current)? && !captured(&stream)?));
         if is_left_out.map_err(|error: Error| exception(py, &error, Some(group.rank())))? {
-            let (rank, CallStream { raw, .. }) = (group.rank(), stream);
+            let (rank, raw) = (group.rank(), stream.raw);
             return Err(misuse(
                 py,
                 &format!(
@@ -112,7 +111,22 @@ pub fn require_captured(
             ));
         }
     }
-    Ok(())
+    Ok(Some(stream))
+}
+
+/// The streams that a call without tensors may be put on, and who says them. The first one counts.
+fn all(py: Python<'_>, group: &dyn AnyGroup) -> PyResult<[(&'static str, Option<CallStream>); 3]> {
+    const SAY: [&str; 3] = ["set_stream", "PyTorch", "CuPy"];
+    if group.backend() == BackendKind::Host {
+        return Ok(SAY.map(|library| (library, None)));
+    }
+    let set = group.stream_that_was_set().map(CallStream::lasting);
+    let [by_hand, torch, cupy] = SAY;
+    Ok([
+        (by_hand, set),
+        (torch, of_torch(py, group)?),
+        (cupy, of_cupy(py, group)?),
+    ])
 }
 
 /// PyTorch's current stream of the group's GPU, if PyTorch has initialised CUDA.
@@ -167,16 +181,6 @@ pub fn of_cupy(py: Python<'_>, group: &dyn AnyGroup) -> PyResult<Option<CallStre
     };
     let stream = function.call1(py, (group.device().device_id,))?;
     let raw = stream.getattr(py, intern!(py, "ptr"))?.extract(py)?;
-    if raw == PER_THREAD {
-        let rank = group.rank();
-        return Err(misuse(
-            py,
-            &format!(
-                "rank {rank}: CuPy's current stream is the default stream of each thread, which is a different one for \
-                 the library's threads; make a cupy.cuda.Stream current"
-            ),
-        ));
-    }
     Ok(Some(CallStream {
         raw,
         // CuPy destroys a stream with its last object.

@@ -220,12 +220,12 @@ pub trait AnyGroup: Any + Send + Sync {
     unsafe fn set_stream(&self, stream: usize) -> Result<()>;
     /// The stream of the last [`AnyGroup::set_stream`]. Calls by [`AnyGroup::on_stream`] leave it as it is.
     fn stream_that_was_set(&self) -> Option<usize>;
-    /// Puts later operations on a stream, which `owner` keeps, and makes `call`. Threads that do so take turns, so the
+    /// Puts later operations on a stream, which its `owner` keeps, and makes `call`. Threads that do so take turns, so the
     /// call is on this stream.
     unsafe fn on_stream(
         &self,
         stream: usize,
-        owner: Arc<dyn Any + Send + Sync>,
+        owner: Option<Arc<dyn Any + Send + Sync>>,
         call: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()>;
     /// Whether what is put on a stream is recorded into a graph. False on the host backend.
@@ -467,7 +467,7 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
             Ok(())
         };
         // SAFETY: as this function's.
-        unsafe { self.on_stream(stream, Arc::new(()), &mut note) }
+        unsafe { self.on_stream(stream, None, &mut note) }
     }
 
     fn stream_that_was_set(&self) -> Option<usize> {
@@ -479,7 +479,7 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
     unsafe fn on_stream(
         &self,
         stream: usize,
-        owner: Arc<dyn Any + Send + Sync>,
+        owner: Option<Arc<dyn Any + Send + Sync>>,
         call: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
         let _turn = self.stream_turn()?;
@@ -487,6 +487,7 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
         if let Some(group) = as_cuda(self)
             && group.stream() as usize != stream
         {
+            let owner = owner.unwrap_or_else(|| Arc::new(()));
             // SAFETY: as this function's.
             unsafe { group.set_stream_of(stream as _, owner)? };
             return call();

@@ -1,6 +1,5 @@
 //! Rows that ranks exchange and add up, on GPUs.
 
-use std::ffi::c_void;
 use std::time::Duration;
 
 use cudarc::driver::sys;
