@@ -47,10 +47,10 @@ def test_an_output_of_a_product_lies_apart_from_each_operand(shift: int, prepare
         out, far = arena(4 * N * N), arena(8 * N * N)
         call: Any = group.prepare("matmul", far, far, out) if prepared else group.matmul
         for near in (arena(4 * N * N + shift), arena(4 * N * N - shift)):
-            refused(lambda: call(near, far, out), "out", "a")  # noqa: B023
-            refused(lambda: call(far, near, out), "out", "b")  # noqa: B023
+            refused(lambda: call(near, far, out), "out", "a")
+            refused(lambda: call(far, near, out), "out", "b")
             if shift:
-                refused(lambda: call(far, far, out, residual=near), "out", "residual")  # noqa: B023
+                refused(lambda: call(far, far, out, residual=near), "out", "residual")
         refused(lambda: call(far, far, out, bias=arena(4 * N * N + shift, 1)), "out", "bias")
         # The group goes on.
         arena.values[:] = 1
@@ -186,7 +186,7 @@ def test_scales_lie_apart_from_numbers() -> None:
         b = gemmesh.Scaled(weight, of_weight, "blocks")
         for argument, first in (("scales of a", 1936), ("scales of b", 2064)):
             out = every[first:][:128].view(np.float16).reshape(4, 16)
-            refused(lambda: group.matmul(a, b, out, dtype="f16"), "out", argument)  # noqa: B023
+            refused(lambda: group.matmul(a, b, out, dtype="f16"), "out", argument)
 
     ranks(1, body)
 

@@ -18,6 +18,7 @@ mod shards;
 
 pub use crate::interop::tensors::{Tensor, VersionedTensor, export, export_versioned};
 pub use crate::matrix::Memory;
+pub use crate::schedule::MAX_WEIGHTS;
 pub use dialect::Dialect;
 pub use group::{
     AnyBackend, AnyGroup, BackendKind, Gather, Joining, Options, join, refused, unsuitable,

@@ -29,6 +29,8 @@ pub trait Shards: Send + Sync {
     fn dtype(&self) -> DType;
     /// [M, K]
     fn shape(&self) -> [usize; 2];
+    /// The number of ranks.
+    fn world(&self) -> usize;
     /// How many rows fit.
     fn capacity(&self) -> usize;
     /// The rows that a rank owns, counted rank after rank: [`ShardedMatrix::rows_of`].
@@ -100,6 +102,10 @@ impl<B: Backend, T: Value> Shards for ShardedMatrix<B, T> {
 
     fn shape(&self) -> [usize; 2] {
         self.shape()
+    }
+
+    fn world(&self) -> usize {
+        self.layout().world()
     }
 
     fn capacity(&self) -> usize {

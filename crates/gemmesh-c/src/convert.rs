@@ -34,6 +34,48 @@ pub(crate) unsafe fn slice<'a, T>(
     }
 }
 
+/// As [`slice`], of at most `most` values. More are refused before the first is read.
+///
+/// # Safety
+/// As [`slice`].
+pub(crate) unsafe fn slice_of_few<'a, T>(
+    argument: &str,
+    first: *const T,
+    count: usize,
+    most: usize,
+) -> Result<&'a [T]> {
+    if count > most {
+        let expected = format!("at most {most}");
+        return Err(Failure::unsuitable(argument, "the count", expected, count));
+    }
+    // SAFETY: as this function's.
+    unsafe { slice(argument, first, count) }
+}
+
+/// A number for each of `world` ranks. Another count is refused before the first number is read.
+///
+/// # Safety
+/// As [`slice`].
+pub(crate) unsafe fn by_rank<'a>(
+    argument: &str,
+    first: *const usize,
+    count: usize,
+    world: usize,
+) -> Result<&'a [usize]> {
+    check_by_rank(argument, count, world)?;
+    // SAFETY: as this function's.
+    unsafe { slice(argument, first, count) }
+}
+
+/// Checks that there is a value for each of `world` ranks.
+pub(crate) fn check_by_rank(argument: &str, count: usize, world: usize) -> Result<()> {
+    if count == world {
+        return Ok(());
+    }
+    let expected = format!("{world}, the number of ranks");
+    Err(Failure::unsuitable(argument, "the count", expected, count))
+}
+
 /// Values to be written, as [`slice`].
 ///
 /// # Safety

@@ -8,7 +8,7 @@ use gemmesh::GATHERED_BYTES;
 use gemmesh::raw::{AnyGroup, BackendKind, Joining, Options, join, unsuitable};
 
 use crate::calls::{Call, guarded, in_group};
-use crate::convert::{check_out, given, put, sized, slice, slice_mut, words};
+use crate::convert::{check_by_rank, check_out, given, put, sized, slice, slice_mut, words};
 use crate::failure::{Failure, Result, text};
 use crate::numbers;
 use crate::pipelines::outcome;
@@ -279,10 +279,7 @@ unsafe fn put_by_rank<T: Copy>(
     count: usize,
     values: &[T],
 ) -> Result<()> {
-    if count != values.len() {
-        let expected = format!("{}, the number of ranks", values.len());
-        return Err(Failure::unsuitable(argument, "the count", expected, count));
-    }
+    check_by_rank(argument, count, values.len())?;
     check_out(argument, to)?;
     // SAFETY: as this function's, and there are as many.
     unsafe { to.copy_from_nonoverlapping(values.as_ptr(), count) };

@@ -7,7 +7,7 @@ use gemmesh::raw::{Rows, RowsFor};
 use gemmesh::{AllGatherAndConsume, CallbackResult, ProduceAndAllToAll, ProduceAndReduceScatter};
 
 use crate::calls::{Call, guarded, in_group};
-use crate::convert::{described, memory, slice, words};
+use crate::convert::{by_rank, described, memory, words};
 use crate::failure::{Failure, Result};
 use crate::group::gemmesh_group;
 use crate::sharded::{gemmesh_sharded, shards};
@@ -139,7 +139,8 @@ pub unsafe extern "C" fn gemmesh_produce_and_reduce_scatter(
         }
         if !rows.is_null() {
             // SAFETY: as the crate says.
-            options = options.rows(unsafe { slice("rows", rows, row_count)? });
+            options =
+                options.rows(unsafe { by_rank("rows", rows, row_count, group.world_size())? });
         }
         let mut produce = |rows: RowsFor| callback.produce(rows);
         // SAFETY: as the crate and the header's gemmesh_memory say.

@@ -6,13 +6,15 @@ use std::sync::{Arc, OnceLock};
 use gemmesh::RowSplit;
 use gemmesh::Scaling;
 use gemmesh::raw::{
-    AnyGroup, AnyShards, Memory, Operand, Output, Outputs, Prepared, PreparedFor, Product,
-    ProductCall, RowOperand, ShardedScales,
+    AnyGroup, AnyShards, MAX_WEIGHTS, Memory, Operand, Output, Outputs, Prepared, PreparedFor,
+    Product, ProductCall, RowOperand, ShardedScales,
 };
 use smallvec::SmallVec;
 
 use crate::calls::{Call, guarded, in_group, with};
-use crate::convert::{check_out, given, memory, memory_if_given, memory_of, put, sized, slice};
+use crate::convert::{
+    by_rank, check_out, given, memory, memory_if_given, memory_of, put, sized, slice_of_few,
+};
 use crate::failure::{Failure, Result, text};
 use crate::group::{GROUPS, gemmesh_group};
 use crate::numbers;
@@ -35,23 +37,23 @@ struct Planned {
 
 static PREPARED: Table<Planned> = Table::new("prepared product", 0xa4);
 
-/// A product.
+/// A product of a group of `world` ranks.
 ///
 /// # Safety
 /// As [`sized`], for what it points to, too.
-unsafe fn product(pointer: *const gemmesh_product) -> Result<Product> {
+unsafe fn product(pointer: *const gemmesh_product, world: usize) -> Result<Product> {
     // SAFETY: as this function's.
     let asked = unsafe { sized("the product", pointer)? };
     let (scalings, count) = (asked.weight_scaling, asked.weight_scaling_count);
     let mut of_weights = Vec::new();
     // SAFETY: as this function's.
-    for scaling in unsafe { slice("weight_scaling", scalings, count)? } {
+    for scaling in unsafe { slice_of_few("weight_scaling", scalings, count, MAX_WEIGHTS)? } {
         of_weights.push(numbers::scaling("the weights", *scaling)?);
     }
     let rows = match asked.rows.is_null() {
         true => None,
         // SAFETY: as this function's.
-        false => Some(unsafe { slice("rows", asked.rows, asked.row_count)? }.to_vec()),
+        false => Some(unsafe { by_rank("rows", asked.rows, asked.row_count, world)? }.to_vec()),
     };
     Ok(Product {
         activation: numbers::activation(asked.activation)?,
@@ -220,12 +222,12 @@ unsafe fn with_arguments(
     unsafe {
         let call = sized("the call", pointer)?;
         let a = RowsGiven::new(call)?;
-        let mut weights = SmallVec::<[Operand; 4]>::new();
-        for weight in slice("weights", call.weights, call.weight_count)? {
+        let mut weights = SmallVec::<[Operand; MAX_WEIGHTS]>::new();
+        for weight in slice_of_few("weights", call.weights, call.weight_count, MAX_WEIGHTS)? {
             weights.push(operand("b", weight)?);
         }
-        let mut outputs = SmallVec::<[Output; 4]>::new();
-        for out in slice("outputs", call.outputs, call.output_count)? {
+        let mut outputs = SmallVec::<[Output; MAX_WEIGHTS]>::new();
+        for out in slice_of_few("outputs", call.outputs, call.output_count, MAX_WEIGHTS)? {
             outputs.push(output(out)?);
         }
         let sharded_output = shards_if_given("out", call.sharded_output)?;
@@ -274,7 +276,7 @@ pub unsafe extern "C" fn gemmesh_run(
     in_group("gemmesh_run", kind, group, |group| {
         // SAFETY: as the crate and the header's gemmesh_memory say.
         unsafe {
-            let product = self::product(product)?;
+            let product = self::product(product, group.world_size())?;
             with_arguments(call, |call| Ok(group.run(&product, call)?))
         }
     })
@@ -303,8 +305,9 @@ pub unsafe extern "C" fn gemmesh_prepare(
             check_out("prepared", prepared)?;
             // SAFETY: as the crate says.
             let (asked, widths, kind) = unsafe {
-                let widths = slice("widths", widths, width_count)?;
-                (self::product(product)?, widths, waiting(product))
+                let widths = slice_of_few("widths", widths, width_count, MAX_WEIGHTS)?;
+                let asked = self::product(product, group.world_size())?;
+                (asked, widths, waiting(product))
             };
             let sharded = shards_if_given("sharded", sharded)?;
             let rows = match &sharded {
@@ -385,12 +388,13 @@ pub unsafe extern "C" fn gemmesh_supported(
     in_group("gemmesh_supported", Call::Own, group, |group| {
         // SAFETY: as the crate says.
         unsafe {
+            let world = group.world_size();
             let split = match rows.is_null() {
                 true => RowSplit::from([m, k]),
-                false => RowSplit::from((slice("rows", rows, row_count)?, k)),
+                false => RowSplit::from((by_rank("rows", rows, row_count, world)?, k)),
             };
-            let widths = slice("widths", widths, width_count)?;
-            Ok(group.supports(&self::product(product)?, &split, widths)?)
+            let widths = slice_of_few("widths", widths, width_count, MAX_WEIGHTS)?;
+            Ok(group.supports(&self::product(product, world)?, &split, widths)?)
         }
     })
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use gemmesh::raw::{AnyShards, Split};
 
 use crate::calls::{Call, guarded, in_group};
-use crate::convert::{check_out, described, put, slice};
+use crate::convert::{by_rank, check_out, described, put};
 use crate::failure::{Failure, Result};
 use crate::group::gemmesh_group;
 use crate::numbers::{self, DtypeNumber};
@@ -35,7 +35,7 @@ pub(crate) fn shards_if_given(
     }
 }
 
-/// Makes a sharded matrix in function `call`.
+/// Makes a sharded matrix in function `call`. `split` gets the number of ranks.
 ///
 /// # Safety
 /// As the crate says.
@@ -43,13 +43,13 @@ unsafe fn make(
     call: &'static str,
     group: *const gemmesh_group,
     (dtype, k): (DtypeNumber, usize),
-    split: impl FnOnce() -> Result<Split<'static>>,
+    split: impl FnOnce(usize) -> Result<Split<'static>>,
     matrix: *mut *mut gemmesh_sharded,
 ) -> gemmesh_status {
     in_group(call, Call::Collective, group, |group| {
         check_out("matrix", matrix)?;
         let dtype = numbers::dtype("the matrix", dtype)?;
-        let made = group.sharded(dtype, split()?, k)?;
+        let made = group.sharded(dtype, split(group.world_size())?, k)?;
         let handle = SHARDED.insert(Arc::new(made))?;
         // SAFETY: as this function's.
         unsafe { put("matrix", matrix, handle) }
@@ -65,7 +65,7 @@ pub unsafe extern "C" fn gemmesh_sharded_new(
     k: usize,
     matrix: *mut *mut gemmesh_sharded,
 ) -> gemmesh_status {
-    let split = || Ok(Split::Even(m));
+    let split = |_| Ok(Split::Even(m));
     // SAFETY: as the crate says.
     unsafe { make("gemmesh_sharded_new", group, (dtype, k), split, matrix) }
 }
@@ -81,8 +81,11 @@ pub unsafe extern "C" fn gemmesh_sharded_new_by_rank(
     k: usize,
     matrix: *mut *mut gemmesh_sharded,
 ) -> gemmesh_status {
-    // SAFETY: as the crate says. The matrix is made before this function returns.
-    let split = || Ok(Split::ByRank(unsafe { slice("rows", rows, count)? }));
+    let split = |world| {
+        // SAFETY: as the crate says. The matrix is made before this function returns.
+        let rows = unsafe { by_rank("rows", rows, count, world)? };
+        Ok(Split::ByRank(rows))
+    };
     // SAFETY: as the crate says.
     unsafe {
         make(
@@ -105,7 +108,7 @@ pub unsafe extern "C" fn gemmesh_sharded_new_with_capacity(
     k: usize,
     matrix: *mut *mut gemmesh_sharded,
 ) -> gemmesh_status {
-    let split = || Ok(Split::Capacity(capacity));
+    let split = |_| Ok(Split::Capacity(capacity));
     // SAFETY: as the crate says.
     unsafe {
         make(
@@ -129,7 +132,7 @@ pub unsafe extern "C" fn gemmesh_sharded_new_staged(
     stages: usize,
     matrix: *mut *mut gemmesh_sharded,
 ) -> gemmesh_status {
-    let split = || Ok(Split::Staged(m, stages));
+    let split = |_| Ok(Split::Staged(m, stages));
     // SAFETY: as the crate says.
     unsafe {
         make(
@@ -242,10 +245,13 @@ pub unsafe extern "C" fn gemmesh_sharded_set_rows(
     count: usize,
 ) -> gemmesh_status {
     guarded("gemmesh_sharded_set_rows", || {
-        // SAFETY: as the crate says.
-        let rows = unsafe { slice("rows", rows, count)? };
-        match SHARDED.change("matrix", matrix, |matrix| matrix.set_rows(rows))? {
-            Some(set) => Ok(set?),
+        let set = |matrix: &mut AnyShards| {
+            // SAFETY: as the crate says.
+            let rows = unsafe { by_rank("rows", rows, count, matrix.world())? };
+            Ok(matrix.set_rows(rows)?)
+        };
+        match SHARDED.change("matrix", matrix, set)? {
+            Some(set) => set,
             None => Err(Failure::Misuse(
                 "a call uses the matrix; wait for it".into(),
             )),

@@ -258,7 +258,7 @@ fn shapes_types_and_scales_that_do_not_fit_are_told() {
             "struct_size of the call is 8",
         );
         let many = |call: &mut gemmesh_product_call| call.weight_count = usize::MAX;
-        refused(multiply(group, 4, many), "fits into memory");
+        refused(multiply(group, 4, many), "must be at most 4");
         let own = sharded_operand(null());
         let twice = |call: &mut gemmesh_product_call| call.sharded_a = &own;
         refused(multiply(group, 4, twice), "a and sharded_a");
