@@ -279,7 +279,8 @@ typedef struct GemmeshOutputScales {
     uint32_t row;          /* floats from the scale of a row to that of the next; */
     uint32_t block;        /* and from that of a block; both zero: there is one scale, which is given */
     uint32_t power_of_two; /* nonzero: scales are rounded up to powers of two */
-    uint32_t reserved;
+    uint32_t first_column; /* the place of the first column in its block: a multiple of 16. Only gemmesh_quantize_<dtype>
+                            * takes others than 0 */
 } GemmeshOutputScales;
 
 /* Where the product with one weight goes. Rows are counted like those of `a`, also if a kernel has only some of them.
@@ -307,11 +308,14 @@ typedef struct GemmeshOutput {
  * bits; except if GemmeshParams.is_fast is not zero. If `a_block` is zero, a sum is multiplied by its weight's scale and
  * then by that of its row of `a`. Otherwise each promoted part is multiplied by the product of its blocks' scales: of
  * 1 x GEMMESH_SCALE_BLOCK elements of `a`, and of GEMMESH_SCALE_BLOCK x GEMMESH_SCALE_BLOCK of `b`, whose scales are side
- * by side along K. */
+ * by side along K. Steps through K begin where blocks do. If the operands begin inside a block, so does the first step, in
+ * front of their first column. TMA reads zeros there. */
 typedef struct GemmeshScales {
     const float *a;      /* null: 1, as GemmeshOutput.scales */
     uint32_t a_row;      /* floats from the scale of a row of `a` to that of the next; 0: all have one */
     uint32_t a_block;    /* floats from the scale of a row's block to that of the next; 0: blocks have no scales */
+    uint32_t first_column; /* the place of both operands' first column in its block; 0 if blocks have no scales */
+    uint32_t reserved;
 } GemmeshScales;
 
 /* The problem and everything a kernel may wait for or report to. All pointers are device addresses. */
@@ -333,7 +337,7 @@ typedef struct GemmeshParams {
     uint32_t epoch;                 /* a flag has arrived when (int32_t)(flag - epoch) >= 0. If rows are pushed, flags
                                      * are compared with the epoch that push_epoch counts; this one is for the host */
     uint32_t m;                     /* rows of `a` and `out`; m, n and k are at least 1 */
-    uint32_t k;                     /* columns of `a` and `b` */
+    uint32_t k;                     /* columns of `a` and `b`, and the GemmeshScales.first_column before them */
     uint32_t deferred_flag;         /* the one flag that tiles await only before `deferred_step` */
     uint32_t deferred_step;         /* a step through K, of GEMMESH_STAGE_ROW bytes; UINT32_MAX if there is none */
     uint32_t activation;            /* GEMMESH_IDENTITY, ... */
@@ -476,12 +480,12 @@ static_assert(sizeof(GemmeshLowLatency) == 8 + 16 * GEMMESH_MAX_TARGETS, "");
 static_assert(sizeof(GemmeshOutputScales) == 24, "");
 static_assert(sizeof(GemmeshOutput) == 88, "");
 static_assert(offsetof(GemmeshOutput, n) == 48, "");
-static_assert(sizeof(GemmeshScales) == 16, "");
-static_assert(sizeof(GemmeshParams) == 160 + 88 * GEMMESH_MAX_WEIGHTS + sizeof(GemmeshPeers) + sizeof(GemmeshLowLatency), "");
+static_assert(sizeof(GemmeshScales) == 24, "");
+static_assert(sizeof(GemmeshParams) == 168 + 88 * GEMMESH_MAX_WEIGHTS + sizeof(GemmeshPeers) + sizeof(GemmeshLowLatency), "");
 static_assert(offsetof(GemmeshParams, trace) == 40, "");
 static_assert(offsetof(GemmeshParams, tile_count) == 80, "");
 static_assert(offsetof(GemmeshParams, outputs) == 144, "");
-static_assert(offsetof(GemmeshParams, peers) == 160 + 88 * GEMMESH_MAX_WEIGHTS, "");
+static_assert(offsetof(GemmeshParams, peers) == 168 + 88 * GEMMESH_MAX_WEIGHTS, "");
 static_assert(sizeof(GemmeshBlock) == 32, "a block is two 16-byte loads");
 static_assert(sizeof(GemmeshStore) == 16, "a store is one 16-byte load");
 static_assert(sizeof(GemmeshSums) == 40, "");

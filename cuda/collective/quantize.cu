@@ -17,8 +17,7 @@ struct alignas(kColumns * sizeof(Element)) Columns {
     Element elements[kColumns];
 };
 
-// The whole warp: the largest absolute value of a block. A lane that is behind the last column has zeros. NaN counts
-// nothing.
+// The whole warp: the largest absolute value of a block. A lane that has no columns has zeros. NaN counts nothing.
 __device__ float amax_of(const float (&values)[kColumns]) {
     float amax = gemmesh::kLeastAmax;
     for (uint32_t i = 0; i < kColumns; ++i) amax = fmaxf(amax, fabsf(values[i]));
@@ -34,15 +33,19 @@ __device__ void quantize(const GemmeshQuantization& of) {
     // It may have been launched before the kernel that makes the rows has ended.
     gemmesh::ptx::griddepcontrol_wait();
     const uint32_t lane = threadIdx.x % 32;
-    const uint32_t blocks = (of.columns + GEMMESH_SCALE_BLOCK - 1) / GEMMESH_SCALE_BLOCK;  // of a row
+    // Blocks begin in front of the first column if it lies inside a block. A lane's columns lie on one side of it.
+    const uint32_t first = of.scales.first_column;
+    const uint32_t end = first + of.columns;
+    const uint32_t blocks = (end + GEMMESH_SCALE_BLOCK - 1) / GEMMESH_SCALE_BLOCK;  // of a row
     const uint64_t all = uint64_t{blocks} * of.rows;
     const uint64_t stride = uint64_t{gridDim.x} * (GEMMESH_REDUCE_THREADS / 32);
     const bool is_given = gemmesh::is_given(of.scales);
     for (uint64_t index = (uint64_t{blockIdx.x} * GEMMESH_REDUCE_THREADS + threadIdx.x) / 32; index < all; index += stride) {
         const uint64_t row = index / blocks;
         const uint32_t block = index % blocks;
-        const uint32_t column = block * GEMMESH_SCALE_BLOCK + lane * kColumns;
-        const uint32_t count = column < of.columns ? min(kColumns, of.columns - column) : 0;
+        const uint32_t place = block * GEMMESH_SCALE_BLOCK + lane * kColumns;
+        const uint32_t count = place >= first && place < end ? min(kColumns, end - place) : 0;
+        const int64_t column = int64_t{place} - first;
         const Element* from = reinterpret_cast<const Element*>(static_cast<const char*>(of.from) + row * of.from_pitch) + column;
         Columns<Element> loaded{};
         if (count == kColumns) {

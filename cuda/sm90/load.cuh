@@ -23,7 +23,7 @@ class RowLoads {
 public:
     // `row` is the first of the tile's rows. The last CTAs of a cluster's column may have none.
     __device__ RowLoads(const Maps& maps, const GemmeshParams& params, uint32_t row, uint32_t cta)
-        : map_(maps.a), ctas_(C::InCluster::ctas_of_row(C::InCluster::row(cta))), rows_(C::kTileM) {
+        : params_(params), map_(maps.a), ctas_(C::InCluster::ctas_of_row(C::InCluster::row(cta))), rows_(C::kTileM) {
         if (!C::kSums) rows_ = C::kClusterM > 1 && row >= params.m ? 0 : min(rows_, params.m - row);
         part_ = C::InCluster::column(cta) * C::kPartM;
         row_ = row + part_;
@@ -36,7 +36,7 @@ public:
     // `step` counts through K.
     __device__ void load(ptx::SharedAddress a, uint32_t step, ptx::SharedAddress full) const {
         if (part_ >= rows_) return;
-        const uint32_t k = step * C::kTileK;
+        const int32_t k = column_of_step<C>(params_, step);
         if constexpr (C::kClusterN == 1) {
             ptx::cp_async_bulk_tensor_2d_load(a, map_, k, row_, full);
         } else {
@@ -46,6 +46,7 @@ public:
 
 private:
     static constexpr uint32_t kRowBytes = C::kBytesA / C::kTileM;
+    const GemmeshParams& params_;
     const CUtensorMap* map_;
     uint16_t ctas_;
     uint32_t rows_;  // that are loaded of the tile
@@ -150,12 +151,12 @@ __device__ __forceinline__ void with_weights(const Maps& maps, const GemmeshPara
     const uint32_t column = first_column<C>(params, walk.tile(), cta);
     const bool gated = is_gated<C>(params);
     if constexpr (C::kTakesKn) {
-        if (params.b_is_kn != 0) return load(WeightLoads<C, WeightRows::kAlongK>(maps, gated, weight, n, column, cta));
+        if (params.b_is_kn != 0) return load(WeightLoads<C, WeightRows::kAlongK>(maps, params, gated, weight, n, column, cta));
     }
     if constexpr (C::kGates) {
-        if (gated) return load(WeightLoads<C, WeightRows::kOfTwo>(maps, gated, weight, n, column, cta));
+        if (gated) return load(WeightLoads<C, WeightRows::kOfTwo>(maps, params, gated, weight, n, column, cta));
     }
-    load(WeightLoads<C, WeightRows::kOfOne>(maps, gated, weight, n, column, cta));
+    load(WeightLoads<C, WeightRows::kOfOne>(maps, params, gated, weight, n, column, cta));
 }
 
 // Loads `b` of a tile's steps, as load_rows.

@@ -33,6 +33,13 @@ __device__ __forceinline__ Steps steps_of(const GemmeshParams& params, uint32_t 
     }
 }
 
+// The first column of a step. It may lie in front of the operands, because blocks of scales begin where steps do.
+template <class C>
+__device__ __forceinline__ int32_t column_of_step(const GemmeshParams& params, uint32_t step) {
+    const uint32_t column = step * C::kTileK;
+    return C::kPromotes ? column - params.scales.first_column : column;
+}
+
 // The first row of a CTA's tile: of the matrix or, in a kernel with block sums, of the block. An entry has one tile for
 // each CTA of the cluster, as they are arranged there.
 template <class C>

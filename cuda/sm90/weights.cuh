@@ -5,6 +5,7 @@
 #include "../abi.h"
 #include "config.cuh"
 #include "ptx.cuh"
+#include "tile.cuh"
 
 namespace gemmesh {
 
@@ -46,8 +47,10 @@ template <class C, WeightRows Rows>
 class WeightLoads {
 public:
     // `column` is the tile's first in its weight, which has `n` columns.
-    __device__ WeightLoads(const Maps& maps, bool is_gated, uint32_t weight, uint32_t n, uint32_t column, uint32_t cta)
+    __device__ WeightLoads(const Maps& maps, const GemmeshParams& params, bool is_gated, uint32_t weight, uint32_t n,
+                           uint32_t column, uint32_t cta)
         : maps_(maps),
+          params_(params),
           map_(C::kSums ? maps.b : maps.b_of(weight)),
           is_gated_(is_gated),
           column_(column),
@@ -65,7 +68,7 @@ public:
 
     // `step` counts through K.
     __device__ void load(ptx::SharedAddress b, uint32_t step, ptx::SharedAddress full) const {
-        const uint32_t k = step * C::kTileK;
+        const int32_t k = column_of_step<C>(params_, step);
         if constexpr (Rows == WeightRows::kOfOne) {
             const uint32_t part = place() * C::kPartN;
             if (part < rows_) load_box(b + part * kRowBytes, map_, k, column_ + part, full);
@@ -81,7 +84,7 @@ private:
     static constexpr uint32_t kRowBytes = GEMMESH_STAGE_ROW;
 
     // The CTA's rows of a tile in which kGateRows rows of gate and of up alternate.
-    __device__ void load_groups(ptx::SharedAddress b, uint32_t k, ptx::SharedAddress full) const {
+    __device__ void load_groups(ptx::SharedAddress b, int32_t k, ptx::SharedAddress full) const {
 #pragma unroll 1
         for (uint32_t of_part = 0; of_part < C::kPartN; of_part += C::kGateBox) {
             const uint32_t row = place() * C::kPartN + of_part;
@@ -92,7 +95,7 @@ private:
     }
 
     // The CTA's blocks of columns of [K, N]. The CTAs that share loads get blocks in turn, and as many each.
-    __device__ void load_blocks(ptx::SharedAddress b, uint32_t k, ptx::SharedAddress full) const {
+    __device__ void load_blocks(ptx::SharedAddress b, int32_t k, ptx::SharedAddress full) const {
         constexpr uint32_t kTurn = kBlock * C::kClusterM;
         const uint32_t own = place() * kBlock;
         if (!is_gated_) {
@@ -120,7 +123,7 @@ private:
         return C::InCluster::row(cta);
     }
 
-    __device__ void load_box(ptx::SharedAddress to, const CUtensorMap* map, uint32_t left, uint32_t top,
+    __device__ void load_box(ptx::SharedAddress to, const CUtensorMap* map, int32_t left, int32_t top,
                              ptx::SharedAddress full) const {
         if constexpr (C::kClusterM == 1) {
             ptx::cp_async_bulk_tensor_2d_load(to, map, left, top, full);
@@ -131,6 +134,7 @@ private:
     }
 
     const Maps& maps_;
+    const GemmeshParams& params_;
     const CUtensorMap* map_;
     bool is_gated_;
     uint32_t column_;

@@ -103,6 +103,7 @@ class Scaled:
         scaling: ScalingName = "tensor",
         *,
         first_row: int | None = None,
+        first_column: int | None = None,
     ) -> Self: ...
     @property
     def values(self) -> Any: ...
@@ -118,6 +119,7 @@ class Quantized:
         scaling: QuantizationName = "blocks",
         *,
         power_of_two: bool = False,
+        first_column: int | None = None,
     ) -> Self: ...
     @property
     def values(self) -> Any: ...
@@ -461,6 +463,7 @@ class Group:
         a_scaling: ScalingName | None = None,
         b_scaling: ScalingName | None = None,
         first_row: int | None = None,
+        first_column: int | None = None,
         sharded_scales: bool = False,
         quantization: QuantizationName | None = None,
     ) -> None: ...

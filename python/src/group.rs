@@ -689,11 +689,11 @@ impl Group {
     /// allocates nothing and makes no rank wait. n may be a list of several.
     ///
     /// dtype, weight_dtype and out_dtype are those of a, b and out; dtype is "bf16" by default. a_scaling and b_scaling
-    /// are names as of Scaled, and first_row is as there; sharded_scales: those of a are sharded. quantization: a name as
-    /// of Quantized.
+    /// are names as of Scaled, and first_row and first_column are as there; sharded_scales: those of a are sharded.
+    /// quantization: a name as of Quantized.
     #[pyo3(signature = (operation, m, k, n, dtype=None, *, weight_dtype=None, out_dtype=None, activation=None,
         gated=false, weight_layout="nk", accumulation="promoted", stages=None, rows=None, a_scaling=None,
-        b_scaling=None, first_row=None, sharded_scales=false, quantization=None))]
+        b_scaling=None, first_row=None, first_column=None, sharded_scales=false, quantization=None))]
     fn check_support(
         &self,
         py: Python<'_>,
@@ -713,6 +713,7 @@ impl Group {
         a_scaling: Option<&str>,
         b_scaling: Option<&str>,
         first_row: Option<Count>,
+        first_column: Option<Count>,
         sharded_scales: bool,
         quantization: Option<&str>,
     ) -> PyResult<()> {
@@ -736,10 +737,12 @@ impl Group {
         let read = || -> Said<_> {
             let kind = kind_of(operation)?;
             let first_row = count("first_row", first_row)?.unwrap_or(0);
-            let a = a_scaling.map(|word| names::scaling("a_scaling", word, 0, sharded_scales));
-            let b = b_scaling.map(|word| names::scaling("b_scaling", word, first_row, false));
+            let column = count("first_column", first_column)?.unwrap_or(0);
+            let a = |word| names::scaling("a_scaling", word, [0, column], sharded_scales);
+            let b = |word| names::scaling("b_scaling", word, [first_row, column], false);
+            let (a, b) = (a_scaling.map(a), b_scaling.map(b));
             let quantization =
-                quantization.map(|word| names::quantization("quantization", word, false));
+                quantization.map(|word| names::quantization("quantization", word, false, 0));
             let mut product = Product {
                 dtype: dtype.map_or(Ok(DType::Bf16), |dtype| names::dtype("dtype", dtype))?,
                 weight_dtype: weight_dtype

@@ -143,8 +143,9 @@ pub fn numerics(word: &str) -> Said<Numerics> {
     one_of("numerics", word, &known)
 }
 
-/// How values share scales. `sharded`: the scales are a sharded matrix.
-pub fn scaling(option: &str, word: &str, first_row: usize, sharded: bool) -> Said<Scaling> {
+/// How values share scales. `sharded`: the scales are a sharded matrix. `first`: the row and the column of the first block
+/// at which the values begin.
+pub fn scaling(option: &str, word: &str, first: [usize; 2], sharded: bool) -> Said<Scaling> {
     let known = match sharded {
         true => &[
             ("rows", Scaling::ShardedRows),
@@ -157,20 +158,31 @@ pub fn scaling(option: &str, word: &str, first_row: usize, sharded: bool) -> Sai
             ("transposed_blocks", Scaling::TransposedBlocks),
         ][..],
     };
-    match one_of(option, word, known)? {
-        Scaling::Blocks if first_row > 0 => Ok(Scaling::BlocksFrom(first_row)),
-        _ if first_row > 0 => Err("first_row is for the scales of a weight's blocks".into()),
-        scaling => Ok(scaling),
+    match (one_of(option, word, known)?, first) {
+        (Scaling::Blocks, [row, column]) => Ok(Scaling::blocks_from(row, column)),
+        (scaling, [0, 0]) => Ok(scaling),
+        (_, [0, _]) => {
+            Err("first_column is for scales of \"blocks\" in a rank's own memory".into())
+        }
+        _ => Err("first_row is for the scales of a weight's blocks".into()),
     }
 }
 
-pub fn quantization(option: &str, word: &str, power_of_two: bool) -> Said<Quantization> {
+pub fn quantization(
+    option: &str,
+    word: &str,
+    power_of_two: bool,
+    first_column: usize,
+) -> Said<Quantization> {
     let known = [
         ("tensor", Quantization::tensor()),
         ("blocks", Quantization::blocks()),
         ("transposed_blocks", Quantization::transposed_blocks()),
     ];
-    let quantization = one_of(option, word, &known)?;
+    let quantization = match (one_of(option, word, &known)?, first_column) {
+        (quantization, 0) => quantization,
+        (quantization, first) => quantization.first_column(first),
+    };
     Ok(match power_of_two {
         true => quantization.power_of_two(),
         false => quantization,

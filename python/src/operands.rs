@@ -30,6 +30,8 @@ use crate::waiting::enqueued_on;
 /// "transposed_blocks": those of `a`, [ceil(K/128), M].
 /// The scales of a `Sharded` may be a `Sharded` too ("rows" or "blocks"), which is gathered with it.
 /// `first_row`: the row of its first block at which a weight begins, a multiple of 16. Without it, row 0.
+/// `first_column`: the column of their first block at which `a` and the weights begin, likewise. The scales of blocks are
+/// then [M, ceil((first_column + K)/128)] and [ceil(N/128), ceil((first_column + K)/128)].
 #[pyclass(frozen, module = "gemmesh")]
 pub struct Scaled {
     /// The fp8 numbers.
@@ -44,19 +46,22 @@ pub struct Scaled {
 #[pymethods]
 impl Scaled {
     #[new]
-    #[pyo3(signature = (values, scales, scaling="tensor", *, first_row=None))]
+    #[pyo3(signature = (values, scales, scaling="tensor", *, first_row=None, first_column=None))]
     fn new(
         py: Python<'_>,
         values: Py<PyAny>,
         scales: Py<PyAny>,
         scaling: &str,
         first_row: Option<Count>,
+        first_column: Option<Count>,
     ) -> PyResult<Scaled> {
         let refuse = |what: String| argument(py, None, "gemmesh.Scaled", &what);
         let sharded = scales.bind(py).is_instance_of::<Sharded>();
-        let first_row = count("first_row", first_row).map_err(refuse)?.unwrap_or(0);
+        let row = count("first_row", first_row).map_err(refuse)?.unwrap_or(0);
+        let column = count("first_column", first_column).map_err(refuse)?;
+        let first = [row, column.unwrap_or(0)];
         Ok(Scaled {
-            scaling: names::scaling("scaling", scaling, first_row, sharded).map_err(refuse)?,
+            scaling: names::scaling("scaling", scaling, first, sharded).map_err(refuse)?,
             values,
             scales,
         })
@@ -75,6 +80,8 @@ impl Scaled {
 /// `scaling`: "tensor" quantises by the one scale that `scales` [1, 1] holds. "blocks" makes a scale for each 128
 /// columns of a row, [M, ceil(N/128)], and "transposed_blocks" those in columns, [ceil(N/128), M]. With `power_of_two`,
 /// scales that are made are rounded up to powers of two.
+/// `first_column`: the column of its first block at which the output begins, a multiple of 16, for "blocks". The scales are
+/// then [M, ceil((first_column + N)/128)].
 #[pyclass(frozen, module = "gemmesh")]
 pub struct Quantized {
     /// The fp8 numbers.
@@ -91,17 +98,21 @@ pub struct Quantized {
 #[pymethods]
 impl Quantized {
     #[new]
-    #[pyo3(signature = (values, scales, scaling="blocks", *, power_of_two=false))]
+    #[pyo3(signature = (values, scales, scaling="blocks", *, power_of_two=false, first_column=None))]
     fn new(
         py: Python<'_>,
         values: Py<PyAny>,
         scales: Py<PyAny>,
         scaling: &str,
         power_of_two: bool,
+        first_column: Option<Count>,
     ) -> PyResult<Quantized> {
+        let refuse = |what: String| argument(py, None, "gemmesh.Quantized", &what);
+        let first = count("first_column", first_column).map_err(refuse)?;
+        let quantization =
+            names::quantization("scaling", scaling, power_of_two, first.unwrap_or(0));
         Ok(Quantized {
-            quantization: names::quantization("scaling", scaling, power_of_two)
-                .map_err(|what| argument(py, None, "gemmesh.Quantized", &what))?,
+            quantization: quantization.map_err(refuse)?,
             scaling: scaling.into(),
             values,
             scales,

@@ -136,6 +136,40 @@ def test_a_weight_may_begin_inside_a_block() -> None:
     ranks(1, body)
 
 
+def test_parts_of_k_may_begin_inside_a_block() -> None:
+    world, k = 2, 192
+    x = np.full((M, k), 3, ml_dtypes.bfloat16)  # fp8 holds it exactly, by the scale 3 / 448
+    values = Matrices(5, "f8e4m3")
+    weights = [values(N, k, scale=4) for _ in range(world)]
+    of_whole = scales(values.random, -(-N // BLOCK), world * k // BLOCK)
+    whole = np.concatenate([wide(w) for w in weights], 1) * blocks(of_whole, BLOCK)[:N]
+    expected, summed = 3 * whole.sum(1), 3 * np.abs(whole).sum(1)
+
+    def body(group: gemmesh.Group) -> None:
+        # Rank 1 begins with column 64 of a block.
+        begin, end = group.rank * k, (group.rank + 1) * k
+        first = begin % BLOCK
+        own = np.ascontiguousarray(of_whole[:, begin // BLOCK : -(-end // BLOCK)])
+        group.check_support(
+            "matmul_all_reduce", M, k, N, "f8e4m3", a_scaling="blocks", b_scaling="blocks", first_column=first
+        )
+        rows, of_rows = poisoned(group, M, k, "f8e4m3"), poisoned(group, M, own.shape[1], "f32")
+        group.quantize(matrix(group, x), gemmesh.Quantized(rows, of_rows, "blocks", first_column=first))
+        a = gemmesh.Scaled(rows, of_rows, "blocks", first_column=first)
+        b = gemmesh.Scaled(matrix(group, weights[group.rank]), matrix(group, own), "blocks", first_column=first)
+        found = group.matmul_all_reduce(a, b, group.sharded(M, N, "bf16")).whole
+        check(found, np.tile(expected, (M, 1)), np.tile(summed, (M, 1)) * 2**8, "bf16")
+        message = "first_column is for scales of .blocks."
+        with pytest.raises(gemmesh.ArgumentError, match=message):
+            gemmesh.Scaled(rows, of_rows, "rows", first_column=64)
+        with pytest.raises(gemmesh.ArgumentError, match="must be that of a, 0, not 64"):
+            b = gemmesh.Scaled(matrix(group, weights[0]), matrix(group, own), "blocks", first_column=64)
+            a = gemmesh.Scaled(rows, of_rows, "blocks")
+            group.matmul(a, b, poisoned(group, M, N, "bf16"))
+
+    ranks(world, body)
+
+
 def quantised(values: Any, made: Any, scaling: str) -> Any:
     """fp8 values times their scales."""
     of_row = made.T if scaling == "transposed_blocks" else made

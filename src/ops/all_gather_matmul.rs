@@ -303,11 +303,11 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// fn rank(group: Group<Host>) -> Result<()> {
     ///     let (m, n, k) = (8, 48, 256);
     ///     let product = || AllGatherMatmul::<_, F8E4M3>::new();
-    ///     let scaled = product().scaling(Scaling::ShardedBlocks, Scaling::BlocksFrom(64));
+    ///     let scaled = product().scaling(Scaling::ShardedBlocks, Scaling::blocks_from(64, 0));
     ///     scaled.supported(&group, [m, k], [n, n])?; // two weights
     ///     scaled.supported(&group, (&[6, 2], k), n)?; // six rows of rank 0, and two of rank 1
     ///     // A weight may begin at a multiple of 16 rows.
-    ///     let scaled = product().scaling(Scaling::ShardedBlocks, Scaling::BlocksFrom(8));
+    ///     let scaled = product().scaling(Scaling::ShardedBlocks, Scaling::blocks_from(8, 0));
     ///     assert!(scaled.supported(&group, [m, k], n).is_err());
     ///     Ok(())
     /// }

@@ -59,6 +59,12 @@ impl<'a, B: Backend> Quantized<'a, B> {
         }
     }
 
+    /// Says that the first column is column `first` of its block, as [`Quantization::first_column`].
+    pub fn first_column(mut self, first: usize) -> Self {
+        self.quantization = self.quantization.first_column(first);
+        self
+    }
+
     /// Rounds the scales that are made up to powers of two.
     pub fn power_of_two(mut self) -> Self {
         self.quantization = self.quantization.power_of_two();
@@ -101,6 +107,7 @@ impl<'a, B: Backend> Quantized<'a, B> {
         require_planned(planned, Some(self.quantization))?;
         let name = match self.quantization.scaling {
             Scaling::Blocks => "scales of out [M, ⌈N/128⌉]",
+            Scaling::BlocksFrom { .. } => "scales of out [M, ⌈(first column + N)/128⌉]",
             Scaling::TransposedBlocks => "scales of out [⌈N/128⌉, M]",
             _ => "scales of out [1, 1]",
         };

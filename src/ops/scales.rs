@@ -46,6 +46,7 @@ pub struct Scales<'a, B: Backend> {
     view: RawView<'a, B>,
     scaling: Scaling,
     first_row: usize,
+    first_column: usize,
 }
 
 // Derived, they would need a backend that can be copied.
@@ -91,9 +92,48 @@ impl<'a, B: Backend> Scales<'a, B> {
     /// Says that the weight's first row is row `first` of the first block of 128 rows.
     ///
     /// A rank's part of a weight may begin inside a block, at a multiple of 16 rows below 128. The scales of a weight's
-    /// blocks are then [⌈(first + N)/128⌉, ⌈K/128⌉].
+    /// blocks are then [⌈(first + N)/128⌉, ⌈K/128⌉]. It is for the [`Scales::blocks`] of a weight.
     pub fn first_row(mut self, first: usize) -> Self {
         self.first_row = first;
+        self
+    }
+
+    /// Says that the first column is column `first` of the first block of 128 columns, for `a` and for each weight.
+    ///
+    /// A rank's part of K may begin inside a block of the weight, at a multiple of 16 columns below 128. The first block
+    /// then has 128 - `first` columns. Rows of `a` are quantised likewise ([`Quantized::first_column`]), so that each
+    /// part of K has one scale of either. The scales are [M, ⌈(first + K)/128⌉], and for a weight
+    /// [⌈N/128⌉, ⌈(first + K)/128⌉]. It is for [`Scales::blocks`].
+    ///
+    /// ```
+    /// use gemmesh::{F8E4M3, Group, Host, MatmulAllReduce, Quantized, Result, Scales, bf16, quantize};
+    ///
+    /// /// K = 384 is shared by two ranks. The second one's part begins with column 64 of a block.
+    /// fn rank(group: Group<Host>) -> Result<()> {
+    ///     let (m, n, k) = (4, 16, 192);
+    ///     let first = group.rank() * k % 128;
+    ///     let x = group.upload(&vec![bf16::from_f32(7.0); m * k], m, k)?;
+    ///     let mut own = group.zeros::<F8E4M3>(m, k)?;
+    ///     let mut of_own = group.zeros::<f32>(m, 2)?;
+    ///     quantize(&x, &mut own, Quantized::blocks(&mut of_own).first_column(first))?;
+    ///
+    ///     let w = group.upload(&vec![F8E4M3::from_f32(1.0); n * k], n, k)?;
+    ///     let of_w = group.upload(&[1.0f32; 2], 1, 2)?;
+    ///     let mut sums = group.sharded::<bf16>(m, n)?;
+    ///     let own = own.scaled(Scales::blocks(&of_own).first_column(first));
+    ///     let w = w.scaled(Scales::blocks(&of_w).first_column(first));
+    ///     MatmulAllReduce::new().run(own, w, &mut sums)?;
+    ///     assert_eq!(sums.to_vec()?[0].to_f32(), 7.0 * 384.0);
+    ///     Ok(())
+    /// }
+    ///
+    /// Group::threads(2, rank)?;
+    /// # Ok::<_, gemmesh::Error>(())
+    /// ```
+    ///
+    /// [`Quantized::first_column`]: crate::Quantized::first_column
+    pub fn first_column(mut self, first: usize) -> Self {
+        self.first_column = first;
         self
     }
 
@@ -102,30 +142,31 @@ impl<'a, B: Backend> Scales<'a, B> {
             view: view.into(),
             scaling,
             first_row: 0,
+            first_column: 0,
         }
     }
 
     /// Scales without element types, of which the caller has checked that they are f32.
     pub(crate) fn raw(view: RawView<'a, B>, scaling: Scaling) -> Self {
-        let (scaling, first_row) = match scaling {
-            Scaling::BlocksFrom(first) => (Scaling::Blocks, first),
-            other => (other, 0),
-        };
         Scales {
             view,
-            scaling,
-            first_row,
+            scaling: match scaling {
+                Scaling::BlocksFrom { .. } => Scaling::Blocks,
+                other => other,
+            },
+            first_row: scaling.first_row(),
+            first_column: scaling.first_column(),
         }
     }
 
     fn scaling(&self) -> Result<Scaling> {
-        match (self.scaling, self.first_row) {
-            (scaling, 0) => Ok(scaling),
-            (Scaling::Blocks, first) => Ok(Scaling::BlocksFrom(first)),
-            _ => Err(Refusal::Unsupported {
-                what: "Scales::first_row is for the blocks of a weight".into(),
-            }),
-        }
+        let what = match (self.scaling, self.first_row, self.first_column) {
+            (Scaling::Blocks, row, column) => return Ok(Scaling::blocks_from(row, column)),
+            (scaling, 0, 0) => return Ok(scaling),
+            (_, 0, _) => "Scales::first_column is for Scales::blocks",
+            _ => "Scales::first_row is for the blocks of a weight",
+        };
+        Err(Refusal::Unsupported { what: what.into() })
     }
 }
 

@@ -72,8 +72,8 @@ pub enum Numerics {
     /// On K, the type of the elements and the device only. A sum over ranks also depends on how K is spread over the
     /// ranks.
     ///
-    /// No rank cuts its K. An element has the same bits in every batch and next to any other columns. (A configuration that a call gives the host backend
-    /// still says how deep its steps through K are.)
+    /// No rank cuts its K. An element has the same bits in every batch and next to any other columns. (A configuration
+    /// that a call gives the host backend still says how deep its steps through K are.)
     Invariant,
 }
 

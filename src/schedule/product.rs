@@ -70,6 +70,12 @@ impl Product {
         self.accumulation == Accumulation::Fast && !has_blocks
     }
 
+    /// The place of the first column of `a` and of the weights in its block of scales.
+    pub fn first_column(&self) -> usize {
+        self.a_scales
+            .map_or(0, |scales| scales.scaling.first_column())
+    }
+
     /// The number of outputs: one for each weight, or one for both weights of a gated product.
     pub fn outputs(&self) -> usize {
         if self.gated { 1 } else { self.weights.len() }

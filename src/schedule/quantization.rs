@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::limits::require;
-use super::scaling::SCALED_BLOCK;
+use super::scaling::{SCALED_BLOCK, check_first};
 use super::{MatrixSpec, Scaling};
 use crate::element::DType;
 use crate::refusal::{Refusal, Result};
@@ -22,14 +22,17 @@ const PRODUCT_MULTIPLE: usize = 16;
 /// A value x becomes `q = e4m3(x * (1 / scale))`, in f32: the quotient is rounded, then the product, and then q to
 /// nearest, ties to even. A q above 448 becomes 448, and NaN stays NaN.
 ///
-/// A block is 128 columns of a row; the last one of a row may have fewer. Its scale is `amax / 448`, where `amax` is
+/// A block is 128 columns of a row; the last one of a row may have fewer, and so may the first one
+/// ([`Quantization::first_column`]). Its scale is `amax / 448`, where `amax` is
 /// the largest |x| of the block, or 0.0001 if that is larger. NaN is no part of `amax`. An infinity makes the scale
 /// infinite: then the infinities become NaN, and the other values 0.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Quantization {
-    /// [`Scaling::Tensor`] for a scale that the caller gives. [`Scaling::Blocks`] or [`Scaling::TransposedBlocks`] for
-    /// scales that are made.
+    /// [`Scaling::Tensor`] for a scale that the caller gives. [`Scaling::Blocks`], [`Scaling::BlocksFrom`] or
+    /// [`Scaling::TransposedBlocks`] for scales that are made.
     pub(crate) scaling: Scaling,
+    /// What [`Quantization::first_column`] was given.
+    first_column: usize,
     /// True if scales that are made are rounded up to powers of two.
     pub(crate) power_of_two: bool,
 }
@@ -61,6 +64,24 @@ impl Quantization {
         Quantization::of(Scaling::TransposedBlocks)
     }
 
+    /// Says that the first column is column `first` of its block: a multiple of 16 below 128.
+    ///
+    /// So the first block has 128 - `first` columns, and the scales are [M, ⌈(`first` + N)/128⌉]. They are those of the
+    /// rows that a part of a weight multiplies, if that part begins inside a block
+    /// ([`Scales::first_column`](crate::Scales::first_column)). It is for [`Quantization::blocks`].
+    #[must_use]
+    pub const fn first_column(self, first: usize) -> Quantization {
+        let scaling = match self.scaling {
+            Scaling::Blocks | Scaling::BlocksFrom { .. } => Scaling::blocks_from(0, first),
+            other => other,
+        };
+        Quantization {
+            scaling,
+            first_column: first,
+            ..self
+        }
+    }
+
     /// Rounds the scales that are made up to powers of two.
     #[must_use]
     pub const fn power_of_two(self) -> Quantization {
@@ -73,6 +94,7 @@ impl Quantization {
     const fn of(scaling: Scaling) -> Quantization {
         Quantization {
             scaling,
+            first_column: 0,
             power_of_two: false,
         }
     }
@@ -95,8 +117,18 @@ impl Quantization {
     }
 
     /// # Errors
-    /// `Refusal::Unsupported` if a scale that the caller gives would be rounded.
+    /// `Refusal::Unsupported` if a scale that the caller gives would be rounded, or if the first column can't be where it
+    /// is said to be.
     fn check(self) -> Result<()> {
+        check_first(
+            "the first column of an output in its first block",
+            self.first_column,
+        )?;
+        let is_said = self.scaling.first_column() == self.first_column;
+        require(
+            "Quantization::first_column is for Quantization::blocks",
+            is_said,
+        )?;
         let is_made = self.scaling.has_blocks();
         let what = "a scale that is given must not be rounded to a power of two";
         require(what, is_made || !self.power_of_two)
@@ -158,8 +190,16 @@ impl OutputScales {
     /// # Errors
     /// `Refusal::Unsupported` if a block lies in several tiles.
     pub fn check_tiles(&self, n: usize, columns: usize) -> Result<()> {
-        let is_whole = columns.is_multiple_of(SCALED_BLOCK) || columns >= n;
-        let what = "tiles of an output that is quantised in blocks must have a multiple of 128 columns, or all";
+        let begins_with_block = self.quantization.scaling.first_column() == 0;
+        let is_whole = begins_with_block && columns.is_multiple_of(SCALED_BLOCK) || columns >= n;
+        let what = match begins_with_block {
+            true => {
+                "tiles of an output that is quantised in blocks must have a multiple of 128 columns, or all"
+            }
+            false => {
+                "tiles of an output that begins inside a block and is quantised must have all columns"
+            }
+        };
         require(what, is_whole || !self.quantization.scaling.has_blocks())
     }
 }

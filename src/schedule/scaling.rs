@@ -9,8 +9,9 @@ use crate::refusal::{Refusal, Result};
 /// The rows and columns of a block of a weight that share a scale, and the columns of a row that do.
 pub const SCALED_BLOCK: usize = 128;
 
-/// A weight may begin at a multiple of this many rows of a block, because GPUs read one scale for so many rows.
-const FIRST_ROW_MULTIPLE: usize = 16;
+/// A matrix may begin at a multiple of so many rows or columns of a block, because GPUs read one scale for 16 rows, and
+/// 16 bytes of a row at a time.
+const FIRST_MULTIPLE: usize = 16;
 
 /// How many values of an fp8 operand share a scale, and where the scales lie. They are f32.
 ///
@@ -28,9 +29,17 @@ pub enum Scaling {
     /// The values of a block share one. A block of `a` is 1 × 128, [M, ⌈K/128⌉]. A block of a weight is 128 × 128,
     /// [⌈N/128⌉, ⌈K/128⌉].
     Blocks,
-    /// Blocks of a weight whose first row is this one of its first block: [⌈(first + N)/128⌉, ⌈K/128⌉]. It is a
-    /// multiple of 16, below 128.
-    BlocksFrom(usize),
+    /// Blocks of a part of a larger matrix, which begins inside a block. A weight's scales are
+    /// [⌈(row + N)/128⌉, ⌈(column + K)/128⌉], and those of `a`, whose blocks have one row, [M, ⌈(column + K)/128⌉].
+    ///
+    /// Both operands begin at the same column, so that each part of K has one scale of either. Row and column are
+    /// multiples of 16 below 128.
+    BlocksFrom {
+        /// The place of the first row in its block. 0 for `a`.
+        row: usize,
+        /// The place of the first column in its block.
+        column: usize,
+    },
     /// Blocks of `a`, with the scales of a row in a column: [⌈K/128⌉, M].
     TransposedBlocks,
     /// The values of a row of a sharded `a` share one. The scales are sharded with it, [M, 1].
@@ -48,7 +57,7 @@ impl Scaling {
         match self {
             Scaling::None | Scaling::Tensor | Scaling::Rows | Scaling::ShardedRows => false,
             Scaling::Blocks
-            | Scaling::BlocksFrom(_)
+            | Scaling::BlocksFrom { .. }
             | Scaling::TransposedBlocks
             | Scaling::ShardedBlocks => true,
         }
@@ -59,23 +68,34 @@ impl Scaling {
         matches!(self, Scaling::ShardedRows | Scaling::ShardedBlocks)
     }
 
-    /// The same, wherever a weight begins.
-    fn of_any_first_row(self) -> Scaling {
+    /// Blocks of a matrix that begins at this row and column of its first block.
+    pub const fn blocks_from(row: usize, column: usize) -> Scaling {
+        match [row, column] {
+            [0, 0] => Scaling::Blocks,
+            [row, column] => Scaling::BlocksFrom { row, column },
+        }
+    }
+
+    /// The same, wherever a matrix begins.
+    fn of_any_place(self) -> Scaling {
         match self {
-            Scaling::BlocksFrom(_) => Scaling::Blocks,
+            Scaling::BlocksFrom { .. } => Scaling::Blocks,
             other => other,
         }
     }
 
     /// The shape of the scales of `a`, [M, K], and its name in messages. None if there are no such scales.
     pub fn of_rows(self, [m, k]: [usize; 2]) -> Option<([usize; 2], &'static str)> {
-        let blocks = k.div_ceil(SCALED_BLOCK);
+        let blocks = self.first_column().saturating_add(k).div_ceil(SCALED_BLOCK);
         match self {
-            Scaling::None | Scaling::BlocksFrom(_) => None,
+            Scaling::None => None,
             Scaling::Tensor => Some(([1, 1], "scales of a [1, 1]")),
             Scaling::Rows => Some(([1, m], "scales of a [1, M]")),
             Scaling::Blocks | Scaling::ShardedBlocks => {
                 Some(([m, blocks], "scales of a [M, ⌈K/128⌉]"))
+            }
+            Scaling::BlocksFrom { .. } => {
+                Some(([m, blocks], "scales of a [M, ⌈(first column + K)/128⌉]"))
             }
             Scaling::TransposedBlocks => Some(([blocks, m], "scales of a [⌈K/128⌉, M]")),
             Scaling::ShardedRows => Some(([m, 1], "scales of a [M, 1]")),
@@ -84,7 +104,7 @@ impl Scaling {
 
     /// The shape of the scales of a weight [N, K], and its name in messages. None if there are no such scales.
     pub fn of_weight(self, [n, k]: [usize; 2]) -> Option<([usize; 2], &'static str)> {
-        let blocks = k.div_ceil(SCALED_BLOCK);
+        let blocks = self.first_column().saturating_add(k).div_ceil(SCALED_BLOCK);
         match self {
             Scaling::Tensor => Some(([1, 1], "scales of b [1, 1]")),
             Scaling::Rows => Some(([1, n], "scales of b [1, N]")),
@@ -92,9 +112,13 @@ impl Scaling {
                 let shape = [n.div_ceil(SCALED_BLOCK), blocks];
                 Some((shape, "scales of b [⌈N/128⌉, ⌈K/128⌉]"))
             }
-            Scaling::BlocksFrom(first) => {
-                let shape = [first.saturating_add(n).div_ceil(SCALED_BLOCK), blocks];
-                Some((shape, "scales of b [⌈(first row + N)/128⌉, ⌈K/128⌉]"))
+            Scaling::BlocksFrom { row, column } => {
+                let shape = [row.saturating_add(n).div_ceil(SCALED_BLOCK), blocks];
+                let name = match column {
+                    0 => "scales of b [⌈(first row + N)/128⌉, ⌈K/128⌉]",
+                    _ => "scales of b [⌈(first row + N)/128⌉, ⌈(first column + K)/128⌉]",
+                };
+                Some((shape, name))
             }
             _ => None,
         }
@@ -105,9 +129,9 @@ impl Scaling {
         match self {
             Scaling::Rows => [0, row],
             Scaling::ShardedRows => [row, 0],
-            Scaling::Blocks | Scaling::ShardedBlocks => [row, block],
+            Scaling::Blocks | Scaling::BlocksFrom { .. } | Scaling::ShardedBlocks => [row, block],
             Scaling::TransposedBlocks => [block, row],
-            Scaling::None | Scaling::Tensor | Scaling::BlocksFrom(_) => [0, 0],
+            Scaling::None | Scaling::Tensor => [0, 0],
         }
     }
 
@@ -116,8 +140,24 @@ impl Scaling {
         match self {
             Scaling::Rows => [0, n],
             Scaling::Blocks => [n / SCALED_BLOCK, block],
-            Scaling::BlocksFrom(first) => [(first + n) / SCALED_BLOCK, block],
+            Scaling::BlocksFrom { row, .. } => [(row + n) / SCALED_BLOCK, block],
             _ => [0, 0],
+        }
+    }
+
+    /// The place of an operand's first column in its first block.
+    pub(crate) fn first_column(self) -> usize {
+        match self {
+            Scaling::BlocksFrom { column, .. } => column,
+            _ => 0,
+        }
+    }
+
+    /// The place of a weight's first row in its first block.
+    pub(crate) fn first_row(self) -> usize {
+        match self {
+            Scaling::BlocksFrom { row, .. } => row,
+            _ => 0,
         }
     }
 }
@@ -131,7 +171,7 @@ impl Scaling {
             Scaling::None | Scaling::Tensor => 0,
             Scaling::Rows | Scaling::TransposedBlocks => 1,
             Scaling::Blocks
-            | Scaling::BlocksFrom(_)
+            | Scaling::BlocksFrom { .. }
             | Scaling::ShardedRows
             | Scaling::ShardedBlocks => pitch,
         }
@@ -142,14 +182,6 @@ impl Scaling {
         match self {
             Scaling::TransposedBlocks => pitch,
             other => u32::from(other.has_blocks()),
-        }
-    }
-
-    /// The place of a weight's first row in its first block.
-    pub(crate) fn first_row(self) -> usize {
-        match self {
-            Scaling::BlocksFrom(first) => first,
-            _ => 0,
         }
     }
 }
@@ -170,44 +202,60 @@ impl ScaleMatrix {
     }
 }
 
-/// Checks the row of a block at which a weight begins.
-fn check_first_row(first: usize) -> Result<()> {
-    let what = "the first row of a weight in its first block";
+/// Checks the row or the column of a block at which a matrix begins: `what`.
+pub(super) fn check_first(what: &str, first: usize) -> Result<()> {
     limit(what, first, 0, SCALED_BLOCK - 1)?;
-    if first.is_multiple_of(FIRST_ROW_MULTIPLE) {
+    if first.is_multiple_of(FIRST_MULTIPLE) {
         return Ok(());
     }
     Err(Refusal::Unsupported {
-        what: format!("{what} must be a multiple of {FIRST_ROW_MULTIPLE}, not {first}"),
+        what: format!("{what} must be a multiple of {FIRST_MULTIPLE}, not {first}"),
     })
+}
+
+/// Checks the places at which the operands begin in their blocks.
+fn check_places(a: Scaling, weights: impl Iterator<Item = Scaling>) -> Result<()> {
+    let has_no_row = a.first_row() == 0;
+    require("only blocks of a weight begin at a row", has_no_row)?;
+    let column = a.first_column();
+    check_first("the first column of a in its first block", column)?;
+    for weight in weights {
+        check_first(
+            "the first row of a weight in its first block",
+            weight.first_row(),
+        )?;
+        let what = "the first column of a weight in its first block";
+        check_first(what, weight.first_column())?;
+        if weight.first_column() != column {
+            let what = format!(
+                "{what} must be that of a, {column}, not {}, so that each part of K has one scale of either",
+                weight.first_column()
+            );
+            return Err(Refusal::Unsupported { what });
+        }
+    }
+    Ok(())
 }
 
 /// Checks that the scales of a product of these operands can be used together.
 ///
 /// # Errors
-/// `Refusal::Unsupported`; `Refusal::Limit` for the first row of a block.
+/// `Refusal::Unsupported`; `Refusal::Limit` for the first row or column of a block.
 pub(super) fn check(operands: DType, product: &Product) -> Result<()> {
     let of = |scales: Option<ScaleMatrix>| scales.map_or(Scaling::None, |scales| scales.scaling);
     let a = of(product.a_scales);
     let mut weights = product.weights.iter().map(|weight| of(weight.scales));
-    let b = weights.next().unwrap_or_default().of_any_first_row();
+    let b = weights.next().unwrap_or_default().of_any_place();
     let is_scaled = a != Scaling::None || b != Scaling::None;
     require(
         "only operands of fp8 have scales",
         operands.is_fp8() || !is_scaled,
     )?;
-    let are_alike = weights.all(|other| other.of_any_first_row() == b);
+    let are_alike = weights.all(|other| other.of_any_place() == b);
     require("all weights must be scaled alike", are_alike)?;
     let what = "scales of blocks must be those of both operands, or of none";
     require(what, a.has_blocks() == b.has_blocks())?;
-    let fits = !matches!(a, Scaling::BlocksFrom(_));
-    require("only blocks of a weight begin at a row", fits)?;
     let fits = !(b.is_sharded() || b == Scaling::TransposedBlocks);
     require("scales of a weight must be Tensor, Rows or Blocks", fits)?;
-    for weight in &product.weights {
-        if let Scaling::BlocksFrom(first) = of(weight.scales) {
-            check_first_row(first)?;
-        }
-    }
-    Ok(())
+    check_places(a, product.weights.iter().map(|weight| of(weight.scales)))
 }

@@ -41,13 +41,13 @@ struct Scaled {
 
 impl Scaled {
     fn new(scaling: Scaling, is_weight: bool, rows: usize, k: usize, seed: u64) -> Scaled {
-        let blocks = k.div_ceil(PART);
+        let [first_row, first_column] = place(scaling);
+        let blocks = (first_column + k).div_ceil(PART);
         let shape = match (scaling, is_weight) {
             (Scaling::None | Scaling::Tensor, _) => [1, 1],
             (Scaling::Rows, _) => [1, rows],
             (Scaling::TransposedBlocks, _) => [blocks, rows],
-            (Scaling::BlocksFrom(first), _) => [(first + rows).div_ceil(PART), blocks],
-            (_, true) => [rows.div_ceil(PART), blocks],
+            (_, true) => [(first_row + rows).div_ceil(PART), blocks],
             (_, false) => [rows, blocks],
         };
         let values: Vec<f32> = normal(seed, shape[0] * shape[1]);
@@ -91,9 +91,19 @@ impl Scaled {
             Scaling::Tensor => values.scaled(Scales::tensor(placed)),
             Scaling::Rows => values.scaled(Scales::rows(placed)),
             Scaling::TransposedBlocks => values.scaled(Scales::transposed_blocks(placed)),
-            Scaling::BlocksFrom(first) => values.scaled(Scales::blocks(placed).first_row(first)),
-            _ => values.scaled(Scales::blocks(placed)),
+            scaling => {
+                let [row, column] = place(scaling);
+                values.scaled(Scales::blocks(placed).first_row(row).first_column(column))
+            }
         }
+    }
+}
+
+/// The row and the column of its first block at which an operand begins.
+fn place(scaling: Scaling) -> [usize; 2] {
+    match scaling {
+        Scaling::BlocksFrom { row, column } => [row, column],
+        _ => [0, 0],
     }
 }
 
@@ -219,15 +229,15 @@ impl Product {
         let k = self.k;
         let (of_a, of_b) = (&values.of_a, &values.of_b[weight]);
         let (mut value, mut size) = (0.0, 0.0);
-        let rows = values.a[row * k..][..k].chunks(PART);
-        let columns = values.weights[weight][column * k..][..k].chunks(PART);
-        for (block, (a, b)) in rows.zip(columns).enumerate() {
+        let [_, first] = place(of_a.scaling);
+        let a = &values.a[row * k..][..k];
+        let b = &values.weights[weight][column * k..][..k];
+        for (index, (a, b)) in a.iter().zip(b).enumerate() {
+            let block = (first + index) / PART;
             let scale = of_a.of_row(row, block) * of_b.of_column(column, block);
-            for (a, b) in a.iter().zip(b) {
-                let term = f64::from(a.to_f32() * b.to_f32()) * scale;
-                value += term;
-                size += term.abs();
-            }
+            let term = f64::from(a.to_f32() * b.to_f32()) * scale;
+            value += term;
+            size += term.abs();
         }
         let dropped = match self.accumulation {
             Accumulation::Fast => (k / 32 + 1) as f64 * 2f64.powi(-13),
@@ -308,15 +318,18 @@ impl Product {
 }
 
 /// Scales of each kind, of `a` and of `b`.
-const SCALINGS: [[Scaling; 2]; 8] = [
+const SCALINGS: [[Scaling; 2]; 11] = [
     [Scaling::None, Scaling::None],
     [Scaling::Blocks, Scaling::Blocks],
     [Scaling::Tensor, Scaling::Tensor],
-    [Scaling::TransposedBlocks, Scaling::BlocksFrom(48)],
+    [Scaling::TransposedBlocks, Scaling::blocks_from(48, 0)],
     [Scaling::Rows, Scaling::Rows],
-    [Scaling::Blocks, Scaling::BlocksFrom(112)],
+    [Scaling::Blocks, Scaling::blocks_from(112, 0)],
     [Scaling::Tensor, Scaling::Rows],
     [Scaling::TransposedBlocks, Scaling::Blocks],
+    [Scaling::blocks_from(0, 64), Scaling::blocks_from(0, 64)],
+    [Scaling::blocks_from(0, 112), Scaling::blocks_from(48, 112)],
+    [Scaling::blocks_from(0, 16), Scaling::blocks_from(112, 16)],
 ];
 
 /// Runs products of random shapes and forms by each kernel for these types.
@@ -432,8 +445,7 @@ fn fast_sums_of_fp8_are_those_of_float64_to_fewer_bits() {
             worst = worst.max(fast.check::<F8E4M3, F8E4M3, f32, bf16>(&found));
             let same = found == promoted.run::<F8E4M3, F8E4M3, f32, bf16>(&group)?;
             // Blocks are summed separately, and so are the sums of wide tiles.
-            let blocks = [Scaling::Blocks, Scaling::TransposedBlocks];
-            if blocks.contains(&scaling[0]) || config.tile.n > 176 {
+            if scaling[0].has_blocks() || config.tile.n > 176 {
                 assert!(same, "{config:?}");
             }
             differ += usize::from(!same);
@@ -582,7 +594,10 @@ fn gathered(group: &Group<Cuda>, seed: u64, route: Option<Route>) -> Result<(), 
             Scaling::None => (&a).into(),
             Scaling::Tensor => a.scaled(Scales::tensor(&placed_a)),
             Scaling::TransposedBlocks => a.scaled(Scales::transposed_blocks(&placed_a)),
-            _ => a.scaled(Scales::blocks(&placed_a)),
+            scaling => {
+                let [_, column] = place(scaling);
+                a.scaled(Scales::blocks(&placed_a).first_column(column))
+            }
         };
         operation.run(scaled, b, &mut out)?;
     }
@@ -719,6 +734,9 @@ fn sums_of_fp8_are_those_of_their_rounded_partials() {
 
 crate::support::shared::on_backend! {
     Cuda, gpu();
+    fp8 {
+        parts_of_k_that_begin_inside_a_block_are_summed_up
+    }
     quantized {
         quantized_rows_have_the_bits_of_plain_loops
         every_kind_of_number_is_quantised

@@ -44,7 +44,8 @@ fn every_kernel_quantises_its_results_or_they_are_quantised_behind_it() {
         for (turn, config) in shapes.iter().cycle().take(6 * count).enumerate() {
             let turn = turn + turn / count;
             let case = case(turn, Some(*config));
-            let rule = Rule::ALL[turn % Rule::ALL.len()];
+            let rules = [&Rule::ALL[..], &Rule::INSIDE].concat();
+            let rule = rules[turn % rules.len()];
             match case.verify::<Cuda, F8E4M3, F8E4M3, bf16>(&group, rule, turn as u64) {
                 Ok(()) => made += 1,
                 // Narrow tiles are not gated, and slices of K use the memory of results.
@@ -63,8 +64,9 @@ fn operands_of_every_type_have_quantised_products() {
     let Some(_leave) = gpu() else { return };
     all_done(ranks(test_name!(), 1, |rank| {
         let group = invariant(rank)?;
-        for turn in 0..40 {
-            let rule = Rule::ALL[turn % Rule::ALL.len()];
+        let rules = [&Rule::ALL[..], &Rule::INSIDE].concat();
+        for turn in 0..64 {
+            let rule = rules[turn % rules.len()];
             let seed = 1000 + turn as u64;
             let case = case(turn, None);
             let plain = Case {

@@ -112,6 +112,7 @@ crate::support::shared::on_backend! {
         prepared_products_take_the_weights_that_they_were_prepared_for
         wrong_scales_are_refused
         scales_of_other_rows_are_refused
+        parts_of_k_that_begin_inside_a_block_are_summed_up
         outputs_of_e4m3_saturate_and_nan_stays
         what_fp8_cannot_do_is_refused
     }

@@ -107,7 +107,8 @@ impl Rule {
 
 /// Shapes, scales and forms that go together more often than not, and those that do not.
 fn cases() -> impl Strategy<Value = Case> {
-    use Scaling::{Blocks, BlocksFrom, Rows, Tensor, TransposedBlocks};
+    use Scaling::{Blocks, Rows, Tensor, TransposedBlocks};
+    let from = Scaling::blocks_from;
     let operations = [
         Operation::Matmul,
         Operation::Gather,
@@ -137,6 +138,7 @@ fn cases() -> impl Strategy<Value = Case> {
         4 => Just((Scaling::None, vec![Scaling::None])),
         2 => Just((Blocks, vec![Blocks])),
         1 => Just((Rows, vec![Tensor])),
+        1 => Just((from(0, 96), vec![from(0, 96)])),
         3 => (
             select(vec![
                 Scaling::None,
@@ -144,12 +146,24 @@ fn cases() -> impl Strategy<Value = Case> {
                 Rows,
                 Blocks,
                 TransposedBlocks,
-                BlocksFrom(16),
+                from(16, 0),
+                from(0, 16),
+                from(0, 200),
                 Scaling::ShardedRows,
                 Scaling::ShardedBlocks,
             ]),
             prop::collection::vec(
-                select(vec![Tensor, Rows, Blocks, BlocksFrom(64), BlocksFrom(8), BlocksFrom(128), TransposedBlocks]),
+                select(vec![
+                    Tensor,
+                    Rows,
+                    Blocks,
+                    from(64, 0),
+                    from(8, 0),
+                    from(128, 0),
+                    from(0, 16),
+                    from(64, 16),
+                    TransposedBlocks,
+                ]),
                 1..=2,
             ),
         ),
@@ -305,11 +319,12 @@ impl Scaled {
         [rows, k]: [usize; 2],
         block: usize,
     ) -> Result<Scaled> {
-        let (blocks, first) = (k.div_ceil(128), first_row(scaling));
+        let [first, first_column] = place(scaling);
+        let blocks = (first_column + k).div_ceil(128);
         let shape = match scaling {
             Scaling::Tensor => Some([1, 1]),
             Scaling::Rows => Some([1, rows]),
-            Scaling::Blocks | Scaling::BlocksFrom(_) => {
+            Scaling::Blocks | Scaling::BlocksFrom { .. } => {
                 Some([(first + rows).div_ceil(block), blocks])
             }
             Scaling::TransposedBlocks => Some([blocks, rows]),
@@ -335,15 +350,19 @@ impl Scaled {
             Scaling::Tensor => Scales::tensor(scales),
             Scaling::Rows => Scales::rows(scales),
             Scaling::TransposedBlocks => Scales::transposed_blocks(scales),
-            scaling => Scales::blocks(scales).first_row(first_row(scaling)),
+            scaling => {
+                let [row, column] = place(scaling);
+                Scales::blocks(scales).first_row(row).first_column(column)
+            }
         })
     }
 }
 
-fn first_row(scaling: Scaling) -> usize {
+/// The row and the column of its first block at which an operand begins.
+fn place(scaling: Scaling) -> [usize; 2] {
     match scaling {
-        Scaling::BlocksFrom(first) => first,
-        _ => 0,
+        Scaling::BlocksFrom { row, column } => [row, column],
+        _ => [0, 0],
     }
 }
 

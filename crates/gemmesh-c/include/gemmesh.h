@@ -264,8 +264,8 @@ enum gemmesh_scaling_kind
   GEMMESH_SCALING_TENSOR = 1,
   // Those of a row: [1, M] for a, [1, N] for a weight.
   GEMMESH_SCALING_ROWS = 2,
-  // Those of a block. A block of a is 1 x 128: [M, ceil(K/128)]. A block of a weight is 128 x 128:
-  // [ceil((first_row + N)/128), ceil(K/128)].
+  // Those of a block. A block of a is 1 x 128: [M, ceil((first_column + K)/128)]. A block of a weight is 128 x 128:
+  // [ceil((first_row + N)/128), ceil((first_column + K)/128)].
   GEMMESH_SCALING_BLOCKS = 3,
   // Blocks of a, with the scales of a row in a column: [ceil(K/128), M].
   GEMMESH_SCALING_TRANSPOSED_BLOCKS = 4,
@@ -357,6 +357,9 @@ typedef struct gemmesh_scaling {
   gemmesh_scaling_kind kind;
   // Of the blocks of a weight: the weight's first row within its first block, a multiple of 16 below 128.
   size_t first_row;
+  // Of GEMMESH_SCALING_BLOCKS: the first column within its first block, a multiple of 16 below 128. It is the same for
+  // a and all weights.
+  size_t first_column;
 } gemmesh_scaling;
 
 // A row-major matrix in this rank's memory. It describes memory and owns none. The memory stays valid until the calls
@@ -388,6 +391,9 @@ typedef struct gemmesh_quantization {
   gemmesh_quantization_kind kind;
   // Not 0: scales that are made are rounded up to powers of two.
   int power_of_two;
+  // Of GEMMESH_QUANTIZATION_BLOCKS: the first column within its first block, a multiple of 16 below 128. The scales are
+  // then [M, ceil((first_column + N)/128)].
+  size_t first_column;
 } gemmesh_quantization;
 
 // A product. gemmesh_product_default() returns one with default options.

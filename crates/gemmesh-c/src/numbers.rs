@@ -146,18 +146,25 @@ pub(crate) fn route(number: RouteNumber) -> Result<Option<Route>> {
 
 /// How `argument` is scaled.
 pub(crate) fn scaling(argument: &str, scaling: gemmesh_scaling) -> Result<Scaling> {
-    meaning!(scaling.kind, argument, gemmesh_scaling_kind {
+    let kind = meaning!(scaling.kind, argument, gemmesh_scaling_kind {
         GEMMESH_SCALING_NONE => Scaling::None,
         GEMMESH_SCALING_TENSOR => Scaling::Tensor,
         GEMMESH_SCALING_ROWS => Scaling::Rows,
-        GEMMESH_SCALING_BLOCKS => match scaling.first_row {
-            0 => Scaling::Blocks,
-            first => Scaling::BlocksFrom(first),
-        },
+        GEMMESH_SCALING_BLOCKS => Scaling::Blocks,
         GEMMESH_SCALING_TRANSPOSED_BLOCKS => Scaling::TransposedBlocks,
         GEMMESH_SCALING_SHARDED_ROWS => Scaling::ShardedRows,
         GEMMESH_SCALING_SHARDED_BLOCKS => Scaling::ShardedBlocks,
-    })
+    })?;
+    match (kind, scaling.first_row, scaling.first_column) {
+        (Scaling::Blocks, row, column) => Ok(Scaling::blocks_from(row, column)),
+        (kind, 0, 0) => Ok(kind),
+        (kind, ..) => Err(Failure::unsuitable(
+            argument,
+            "the kind of scales that begin inside a block (first_row, first_column)",
+            "GEMMESH_SCALING_BLOCKS",
+            format!("{kind:?}"),
+        )),
+    }
 }
 
 /// How an output is quantised, if it is.
@@ -168,7 +175,11 @@ pub(crate) fn quantization(how: gemmesh_quantization) -> Result<Option<Quantizat
         GEMMESH_QUANTIZATION_BLOCKS => Some(Quantization::blocks()),
         GEMMESH_QUANTIZATION_TRANSPOSED_BLOCKS => Some(Quantization::transposed_blocks()),
     });
-    kind.map(|kind| match how.power_of_two {
+    let kind = kind?.map(|kind| match how.first_column {
+        0 => kind,
+        first => kind.first_column(first),
+    });
+    Ok(match how.power_of_two {
         0 => kind,
         _ => kind.map(Quantization::power_of_two),
     })

@@ -129,8 +129,8 @@ pub enum gemmesh_scaling_kind {
     GEMMESH_SCALING_TENSOR = 1,
     /// Those of a row: [1, M] for a, [1, N] for a weight.
     GEMMESH_SCALING_ROWS = 2,
-    /// Those of a block. A block of a is 1 x 128: [M, ceil(K/128)]. A block of a weight is 128 x 128:
-    /// [ceil((first_row + N)/128), ceil(K/128)].
+    /// Those of a block. A block of a is 1 x 128: [M, ceil((first_column + K)/128)]. A block of a weight is 128 x 128:
+    /// [ceil((first_row + N)/128), ceil((first_column + K)/128)].
     GEMMESH_SCALING_BLOCKS = 3,
     /// Blocks of a, with the scales of a row in a column: [ceil(K/128), M].
     GEMMESH_SCALING_TRANSPOSED_BLOCKS = 4,
@@ -217,6 +217,9 @@ pub struct gemmesh_scaling {
     pub kind: ScalingKindNumber,
     /// Of the blocks of a weight: the weight's first row within its first block, a multiple of 16 below 128.
     pub first_row: usize,
+    /// Of GEMMESH_SCALING_BLOCKS: the first column within its first block, a multiple of 16 below 128. It is the same for
+    /// a and all weights.
+    pub first_column: usize,
 }
 
 /// How an output is quantised.
@@ -227,6 +230,9 @@ pub struct gemmesh_quantization {
     pub kind: QuantizationKindNumber,
     /// Not 0: scales that are made are rounded up to powers of two.
     pub power_of_two: c_int,
+    /// Of GEMMESH_QUANTIZATION_BLOCKS: the first column within its first block, a multiple of 16 below 128. The scales are
+    /// then [M, ceil((first_column + N)/128)].
+    pub first_column: usize,
 }
 
 /// An operand in this rank's memory.

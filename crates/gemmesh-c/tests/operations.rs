@@ -218,6 +218,60 @@ fn sums_over_ranks_go_to_own_rows_and_to_sharded_matrices() {
     });
 }
 
+/// K = 192 of each of two ranks, of which the second begins with column 64 of a block.
+#[test]
+fn parts_of_k_that_begin_inside_a_block_are_summed_up() {
+    const M: usize = 4;
+    const N: usize = 16;
+    const K: usize = 192;
+    ranks(2, |group, rank| {
+        let first_column = rank * K % 128;
+        let how = gemmesh_quantization {
+            kind: gemmesh_quantization_kind::GEMMESH_QUANTIZATION_BLOCKS as u32,
+            power_of_two: 0,
+            first_column,
+        };
+        let scaling = gemmesh_scaling {
+            kind: gemmesh_scaling_kind::GEMMESH_SCALING_BLOCKS as u32,
+            first_row: 0,
+            first_column,
+        };
+        let mut raw = vec![bf16::from_f32(3.0); M * K];
+        let raw = memory(&mut raw, M, K);
+        let (mut a, mut of_a) = (vec![F8E4M3::from_f32(0.0); M * K], vec![0.0f32; M * 2]);
+        let (a, of_a) = (memory(&mut a, M, K), memory(&mut of_a, M, 2));
+        let (mut w, mut of_w) = (vec![F8E4M3::from_f32(2.0); N * K], [0.25f32, 0.5]);
+        let (w, of_w) = (memory(&mut w, N, K), memory(&mut of_w, 1, 2));
+        let scaled = |values, scales| gemmesh_operand {
+            scales,
+            scaling,
+            ..operand(values)
+        };
+        let (rows, weight) = (scaled(a, &of_a as *const _), scaled(w, &of_w as *const _));
+        let sums = sharded::<bf16>(group, M, N);
+        let call = gemmesh_product_call {
+            a: &rows,
+            weights: &weight,
+            weight_count: 1,
+            sharded_output: sums,
+            ..call()
+        };
+        let asked = product(gemmesh_product_kind::GEMMESH_MATMUL_ALL_REDUCE, F8);
+        // SAFETY: as above.
+        unsafe {
+            ok(gemmesh_quantize(group, &raw, &a, &of_a, &how));
+            ok(gemmesh_run(group, &asked, &call));
+            ok(gemmesh_synchronize(group));
+        }
+        // The first rank has blocks of 128 and 64 columns, and the second of 64 and 128.
+        let expected = 6.0 * (0.25 * 128.0 + 0.5 * 64.0 + 0.25 * 64.0 + 0.5 * 128.0);
+        let found = all_of::<bf16>(group, sums);
+        assert!(found.iter().all(|x| x.to_f32() == expected), "{found:?}");
+        // SAFETY: as above.
+        ok(unsafe { gemmesh_sharded_free(sums) });
+    });
+}
+
 #[test]
 fn fp8_is_made_gathered_with_its_scales_and_quantised_again() {
     const M: usize = 4;
@@ -226,12 +280,14 @@ fn fp8_is_made_gathered_with_its_scales_and_quantised_again() {
     const BLOCKS: gemmesh_quantization = gemmesh_quantization {
         kind: gemmesh_quantization_kind::GEMMESH_QUANTIZATION_BLOCKS as u32,
         power_of_two: 0,
+        first_column: 0,
     };
     ranks(2, |group, _| {
         let own = M / 2;
         let of_a = gemmesh_scaling {
             kind: gemmesh_scaling_kind::GEMMESH_SCALING_SHARDED_BLOCKS as u32,
             first_row: 0,
+            first_column: 0,
         };
         let mut columns = 0;
         // SAFETY: as above.
@@ -254,6 +310,7 @@ fn fp8_is_made_gathered_with_its_scales_and_quantised_again() {
             scaling: gemmesh_scaling {
                 kind: gemmesh_scaling_kind::GEMMESH_SCALING_BLOCKS as u32,
                 first_row: 0,
+                first_column: 0,
             },
             ..operand(memory(&mut w, N, K))
         };

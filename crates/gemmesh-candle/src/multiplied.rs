@@ -4,8 +4,8 @@ use std::sync::MutexGuard;
 
 use gemmesh::{
     AddendOf, AllGatherMatmul, Element, F8E4M3, Matmul, MatmulAllReduce, MatmulReduceScatter,
-    Operand, OutputOf, Quantize, Result, Scales, Scaling, ShardedMatrix, ShardedOperand,
-    ShardedScales, WeightOf, WeightScaling, bf16, quantize,
+    Operand, OutputOf, Quantization, Quantize, Quantized, Result, Scales, Scaling, ShardedMatrix,
+    ShardedOperand, ShardedScales, WeightOf, WeightScaling, bf16, quantize,
 };
 
 use crate::device::{Device, Half, Input, Rows, Value};
@@ -29,11 +29,13 @@ pub trait Multiplied: Value + Element + WeightOf<Self> {
         to: &mut Gathered<'_, B, Self>,
     ) -> Result<(), Failure>;
 
-    /// Tokens as an operand of this rank's own, of this shape.
+    /// Tokens as an operand of this rank's own, of this shape. `first`: the column of its block at which the first block of
+    /// scales begins, if blocks have scales.
     fn input<'a, B: Device>(
         ranks: &'a Ranks<B>,
         tokens: &Rows<'a>,
         shape: [usize; 2],
+        first: usize,
     ) -> Result<OwnRows<'a, B, Self>, Failure>;
 }
 
@@ -54,6 +56,7 @@ impl<T: Half> Multiplied for T {
         ranks: &'a Ranks<B>,
         tokens: &Rows<'a>,
         _: [usize; 2],
+        _: usize,
     ) -> Result<OwnRows<'a, B, T>, Failure> {
         Ok(OwnRows::Tokens(ranks.input(tokens)?))
     }
@@ -86,16 +89,17 @@ impl Multiplied for F8E4M3 {
         ranks: &'a Ranks<B>,
         tokens: &Rows<'a>,
         [m, k]: [usize; 2],
+        first: usize,
     ) -> Result<OwnRows<'a, B, F8E4M3>, Failure> {
         let tokens = ranks.input::<bf16>(tokens)?;
         let mut values = ranks.output::<F8E4M3>([m, k])?;
-        let mut scales = ranks.output::<f32>([m, k.div_ceil(BLOCK)])?;
+        let mut scales = ranks.output::<f32>([m, (first + k).div_ceil(BLOCK)])?;
         quantize(
             &tokens.matrix,
             B::matrix(&mut values),
-            B::matrix(&mut scales),
+            Quantized::blocks(B::matrix(&mut scales)).first_column(first),
         )?;
-        Ok(OwnRows::Quantized(values, scales))
+        Ok(OwnRows::Quantized(values, scales, first))
     }
 }
 
@@ -148,16 +152,16 @@ impl<B: Device, T: Multiplied> Gathered<'_, B, T> {
 /// Rows of this rank's own during a call.
 pub enum OwnRows<'a, B: Device, T: Multiplied> {
     Tokens(Input<'a, B, T>),
-    /// Values and scales.
-    Quantized(B::Output<T>, B::Output<f32>),
+    /// Values, scales, and the column of its block at which the first block begins.
+    Quantized(B::Output<T>, B::Output<f32>, usize),
 }
 
 impl<B: Device, T: Multiplied> OwnRows<'_, B, T> {
     pub fn operand(&mut self) -> Operand<'_, B, T> {
         match self {
             OwnRows::Tokens(tokens) => (&tokens.matrix).into(),
-            OwnRows::Quantized(values, scales) => {
-                let scales = Scales::blocks(&*B::matrix(scales));
+            OwnRows::Quantized(values, scales, first) => {
+                let scales = Scales::blocks(&*B::matrix(scales)).first_column(*first);
                 B::matrix(values).view().scaled(scales)
             }
         }
@@ -165,10 +169,11 @@ impl<B: Device, T: Multiplied> OwnRows<'_, B, T> {
 }
 
 /// Checks that the ranks can quantise tokens, if rows are quantised, and multiply them. `widths`: of each weight.
-/// `first_rows`: where it begins in its first block.
+/// `places`: the row and the column at which it begins in its first block.
 pub fn check_columns<B: Device, T: Multiplied>(
     ranks: &Ranks<B>,
-    [widths, first_rows]: [&[usize]; 2],
+    widths: &[usize],
+    places: &[[usize; 2]],
     gated: bool,
     k: usize,
 ) -> Result<()> {
@@ -177,7 +182,10 @@ pub fn check_columns<B: Device, T: Multiplied>(
     }
     let (group, shape) = (&ranks.group, [ranks.capacity, k]);
     Quantize::<B, T::Token>::new().supported(group, shape)?;
-    let scaling: WeightScaling = first_rows.iter().map(|&first| blocks(first)).collect();
+    let scaling: WeightScaling = places
+        .iter()
+        .map(|&[row, column]| Scaling::blocks_from(row, column))
+        .collect();
     let gather = AllGatherMatmul::<B, T>::new().scaling(Scaling::ShardedBlocks, scaling.clone());
     let own = Matmul::<B, T>::new().scaling(Scaling::Blocks, scaling);
     match gated {
@@ -196,24 +204,23 @@ pub fn check_columns<B: Device, T: Multiplied>(
 pub fn check_rows<B: Device, T: Multiplied>(
     ranks: &Ranks<B>,
     [n, k]: [usize; 2],
-    first_row: usize,
+    [row, column]: [usize; 2],
 ) -> Result<()> {
     if !T::IS_SCALED {
         return Ok(());
     }
     let (group, shape) = (&ranks.group, [ranks.capacity, k]);
-    Quantize::<B, T::Token>::new().supported(group, shape)?;
+    let (of_rows, of_weight) = (
+        Scaling::blocks_from(0, column),
+        Scaling::blocks_from(row, column),
+    );
     let scatter = MatmulReduceScatter::<B, T>::new();
-    let scatter = scatter.scaling(Scaling::Blocks, blocks(first_row));
+    let scatter = scatter.scaling(of_rows, of_weight);
     scatter.supported(group, shape, n)?;
     let reduce = MatmulAllReduce::<B, T>::new();
-    let reduce = reduce.scaling(Scaling::Blocks, blocks(first_row));
-    reduce.supported(group, shape, n)
-}
-
-fn blocks(first_row: usize) -> Scaling {
-    match first_row {
-        0 => Scaling::Blocks,
-        first => Scaling::BlocksFrom(first),
-    }
+    let reduce = reduce.scaling(of_rows, of_weight);
+    reduce.supported(group, shape, n)?;
+    let quantize = Quantize::<B, T::Token>::new();
+    let quantize = quantize.quantization(Quantization::blocks().first_column(column));
+    quantize.supported(group, shape)
 }

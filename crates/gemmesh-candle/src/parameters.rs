@@ -13,8 +13,9 @@ use crate::ranks::Ranks;
 /// The weights and the bias that a layer keeps.
 pub struct Parameters<B: Device, T: Multiplied> {
     pub weights: Vec<Parameter<B, T>>,
-    /// Those of each weight's blocks, and the weight's first row in its first block. Empty if weights have none.
-    pub scales: Vec<(Parameter<B, f32>, usize)>,
+    /// Those of each weight's blocks, and the row and the column of its first block at which the weight begins. Empty if
+    /// weights have none.
+    pub scales: Vec<(Parameter<B, f32>, [usize; 2])>,
     pub bias: Option<Parameter<B, T::Token>>,
 }
 
@@ -29,7 +30,7 @@ pub enum Parameter<B: Device, T> {
 /// The locked parameters and inputs of a call. Their storages do not change while this lives.
 pub struct Held<'a, B: Device, T: Multiplied> {
     weights: Vec<HeldParameter<'a, B, T>>,
-    scales: Vec<(HeldParameter<'a, B, f32>, usize)>,
+    scales: Vec<(HeldParameter<'a, B, f32>, [usize; 2])>,
     bias: Option<HeldParameter<'a, B, T::Token>>,
     inputs: Vec<(StorageRef<'a>, &'a Layout)>,
 }
@@ -42,7 +43,7 @@ enum HeldParameter<'a, B: Device, T> {
 /// The parameters of a layer as a product takes them.
 pub struct Operands<'a, B: Device, T: Multiplied> {
     weights: Vec<Operand<'a, B, T>>,
-    scales: Vec<(Operand<'a, B, f32>, usize)>,
+    scales: Vec<(Operand<'a, B, f32>, [usize; 2])>,
     bias: Option<Operand<'a, B, T::Token>>,
 }
 
@@ -179,8 +180,9 @@ impl<B: Device, T: Multiplied> Operands<'_, B, T> {
     pub fn weights(&self) -> gemmesh::Weights<'_, B, T> {
         let weights = self.weights.iter().enumerate();
         let operands = weights.map(|(number, weight)| match self.scales.get(number) {
-            Some((scales, first)) => {
-                let scales = Scales::blocks(scales.view()).first_row(*first);
+            Some((scales, [row, column])) => {
+                let scales = Scales::blocks(scales.view());
+                let scales = scales.first_row(*row).first_column(*column);
                 weight.view().scaled(scales)
             }
             None => weight.view().into(),

@@ -60,19 +60,20 @@ fn extents<B: Device>(ranks: &Ranks<B>, weight: &Weight) -> Result<[usize; 2], F
     }
 }
 
-/// A weight [n, k] as a parameter, and its scales with its first row in its first block, if it must have scales.
+/// A weight [n, k] as a parameter, and its scales with the place at which it begins in its first block, if it must have
+/// scales.
 #[allow(clippy::type_complexity)]
 fn with_scales<B: Device, T: Multiplied>(
     ranks: &Ranks<B>,
     weight: Weight,
     [n, k]: [usize; 2],
-) -> Result<(Parameter<B, T>, Option<(Parameter<B, f32>, usize)>), Failure> {
+) -> Result<(Parameter<B, T>, Option<(Parameter<B, f32>, [usize; 2])>), Failure> {
     let Weight {
         values,
         scales,
-        first_row,
+        first,
     } = weight;
-    let name = "scales of weight [⌈(first row + N)/128⌉, ⌈K/128⌉]";
+    let name = "scales of weight [⌈(first row + N)/128⌉, ⌈(first column + K)/128⌉]";
     if scales.is_some() != T::IS_SCALED {
         let found = format!("{:?}", values.dtype());
         let (what, expected, found) = match T::IS_SCALED {
@@ -92,10 +93,11 @@ fn with_scales<B: Device, T: Multiplied>(
         }));
     }
     let weight = Parameter::new(ranks, "weight [N, K]", values, [n, k])?;
-    let shape = [(first_row + n).div_ceil(BLOCK), k.div_ceil(BLOCK)];
+    let blocks = |first: usize, extent: usize| first.saturating_add(extent).div_ceil(BLOCK);
+    let shape = [blocks(first[0], n), blocks(first[1], k)];
     let scales = scales.map(|scales| Parameter::new(ranks, name, scales, shape));
     let scales = scales.transpose()?;
-    Ok((weight, scales.map(|scales| (scales, first_row))))
+    Ok((weight, scales.map(|scales| (scales, first))))
 }
 
 /// Joins the biases of all weights. Each must be as long as its weight has rows, or columns would get a neighbour's
@@ -137,18 +139,18 @@ impl<B: Device, T: Multiplied> Columns<B, T> {
             let _order = ranks.enter()?;
             let [first, k] = extents(&ranks, &tensors.weights[0])?;
             let (mut parameters, mut widths) = (Vec::new(), Vec::new());
-            let (mut scales, mut first_rows) = (Vec::new(), Vec::new());
+            let (mut scales, mut places) = (Vec::new(), Vec::new());
             for weight in tensors.weights {
                 let [n, _] = extents(&ranks, &weight)?;
                 let n = if gated { first } else { n };
                 B::check_columns::<T::Token>(&ranks.group, n)?;
-                first_rows.push(weight.first_row);
+                places.push(weight.first);
                 let (weight, of_weight) = with_scales(&ranks, weight, [n, k])?;
                 parameters.push(weight);
                 scales.extend(of_weight);
                 widths.push(n);
             }
-            check_columns::<B, T>(&ranks, [&widths, &first_rows], gated, k)?;
+            check_columns::<B, T>(&ranks, &widths, &places, gated, k)?;
             let n = widths.iter().sum();
             let bias = bias_of(ranks.group.rank(), &tensors.biases, &widths)?;
             let bias = bias.map(|bias| Parameter::bias(&ranks, bias, n));
@@ -251,7 +253,7 @@ impl<B: Device, T: Multiplied> Product for Columns<B, T> {
         let rows = ranks.rows::<T::Token>("x [tokens, K]", held.input(0), shape)?;
         let _order = ranks.enter()?;
         let operands = held.operands(ranks)?;
-        let mut input = T::input(ranks, &rows, shape)?;
+        let mut input = T::input(ranks, &rows, shape, 0)?;
         let mut outputs = self.outputs(m)?;
         let mut product = Matmul::new();
         if let Some(bias) = operands.bias() {
@@ -274,6 +276,8 @@ pub struct RowsOfWeight<B: Device, T: Multiplied> {
     parameters: Parameters<B, T>,
     n: usize,
     k: usize,
+    /// Where K begins in its first block of scales.
+    first_column: usize,
     sums: Symmetric<B, T::Token>,
     ranks: Arc<Ranks<B>>,
 }
@@ -289,9 +293,9 @@ impl<B: Device, T: Multiplied> RowsOfWeight<B, T> {
             let weight = weights.remove(0);
             let [n, k] = extents(&ranks, &weight)?;
             B::check_columns::<T::Token>(&ranks.group, n)?;
-            let first_row = weight.first_row;
+            let first = weight.first;
             let (weight, scales) = with_scales(&ranks, weight, [n, k])?;
-            check_rows::<B, T>(&ranks, [n, k], first_row)?;
+            check_rows::<B, T>(&ranks, [n, k], first)?;
             let bias = bias_of(ranks.group.rank(), &biases, &[n])?;
             let bias = bias.map(|bias| Parameter::bias(&ranks, bias, n));
             let bias = bias.transpose()?;
@@ -300,13 +304,14 @@ impl<B: Device, T: Multiplied> RowsOfWeight<B, T> {
                 scales: scales.into_iter().collect(),
                 bias,
             };
-            Ok((parameters, n, k))
+            Ok((parameters, n, k, first[1]))
         };
-        let (parameters, n, k) = ranks.before(MAKE, prepare)?;
+        let (parameters, n, k, first_column) = ranks.before(MAKE, prepare)?;
         Ok(RowsOfWeight {
             parameters,
             n,
             k,
+            first_column,
             sums: ranks.symmetric(n)?,
             ranks,
         })
@@ -343,7 +348,7 @@ impl<B: Device, T: Multiplied> Product for RowsOfWeight<B, T> {
             let residual = residual.transpose()?;
             let order = ranks.enter()?;
             let operands = held.operands(ranks)?;
-            let x = T::input(ranks, &x, shape)?;
+            let x = T::input(ranks, &x, shape, self.first_column)?;
             let residual = residual
                 .map(|rows| ranks.input::<T::Token>(&rows))
                 .transpose()?;
@@ -380,7 +385,7 @@ impl<B: Device, T: Multiplied> Product for RowsOfWeight<B, T> {
             let residual = residual.transpose()?;
             let order = ranks.enter()?;
             let operands = held.operands(ranks)?;
-            let x = T::input(ranks, &x, shape)?;
+            let x = T::input(ranks, &x, shape, self.first_column)?;
             let residual = residual
                 .map(|rows| ranks.input::<T::Token>(&rows))
                 .transpose()?;

@@ -11,9 +11,8 @@ use gemmesh::{Call, Error, Group};
 use crate::any_ranks::AnyRanks;
 use crate::device::Device;
 use crate::error::{self, place, within};
-use crate::products::MAKE;
 use crate::ranks::{Collective, Ranks, own_of};
-use crate::weight::{BLOCK, Weight};
+use crate::weight::Weight;
 
 type Result<T, E = CandleError> = std::result::Result<T, E>;
 
@@ -126,27 +125,7 @@ impl TensorParallel {
     /// A copy of this rank's columns of a whole weight, for a row-parallel layer.
     #[track_caller]
     pub(crate) fn columns_of(&self, whole: &Weight) -> Result<Weight> {
-        let part = self.part_of(&whole.values, 1)?;
-        if whole.scales.is_some() {
-            self.check_columns_of_blocks(part.len())?;
-        }
-        whole.columns(part)
-    }
-
-    /// Checks that each rank's `part` columns of a weight begin with a block of scales.
-    #[track_caller]
-    pub(crate) fn check_columns_of_blocks(&self, part: usize) -> Result<()> {
-        if self.world_size() == 1 || part.is_multiple_of(BLOCK) {
-            return Ok(());
-        }
-        let refused = Error::Unsuitable {
-            rank: self.rank(),
-            call: Call::here(MAKE),
-            what: "K of a rank's part of a weight with scales".into(),
-            expected: format!("a multiple of {BLOCK}, so that the part begins with a block"),
-            found: part.to_string(),
-        };
-        within(MAKE, || Err(self.0.noted(refused)))
+        whole.columns(self.part_of(&whole.values, 1)?)
     }
 
     /// Checks that the ranks can share a dimension of `weight` evenly.

@@ -15,7 +15,8 @@ pub const BLOCK: usize = 128;
 pub struct Weight {
     pub(crate) values: Tensor,
     pub(crate) scales: Option<Tensor>,
-    pub(crate) first_row: usize,
+    /// The row and the column of its first block at which it begins.
+    pub(crate) first: [usize; 2],
 }
 
 impl From<Tensor> for Weight {
@@ -23,7 +24,7 @@ impl From<Tensor> for Weight {
         Weight {
             values,
             scales: None,
-            first_row: 0,
+            first: [0, 0],
         }
     }
 }
@@ -56,7 +57,16 @@ impl Weight {
     ///
     /// A rank's part of a weight may begin inside a block. Its scales are then [⌈(first + N)/128⌉, ⌈K/128⌉].
     pub fn first_row(mut self, first: usize) -> Weight {
-        self.first_row = first;
+        self.first[0] = first;
+        self
+    }
+
+    /// Says that the first column is column `first` of the first block of 128 columns: a multiple of 16 below 128.
+    ///
+    /// A rank's part of K may begin inside a block. Its scales are then [⌈N/128⌉, ⌈(first + K)/128⌉], and tokens are
+    /// quantised in the same blocks. It is for row-parallel layers, whose ranks have parts of K.
+    pub fn first_column(mut self, first: usize) -> Weight {
+        self.first[1] = first;
         self
     }
 
@@ -120,31 +130,35 @@ impl Weight {
         Ok(weight.first_row(first % BLOCK))
     }
 
-    /// Columns of a whole weight from `first` on, where a block begins, with their part of the whole weight's scales.
+    /// Columns of a whole weight from `first` on, with their part of the whole weight's scales.
     pub(crate) fn of_columns(values: Tensor, scales: &Tensor, first: usize) -> Result<Weight> {
         let blocks = first / BLOCK..(first + values.dim(1)?).div_ceil(BLOCK);
         let scales = scales.narrow(1, blocks.start, blocks.len())?;
-        Ok(Weight::blocks(values, scales.force_contiguous()?))
+        let weight = Weight::blocks(values, scales.force_contiguous()?);
+        Ok(weight.first_column(first % BLOCK))
     }
 
     /// A copy of some rows.
     pub(crate) fn rows(&self, rows: Range<usize>) -> Result<Weight> {
         let values = self.values.narrow(0, rows.start, rows.len())?;
         let values = values.force_contiguous()?;
-        match &self.scales {
-            Some(scales) => Weight::of_rows(values, scales, self.first_row + rows.start),
-            None => Ok(values.into()),
-        }
+        let Some(scales) = &self.scales else {
+            return Ok(values.into());
+        };
+        let [first, column] = self.first;
+        let weight = Weight::of_rows(values, scales, first + rows.start)?;
+        Ok(weight.first_column(column))
     }
 
-    /// A copy of some columns, which begin with a block's if blocks have scales.
+    /// A copy of some columns.
     pub(crate) fn columns(&self, columns: Range<usize>) -> Result<Weight> {
         let values = self.values.narrow(1, columns.start, columns.len())?;
         let values = values.force_contiguous()?;
         let Some(scales) = &self.scales else {
             return Ok(values.into());
         };
-        let weight = Weight::of_columns(values, scales, columns.start)?;
-        Ok(weight.first_row(self.first_row))
+        let [row, first] = self.first;
+        let weight = Weight::of_columns(values, scales, first + columns.start)?;
+        Ok(weight.first_row(row))
     }
 }

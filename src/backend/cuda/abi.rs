@@ -345,7 +345,7 @@ pub struct GemmeshOutputScales {
     pub row: u32,
     pub block: u32,
     pub power_of_two: u32,
-    pub reserved: u32,
+    pub first_column: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -359,8 +359,8 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshOutputScales, block) - 12usize];
     ["Offset of field: GemmeshOutputScales::power_of_two"]
         [::core::mem::offset_of!(GemmeshOutputScales, power_of_two) - 16usize];
-    ["Offset of field: GemmeshOutputScales::reserved"]
-        [::core::mem::offset_of!(GemmeshOutputScales, reserved) - 20usize];
+    ["Offset of field: GemmeshOutputScales::first_column"]
+        [::core::mem::offset_of!(GemmeshOutputScales, first_column) - 20usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -407,16 +407,22 @@ pub struct GemmeshScales {
     pub a: *const f32,
     pub a_row: u32,
     pub a_block: u32,
+    pub first_column: u32,
+    pub reserved: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshScales"][::core::mem::size_of::<GemmeshScales>() - 16usize];
+    ["Size of GemmeshScales"][::core::mem::size_of::<GemmeshScales>() - 24usize];
     ["Alignment of GemmeshScales"][::core::mem::align_of::<GemmeshScales>() - 8usize];
     ["Offset of field: GemmeshScales::a"][::core::mem::offset_of!(GemmeshScales, a) - 0usize];
     ["Offset of field: GemmeshScales::a_row"]
         [::core::mem::offset_of!(GemmeshScales, a_row) - 8usize];
     ["Offset of field: GemmeshScales::a_block"]
         [::core::mem::offset_of!(GemmeshScales, a_block) - 12usize];
+    ["Offset of field: GemmeshScales::first_column"]
+        [::core::mem::offset_of!(GemmeshScales, first_column) - 16usize];
+    ["Offset of field: GemmeshScales::reserved"]
+        [::core::mem::offset_of!(GemmeshScales, reserved) - 20usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -454,7 +460,7 @@ pub struct GemmeshParams {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 2232usize];
+    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 2240usize];
     ["Alignment of GemmeshParams"][::core::mem::align_of::<GemmeshParams>() - 8usize];
     ["Offset of field: GemmeshParams::tiles"]
         [::core::mem::offset_of!(GemmeshParams, tiles) - 0usize];
@@ -511,9 +517,9 @@ const _: () = {
     ["Offset of field: GemmeshParams::scales"]
         [::core::mem::offset_of!(GemmeshParams, scales) - 496usize];
     ["Offset of field: GemmeshParams::peers"]
-        [::core::mem::offset_of!(GemmeshParams, peers) - 512usize];
+        [::core::mem::offset_of!(GemmeshParams, peers) - 520usize];
     ["Offset of field: GemmeshParams::low_latency"]
-        [::core::mem::offset_of!(GemmeshParams, low_latency) - 2096usize];
+        [::core::mem::offset_of!(GemmeshParams, low_latency) - 2104usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

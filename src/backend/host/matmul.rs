@@ -61,7 +61,7 @@ pub enum TileWeight<'a, T> {
 
 /// `a · bᵀ` in f32, handed to `store` row by row, unrounded. `tile_k` of K is widened at a time.
 ///
-/// Every 128 of K of fp8 are summed separately, whatever `tile_k` is, and `store` gets scaled sums.
+/// Every block of 128 of K of fp8 is summed separately, whatever `tile_k` is, and `store` gets scaled sums.
 pub fn multiply<T: Element, W: Element>(
     scratch: &mut TileScratch,
     operands: &TileOperands<T, W>,
@@ -76,33 +76,32 @@ pub fn multiply<T: Element, W: Element>(
     };
     let padded = rows.next_multiple_of(LANES);
     let is_promoted = T::DTYPE.is_fp8();
-    let step = step(T::DTYPE, tile_k);
     let room = columns.max(FEWEST_COLUMNS) * padded;
     let sums = grown(&mut scratch.sums, room);
-    let part = match is_promoted {
+    let part_sums = match is_promoted {
         true => grown(&mut scratch.part, room),
         false => &mut [],
     };
-    for begin in (0..k).step_by(step) {
-        let depth = step.min(k - begin);
+    for (number, part) in parts(k, step(T::DTYPE, tile_k), operands.first_column()).enumerate() {
+        let (begin, depth) = (part.start, part.len());
         let wide_a = grown(&mut scratch.a, depth * padded);
         let wide_b = grown(&mut scratch.b, columns * depth);
         widen_transposed(a, begin, padded, wide_a);
-        let strides = widen_weight(b, begin..begin + depth, wide_b);
+        let strides = widen_weight(b, part, wide_b);
         let (to, add) = match is_promoted {
-            true => (&mut *part, false),
-            false => (&mut *sums, begin > 0),
+            true => (&mut *part_sums, false),
+            false => (&mut *sums, number > 0),
         };
         // SAFETY: `wide_b` has its elements at these strides; `to` and `wide_a` have the required lengths.
         unsafe {
             add_product(to, [padded, columns, depth], wide_a, (wide_b, strides), add);
         }
         if is_promoted {
-            if begin == 0 {
+            if number == 0 {
                 sums.fill(0.0);
             }
             let own = columns * padded;
-            operands.promote(&mut sums[..own], &part[..own], padded, begin / PROMOTED);
+            operands.promote(&mut sums[..own], &part_sums[..own], padded, number);
         }
     }
     let sums_of_row = grown(&mut scratch.row, columns);
@@ -123,7 +122,19 @@ pub fn step(dtype: DType, tile_k: usize) -> usize {
     }
 }
 
+/// The parts of K that are multiplied in one step each. The first one ends `first` columns before a whole step would.
+fn parts(k: usize, step: usize, first: usize) -> impl Iterator<Item = Range<usize>> {
+    let edge = move |number: usize| (number * step).saturating_sub(first).min(k);
+    (0..(first + k).div_ceil(step)).map(move |number| edge(number)..edge(number + 1))
+}
+
 impl<T, W> TileOperands<'_, T, W> {
+    /// The place of the operands' first column in its block.
+    fn first_column(&self) -> usize {
+        let scales = self.a_scales.as_ref();
+        scales.map_or(0, |scales| scales.scaling.first_column())
+    }
+
     /// True if each part of K has scales of its own.
     fn has_blocks(&self) -> bool {
         ScalesView::has_blocks(&self.a_scales)

@@ -36,6 +36,7 @@ use crate::ranks::memfd::Mapping;
 use crate::refusal::{self, Refusal};
 use crate::resources::{explain, require_available};
 use crate::schedule::drive::Produced;
+use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::{limit, require};
 use crate::schedule::{Chunking, Config, Numerics, Problem, Route, Schedule, TileShape};
 
@@ -194,9 +195,15 @@ impl sealed::Implementation for Host {
     }
 
     fn default_config(&self, problem: &Problem, _: Numerics) -> Config {
+        let quantization = problem.form.quantization;
+        let columns = match quantization.is_some_and(|of| of.scaling.first_column() > 0) {
+            // A tile quantises whole blocks.
+            true => problem.form.multiplied(problem.n).clamp(256, MAX_EXTENT),
+            false => 256,
+        };
         Config::new(
             // As much of K as keeps the widened tiles of both operands in a core's cache.
-            TileShape::new(128, 256, problem.layout.k().min(512)).with_group_m(4),
+            TileShape::new(128, columns, problem.layout.k().min(512)).with_group_m(4),
             Chunking::new(4),
             match problem.operation.is_sum() {
                 // Pulled partials would not be moved while others are made.

@@ -154,9 +154,13 @@ impl Columns<'_> {
             quantization,
         } = scales;
         let Quantization { scaling, .. } = quantization;
-        let (row, first) = (self.sum.first + row, self.begin / SCALED_BLOCK);
-        for (block, values) in total.chunks_mut(SCALED_BLOCK).enumerate() {
-            let [row, column] = scaling.place_of_row(row, first + block);
+        let row = self.sum.first + row;
+        let (mut place, mut rest) = (scaling.first_column() + self.begin, total);
+        while !rest.is_empty() {
+            let (block, width) = (place / SCALED_BLOCK, SCALED_BLOCK - place % SCALED_BLOCK);
+            let (values, behind) = rest.split_at_mut(width.min(rest.len()));
+            (place, rest) = (place + values.len(), behind);
+            let [row, column] = scaling.place_of_row(row, block);
             // SAFETY: as this function's.
             let scale = unsafe { self.matrices.place(matrix).element::<f32>(row, column) };
             if scaling.has_blocks() {

@@ -1,9 +1,12 @@
 //! Products of fp8: their bits are those of plain loops, and their errors say what is wrong.
 
+use std::ops::Range;
+
 use gemmesh::{
     Accumulation, Activation, AddendOf, AllGatherMatmul, Config, DType, Element, Error, F8E4M3,
     F8E5M2, Float, Group, Matmul, MatmulAllReduce, MatmulReduceScatter, Matrix, Number, Operand,
-    OutputOf, Scales, Scaling, ShardedScales, Value, WeightLayout, WeightOf, bf16, f16,
+    OutputOf, Quantized, Scales, Scaling, ShardedScales, Value, WeightLayout, WeightOf, bf16, f16,
+    quantize,
 };
 
 use rand::RngExt;
@@ -38,15 +41,17 @@ struct Case {
 impl Case {
     /// The scales of `a` or of a weight with these rows, if it has any.
     fn scales(&self, of: usize, rows: usize, seed: u64) -> Option<ScaleValues> {
-        let blocks = self.k.div_ceil(PART);
+        let [first_row, first_column] = place(self.scaling[of]);
+        let blocks = (first_column + self.k).div_ceil(PART);
         let shape = match (self.scaling[of], of) {
             (Scaling::None, _) => return None,
             (Scaling::Tensor, _) => [1, 1],
             (Scaling::Rows, _) => [1, rows],
-            (Scaling::Blocks, 0) => [rows, blocks],
+            (Scaling::Blocks | Scaling::BlocksFrom { .. }, 0) => [rows, blocks],
             (Scaling::TransposedBlocks, 0) => [blocks, rows],
-            (Scaling::Blocks, _) => [rows.div_ceil(PART), blocks],
-            (Scaling::BlocksFrom(first), _) => [(first + rows).div_ceil(PART), blocks],
+            (Scaling::Blocks | Scaling::BlocksFrom { .. }, _) => {
+                [(first_row + rows).div_ceil(PART), blocks]
+            }
             other => panic!("{other:?}"),
         };
         Some(ScaleValues {
@@ -73,10 +78,14 @@ impl ScaleValues {
         match self.scaling {
             Scaling::Tensor => self.values[0],
             Scaling::Rows => self.values[row],
-            Scaling::Blocks if self.of_a => self.values[row * columns + block],
+            Scaling::Blocks | Scaling::BlocksFrom { .. } if self.of_a => {
+                self.values[row * columns + block]
+            }
             Scaling::TransposedBlocks => self.values[block * (self.values.len() / rows) + row],
-            Scaling::Blocks => self.values[row / PART * columns + block],
-            Scaling::BlocksFrom(first) => self.values[(first + row) / PART * columns + block],
+            scaling @ (Scaling::Blocks | Scaling::BlocksFrom { .. }) => {
+                let [first, _] = place(scaling);
+                self.values[(first + row) / PART * columns + block]
+            }
             other => panic!("{other:?}"),
         }
     }
@@ -87,11 +96,31 @@ impl ScaleValues {
             Scaling::Tensor => Scales::tensor(view),
             Scaling::Rows => Scales::rows(view),
             Scaling::Blocks => Scales::blocks(view),
-            Scaling::BlocksFrom(first) => Scales::blocks(view).first_row(first),
+            Scaling::BlocksFrom { row, column } => {
+                Scales::blocks(view).first_row(row).first_column(column)
+            }
             Scaling::TransposedBlocks => Scales::transposed_blocks(view),
             other => panic!("{other:?}"),
         })
     }
+}
+
+/// The row and the column of its first block at which an operand begins.
+fn place(scaling: Scaling) -> [usize; 2] {
+    match scaling {
+        Scaling::BlocksFrom { row, column } => [row, column],
+        _ => [0, 0],
+    }
+}
+
+/// The parts of K that are summed separately, if the first column is this one of its block.
+fn parts(k: usize, first: usize) -> impl Iterator<Item = Range<usize>> {
+    let mut begin = 0;
+    std::iter::from_fn(move || {
+        let part = begin..(begin + PART - (first + begin) % PART).min(k);
+        begin = part.end;
+        (!part.is_empty()).then_some(part)
+    })
 }
 
 /// A matrix of its own, or the middle columns of a wider one.
@@ -160,21 +189,28 @@ fn product(a: &Values, b: &Values, k: usize) -> Vec<Sum> {
                 };
                 [of(a, row), of(b, column)]
             };
-            all.push(sum(of_a, of_b, scales, has_blocks(a)));
+            all.push(sum(of_a, of_b, scales, blocks_of(a)));
         }
     }
     all
 }
 
-fn has_blocks(a: &Values) -> bool {
-    let blocks = [Scaling::Blocks, Scaling::TransposedBlocks];
-    let scales = a.scales.as_ref();
-    scales.is_some_and(|scales| blocks.contains(&scales.scaling))
+/// The place of the first column in its block, if blocks have scales.
+fn blocks_of(a: &Values) -> Option<usize> {
+    let scaling = a.scales.as_ref()?.scaling;
+    let [_, first] = place(scaling);
+    scaling.has_blocks().then_some(first)
 }
 
-fn sum(a: &[f32], b: &[f32], scales: impl Fn(usize) -> [Option<f32>; 2], blocks: bool) -> Sum {
+fn sum(
+    a: &[f32],
+    b: &[f32],
+    scales: impl Fn(usize) -> [Option<f32>; 2],
+    blocks: Option<usize>,
+) -> Sum {
     let (mut sum, mut exact, mut magnitude) = (0.0f32, 0.0, 0.0);
-    for (block, (a, b)) in a.chunks(PART).zip(b.chunks(PART)).enumerate() {
+    for (block, part) in parts(a.len(), blocks.unwrap_or(0)).enumerate() {
+        let (a, b) = (&a[part.clone()], &b[part]);
         let [of_a, of_b] = scales(block).map(|scale| scale.unwrap_or(1.0));
         let mut part = 0.0f32;
         for (a, b) in a.iter().zip(b) {
@@ -185,11 +221,11 @@ fn sum(a: &[f32], b: &[f32], scales: impl Fn(usize) -> [Option<f32>; 2], blocks:
             magnitude += term.abs();
         }
         sum = match blocks {
-            true => (of_a * of_b).mul_add(part, sum),
-            false => sum + part,
+            Some(_) => (of_a * of_b).mul_add(part, sum),
+            None => sum + part,
         };
     }
-    if let ([of_a, of_b], false) = (scales(0), blocks) {
+    if let ([of_a, of_b], None) = (scales(0), blocks) {
         sum = of_b.map_or(sum, |scale| scale * sum);
         sum = of_a.map_or(sum, |scale| scale * sum);
     }
@@ -440,19 +476,24 @@ pub fn products_of_fp8_have_the_bits_of_plain_loops<B: Tested>(test: &str) {
 
 /// As [`products_of_fp8_have_the_bits_of_plain_loops`].
 pub fn scaled_products_have_the_bits_of_plain_loops<B: Tested>(test: &str) {
-    use Scaling::{Blocks, BlocksFrom, None, Rows, Tensor, TransposedBlocks};
+    use Scaling::{Blocks, None, Rows, Tensor, TransposedBlocks};
     let free = [None, Tensor, Rows];
     let free = free.into_iter().flat_map(|a| free.map(|b| [a, b]));
-    let of_b = [Blocks, BlocksFrom(16), BlocksFrom(64), BlocksFrom(112)];
+    let of_b = [0, 16, 64, 112].map(|row| Scaling::blocks_from(row, 0));
     let of_a = [Blocks, TransposedBlocks].into_iter();
     let blocks = of_a.flat_map(|a| of_b.map(|b| [a, b]));
+    let inside = [[0, 64], [16, 112], [64, 16]];
+    let inside = inside.map(|[row, column]| [0, row].map(|row| Scaling::blocks_from(row, column)));
     alone::<B>(test, |group| {
-        for (seed, scaling) in free.chain(blocks).skip(1).enumerate() {
+        for (seed, scaling) in free.chain(blocks).chain(inside).skip(1).enumerate() {
             for [m, n, k] in [
                 [1, 16, 16],
                 [5, 48, 144],
                 [130, 48, 272],
                 [5, 272, 144],
+                [3, 16, 64],
+                [3, 32, 192],
+                [3, 16, 320],
                 [2, 16, 1040],
             ] {
                 let plain = Case {
@@ -636,6 +677,40 @@ pub fn wrong_scales_are_refused<B: Tested>(test: &str) {
             run(of_blocks(), b.scaled(Scales::transposed_blocks(&of_b))),
             "scales of a weight must be Tensor, Rows or Blocks",
         );
+        unsupported(
+            run(a.scaled(Scales::tensor(&tensor).first_column(16)), plain()),
+            "Scales::first_column is for Scales::blocks",
+        );
+        let inside = |first| b.scaled(Scales::blocks(&of_b).first_column(first));
+        unsupported(
+            run(of_blocks(), inside(16)),
+            "the first column of a weight in its first block must be that of a, 0, not 16, so that each part of K has one \
+             scale of either",
+        );
+        unsupported(
+            run(a.scaled(Scales::blocks(&of_a).first_column(8)), inside(8)),
+            "the first column of a in its first block must be a multiple of 16, not 8",
+        );
+        let of_inside = a.scaled(Scales::blocks(&of_a).first_column(112));
+        shape(
+            run(
+                a.scaled(Scales::blocks(&wrong).first_column(112)),
+                inside(112),
+            ),
+            "scales of a [M, ⌈(first column + K)/128⌉] [3, 2]",
+        );
+        shape(
+            run(
+                of_inside,
+                b.scaled(Scales::blocks(&wrong).first_column(112)),
+            ),
+            "scales of b [⌈(first row + N)/128⌉, ⌈(first column + K)/128⌉] [1, 2]",
+        );
+        let result = run(
+            a.scaled(Scales::blocks(&of_a).first_column(usize::MAX)),
+            inside(0),
+        );
+        assert!(matches!(result, Err(Error::Limit { .. })), "{result:?}");
         let result = run(
             of_blocks(),
             b.scaled(Scales::blocks(&ones(2, 2)?).first_row(128)),
@@ -877,7 +952,8 @@ pub fn sums_of_fp8_have_the_bits_of_their_partials<B: Tested>(
         let scalings = [
             [Scaling::None; 2],
             [Scaling::Rows, Scaling::Tensor],
-            [Scaling::Blocks, Scaling::BlocksFrom(96)],
+            [Scaling::Blocks, Scaling::blocks_from(96, 0)],
+            [Scaling::blocks_from(0, 64), Scaling::blocks_from(96, 64)],
         ];
         for (number, config) in configs().into_iter().enumerate() {
             for (seed, scaling) in (100 * number as u64..).step_by(10).zip(scalings) {
@@ -1036,5 +1112,159 @@ impl SumCase {
         let what = (V::DTYPE, self.scaling, self.config);
         assert_eq!(bits(&out.to_vec()?), bits(&expected), "{what:?}");
         Ok(())
+    }
+}
+
+/// K of each rank and N of a weight whose ranks' parts of K begin inside blocks.
+const SPLITS: [[usize; 2]; 4] = [[64, 48], [192, 48], [320, 272], [208, 16]];
+
+/// Parts of K that begin inside a block of a whole weight's scales give the sums that float64 gives.
+pub fn parts_of_k_that_begin_inside_a_block_are_summed_up<B: Tested>(test: &str) {
+    all_done(ranks::<B>(test, 3, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        for (seed, [k, n]) in SPLITS.into_iter().enumerate() {
+            for m in [1, 70, 300] {
+                SplitCase::new(1000 * seed as u64, [m, n, k]).verify(&group)?;
+            }
+        }
+        Ok(String::new())
+    }));
+}
+
+/// A weight [N, 3 K] with the scales of its blocks, whose columns three ranks share, and each rank's rows.
+struct SplitCase {
+    shape: [usize; 3],
+    rows: [Vec<bf16>; 3],
+    /// Of each rank, [N, K]
+    weights: [Vec<F8E4M3>; 3],
+    /// Of the whole weight.
+    scales: Vec<f32>,
+}
+
+/// The values of a rank's operands, times their scales.
+struct Dequantized {
+    a: Vec<f64>,
+    b: Vec<f64>,
+}
+
+impl SplitCase {
+    fn new(seed: u64, [m, n, k]: [usize; 3]) -> SplitCase {
+        let ranks = [0, 1, 2].map(|rank| seed + 10 * rank);
+        let blocks = n.div_ceil(PART) * (3 * k).div_ceil(PART);
+        SplitCase {
+            shape: [m, n, k],
+            rows: ranks.map(|seed| normal(seed, m * k)),
+            weights: ranks.map(|seed| normal(seed + 1, n * k)),
+            scales: normal::<f32>(seed + 2, blocks),
+        }
+    }
+
+    /// The place of a rank's first column in its block, and the scales of its part of the weight.
+    fn part(&self, rank: usize) -> (usize, Vec<f32>) {
+        let [_, _, k] = self.shape;
+        let own = rank * k / PART..((rank + 1) * k).div_ceil(PART);
+        let rows = self.scales.chunks((3 * k).div_ceil(PART));
+        let scales = rows.flat_map(|row| &row[own.clone()]).copied();
+        (rank * k % PART, scales.collect())
+    }
+
+    /// What a rank multiplies, if it has quantised its rows.
+    fn dequantized<B: Tested>(&self, group: &Group<B>, rank: usize) -> Result<Dequantized, Error> {
+        let [m, _, k] = self.shape;
+        let (first, of_b) = self.part(rank);
+        let (a, of_a) = self.quantized(group, rank)?;
+        let blocks = (first + k).div_ceil(PART);
+        let wide = |values: &[F8E4M3], scale: &dyn Fn(usize, usize) -> f32| {
+            let value = |(index, value): (usize, &F8E4M3)| {
+                let (row, column) = (index / k, index % k);
+                let scale = scale(row, (first + column) / PART);
+                f64::from(value.to_f32()) * f64::from(scale)
+            };
+            values.iter().enumerate().map(value).collect::<Vec<f64>>()
+        };
+        assert_eq!(of_a.shape(), [m, blocks]);
+        let (a, of_a) = (a.to_vec()?, of_a.to_vec()?);
+        Ok(Dequantized {
+            a: wide(&a, &|row, block| of_a[row * blocks + block]),
+            b: wide(&self.weights[rank], &|row, block| {
+                of_b[row / PART * blocks + block]
+            }),
+        })
+    }
+
+    /// A rank's rows and their scales.
+    fn quantized<B: Tested>(
+        &self,
+        group: &Group<B>,
+        rank: usize,
+    ) -> Result<(Matrix<B, F8E4M3>, Matrix<B, f32>), Error> {
+        let [m, _, k] = self.shape;
+        let (first, _) = self.part(rank);
+        let rows = group.upload(&self.rows[rank], m, k)?;
+        let mut values = group.zeros::<F8E4M3>(m, k)?;
+        let mut scales = group.zeros::<f32>(m, (first + k).div_ceil(PART))?;
+        let to = Quantized::blocks(&mut scales).first_column(first);
+        quantize(&rows, &mut values, to)?;
+        Ok((values, scales))
+    }
+
+    /// Elements of the sum, each with the sum of the absolute values of all its terms.
+    fn exact<B: Tested>(&self, group: &Group<B>) -> Result<Vec<[f64; 2]>, Error> {
+        let [m, n, k] = self.shape;
+        let mut exact = vec![[0.0; 2]; m * n];
+        for rank in 0..3 {
+            let Dequantized { a, b } = self.dequantized(group, rank)?;
+            for (index, [sum, size]) in exact.iter_mut().enumerate() {
+                let (row, column) = (index / n, index % n);
+                for (a, b) in a[row * k..][..k].iter().zip(&b[column * k..][..k]) {
+                    *sum += a * b;
+                    *size += (a * b).abs();
+                }
+            }
+        }
+        Ok(exact)
+    }
+
+    fn verify<B: Tested>(&self, group: &Group<B>) -> Result<(), Error> {
+        let [m, n, k] = self.shape;
+        let exact = self.exact(group)?;
+        let (first, of_b) = self.part(group.rank());
+        let (a, of_a) = self.quantized(group, group.rank())?;
+        let b = group.upload(&self.weights[group.rank()], n, k)?;
+        let blocks = (first + k).div_ceil(PART);
+        let of_b = group.upload(&of_b, n.div_ceil(PART), blocks)?;
+        let a = a.scaled(Scales::blocks(&of_a).first_column(first));
+        let b = b.scaled(Scales::blocks(&of_b).first_column(first));
+        let scaling = Scaling::blocks_from(0, first);
+        let reduce = MatmulAllReduce::<B, F8E4M3>::new();
+        let planned = reduce.scaling(scaling, scaling);
+        planned.supported(group, [m, k], n)?;
+        let mut sums = group.sharded::<bf16>(m, n)?;
+        MatmulAllReduce::new().run(a, b, &mut sums)?;
+        check_sums(&exact, &sums.to_vec()?, self.shape);
+        let own = sums.rows();
+        let mut out = group.zeros::<bf16>(own.len(), n)?;
+        MatmulReduceScatter::new().run(a, b, &mut out)?;
+        check_sums(
+            &exact[own.start * n..own.end * n],
+            &out.to_vec()?,
+            self.shape,
+        );
+        Ok(())
+    }
+}
+
+/// Compares sums over three ranks with float64, of which each element comes with the sum of its terms' absolute values.
+#[track_caller]
+fn check_sums(exact: &[[f64; 2]], found: &[bf16], shape: [usize; 3]) {
+    assert_eq!(exact.len(), found.len());
+    for (index, (&[exact, size], found)) in exact.iter().zip(found).enumerate() {
+        // Tensor cores drop 2⁻¹² of a part's terms, and the partials and their sum are rounded to bf16.
+        let allowed = size * (2f64.powi(-12) + 2f64.powi(-8));
+        let off = (f64::from(found.to_f32()) - exact).abs();
+        assert!(
+            off <= allowed,
+            "{shape:?}: element {index} is {found}, not {exact}"
+        );
     }
 }

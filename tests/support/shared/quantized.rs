@@ -23,6 +23,8 @@ pub struct Rule {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kind {
     Blocks,
+    /// Of which the first begins so many columns before the first column.
+    BlocksFrom(usize),
     Transposed,
     /// By this scale.
     Given(f32),
@@ -37,6 +39,21 @@ impl Rule {
         Rule::new(Kind::Given(0.0123), false),
     ];
 
+    /// Rules for outputs that begin inside a block.
+    pub const INSIDE: [Rule; 3] = [
+        Rule::new(Kind::BlocksFrom(16), false),
+        Rule::new(Kind::BlocksFrom(64), true),
+        Rule::new(Kind::BlocksFrom(112), false),
+    ];
+
+    /// How many columns the first block begins before the first column.
+    fn first_column(self) -> usize {
+        match self.kind {
+            Kind::BlocksFrom(first) => first,
+            _ => 0,
+        }
+    }
+
     const fn new(kind: Kind, power_of_two: bool) -> Rule {
         Rule { kind, power_of_two }
     }
@@ -44,6 +61,7 @@ impl Rule {
     pub fn quantization(self) -> Quantization {
         let quantization = match self.kind {
             Kind::Blocks => Quantization::blocks(),
+            Kind::BlocksFrom(first) => Quantization::blocks().first_column(first),
             Kind::Transposed => Quantization::transposed_blocks(),
             Kind::Given(_) => Quantization::tensor(),
         };
@@ -59,9 +77,9 @@ impl Rule {
         group: &Group<B>,
         [m, n]: [usize; 2],
     ) -> Result<Matrix<B, f32>, Error> {
-        let blocks = n.div_ceil(BLOCK);
+        let blocks = (self.first_column() + n).div_ceil(BLOCK);
         let ([rows, columns], value) = match self.kind {
-            Kind::Blocks => ([m, blocks], f32::NAN),
+            Kind::Blocks | Kind::BlocksFrom(_) => ([m, blocks], f32::NAN),
             Kind::Transposed => ([blocks, m], f32::NAN),
             Kind::Given(scale) => ([1, 1], scale),
         };
@@ -71,6 +89,7 @@ impl Rule {
     pub fn by<B: Tested>(self, scales: &mut Matrix<B, f32>) -> Quantized<'_, B> {
         let quantized = match self.kind {
             Kind::Blocks => Quantized::blocks(scales),
+            Kind::BlocksFrom(first) => Quantized::blocks(scales).first_column(first),
             Kind::Transposed => Quantized::transposed_blocks(scales),
             Kind::Given(_) => Quantized::tensor(&*scales),
         };
@@ -84,7 +103,10 @@ impl Rule {
     pub fn expected(self, values: &[f32], n: usize) -> (Vec<F8E4M3>, Vec<f32>) {
         let (mut all, mut scales) = (Vec::new(), Vec::new());
         for row in values.chunks(n) {
-            for block in row.chunks(BLOCK) {
+            // At least one column.
+            let short = (BLOCK - self.first_column()).min(n);
+            let (first, others) = row.split_at(short);
+            for block in [first].into_iter().chain(others.chunks(BLOCK)) {
                 let scale = match self.kind {
                     Kind::Given(scale) => scale,
                     _ => self.scale_of(block),
@@ -94,9 +116,10 @@ impl Rule {
                 all.extend(block.iter().map(|x| F8E4M3::from_f32(x * inverse)));
             }
         }
-        let (rows, blocks) = (values.len() / n, n.div_ceil(BLOCK));
+        let rows = values.len() / n;
+        let blocks = scales.len() / rows;
         let scales = match self.kind {
-            Kind::Blocks => scales,
+            Kind::Blocks | Kind::BlocksFrom(_) => scales,
             Kind::Transposed => (0..blocks * rows)
                 .map(|index| scales[index % rows * blocks + index / rows])
                 .collect(),
@@ -184,7 +207,7 @@ pub fn quantized_rows_have_the_bits_of_plain_loops<B: Tested>(test: &str) {
     ];
     alone::<B>(test, |group| {
         for (seed, [m, n]) in shapes.into_iter().enumerate() {
-            for rule in Rule::ALL {
+            for rule in Rule::ALL.into_iter().chain(Rule::INSIDE) {
                 let seed = seed as u64;
                 verify::<B, bf16>(group, rule, &normal(seed, m * n), n)?;
                 verify::<B, f16>(group, rule, &normal(seed, m * n), n)?;
@@ -318,7 +341,24 @@ pub fn wrong_arguments_of_quantize_are_refused<B: Tested>(test: &str) {
             let mut out = group.zeros::<F8E4M3>(m, n)?;
             shape(quantize(&x, &mut out, rule.by(&mut wrong)), words);
         }
+        let mut out = group.zeros::<F8E4M3>(m, n)?;
+        let words = "scales of out [M, ⌈(first column + N)/128⌉] [5, 2]";
+        let [inside, ..] = Rule::INSIDE;
+        shape(quantize(&x, &mut out, inside.by(&mut wrong)), words);
         let mut scales = group.zeros::<f32>(m, 2)?;
+        let unsupported = |result: Result<(), Error>, words: &str| match result {
+            Err(Error::Unsupported { what, .. }) => assert_eq!(what, words),
+            other => panic!("{other:?}"),
+        };
+        unsupported(
+            quantize(&x, &mut out, Quantized::blocks(&mut scales).first_column(8)),
+            "the first column of an output in its first block must be a multiple of 16, not 8",
+        );
+        let transposed = Quantized::transposed_blocks(&mut scales).first_column(16);
+        unsupported(
+            quantize(&x, &mut out, transposed),
+            "Quantization::first_column is for Quantization::blocks",
+        );
         let mut narrow = group.zeros::<F8E4M3>(m, n - 16)?;
         shape(
             quantize(&x, &mut narrow, &mut scales),

@@ -171,10 +171,13 @@ pub fn quantized_products_have_the_bits_of_their_f32_results<B: Tested>(test: &s
         },
     ];
     alone::<B>(test, |group| {
-        for (case, rule) in cases
+        let all = cases
             .iter()
-            .flat_map(|case| Rule::ALL.map(|rule| (case, rule)))
-        {
+            .flat_map(|case| Rule::ALL.map(|rule| (case, rule)));
+        // Tiles that a call gives have whole blocks.
+        let by_default = cases.iter().filter(|case| case.config.is_none());
+        let inside = by_default.flat_map(|case| Rule::INSIDE.map(|rule| (case, rule)));
+        for (case, rule) in all.chain(inside) {
             let scaled = Case {
                 scaled: true,
                 ..case.clone()

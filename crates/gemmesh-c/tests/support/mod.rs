@@ -116,10 +116,12 @@ pub fn memory<T: Number>(values: &mut [T], rows: usize, columns: usize) -> gemme
 pub const UNSCALED: gemmesh_scaling = gemmesh_scaling {
     kind: 0,
     first_row: 0,
+    first_column: 0,
 };
 pub const UNQUANTIZED: gemmesh_quantization = gemmesh_quantization {
     kind: 0,
     power_of_two: 0,
+    first_column: 0,
 };
 
 pub fn operand(values: gemmesh_memory) -> gemmesh_operand {

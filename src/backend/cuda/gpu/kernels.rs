@@ -337,6 +337,8 @@ pub fn quantizes(config: &Config, gated: bool, scaling: Scaling) -> bool {
     let shape = [tile.m, tile.n, tile.k].map(|extent| extent as u32);
     let is_whole = tile.k_slices == 1 || !swaps_ab(config);
     match scaling.has_blocks() {
+        // Tiles begin where the output does, and so must blocks.
+        true if scaling.first_column() > 0 => false,
         true => is_whole && list::quantizes(shape, tile.split_k as u32, gated),
         false => list::promotes(shape[2]),
     }

@@ -277,7 +277,7 @@ pub fn output_scales(
         row: distance,
         block: scaling.block_distance(pitch),
         power_of_two: quantization.power_of_two.into(),
-        reserved: 0,
+        first_column: scaling.first_column() as u32,
     }
 }
 
@@ -294,6 +294,8 @@ pub fn scale(params: &mut GemmeshParams, product: &Product, operands: &Operands)
             a: ptr,
             a_row: scaling.row_distance(pitch),
             a_block: scaling.block_distance(pitch),
+            first_column: scaling.first_column() as u32,
+            reserved: 0,
         };
     }
     for (weight, output) in product.weights.iter().zip(&mut params.outputs) {

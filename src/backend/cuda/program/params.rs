@@ -83,6 +83,8 @@ pub fn fixed(
             a: std::ptr::null(),
             a_row: 0,
             a_block: 0,
+            first_column: 0,
+            reserved: 0,
         },
         peers: peers(shared, members, schedule, tables, completes),
         low_latency: low_latency::NONE,
@@ -189,6 +191,6 @@ const NO_OUTPUT: GemmeshOutput = GemmeshOutput {
         row: 0,
         block: 0,
         power_of_two: 0,
-        reserved: 0,
+        first_column: 0,
     },
 };

@@ -90,7 +90,7 @@ pub fn choose<'a>(
     let (most, ctas) = (gpu.most_ctas(Some(product)), instance.ctas());
     let what = format!("max_ctas of a kernel whose clusters have {ctas} CTAs");
     limit(&what, most, ctas, usize::MAX)?;
-    let entries = k_slices::cut(config, schedule.tiles().len(), product.k)?;
+    let entries = k_slices::cut(config, schedule.tiles().len(), depth(product))?;
     Ok(Chosen {
         product,
         instance: instance.clone(),
@@ -247,7 +247,7 @@ impl ProductKernel {
 /// Sets the parameters about the product.
 fn describe(params: &mut GemmeshParams, product: &Product, activation: u32, stored: DType) {
     params.m = product.m as u32;
-    params.k = product.k as u32;
+    params.k = depth(product) as u32;
     params.activation = activation;
     params.is_gated = product.gated.into();
     params.is_f32 = (stored == DType::F32).into();
@@ -260,8 +260,15 @@ fn describe(params: &mut GemmeshParams, product: &Product, activation: u32, stor
     }
     if let Some(deferred) = product.deferred {
         params.deferred_flag = deferred.flag as u32;
-        params.deferred_step = (deferred.column / product.config.tile.k) as u32;
+        let column = product.first_column() + deferred.column;
+        params.deferred_step = (column / product.config.tile.k) as u32;
     }
+}
+
+/// The columns through which a kernel steps. A step of a product with scales of blocks has one block, so it begins
+/// where the first block does.
+fn depth(product: &Product) -> usize {
+    product.first_column() + product.k
 }
 
 /// The kernels' number of a type that products of fp8 are stored in.

@@ -68,7 +68,8 @@ impl ReductionKernel {
 
     /// How many CTAs quantise these rows: likewise, with a block for each warp.
     pub fn grid_of_blocks(&self, of: &GemmeshQuantization) -> u32 {
-        let blocks = of.columns.div_ceil(GEMMESH_SCALE_BLOCK) as usize * of.rows as usize;
+        let columns = of.scales.first_column + of.columns;
+        let blocks = columns.div_ceil(GEMMESH_SCALE_BLOCK) as usize * of.rows as usize;
         let ctas = blocks.div_ceil(GEMMESH_REDUCE_THREADS as usize / 32);
         ctas.clamp(1, self.most_ctas) as u32
     }
