@@ -444,7 +444,8 @@ pub enum Error {
          see whether rank {rank} is stopped, slow, or making other calls, or raise {deadline}"
     )]
     Timeout {
-        /// The rank that is waited for. If it waits for a rank too, the last rank of the chain.
+        /// The rank that is waited for. If it waits for a rank too, in this group or in one that was split from the same
+        /// one, the last rank of the chain.
         rank: usize,
         /// The rank that waits.
         waiting: usize,

@@ -19,6 +19,7 @@ use gemmesh::protocol::flag::FlagBlock;
 use gemmesh::protocol::flag::Wait;
 use gemmesh::protocol::primitive::AtomicUsize;
 use gemmesh::protocol::seat::{Line, Seat, Seating, Visit};
+use gemmesh::protocol::waits::{Blame, PartWait, blame};
 use gemmesh::schedule::drive::{self, CopyThread, Produced};
 use gemmesh::schedule::plan::matrices::{A, MATRICES, PARTIALS};
 use gemmesh::schedule::plan::plan;
@@ -929,6 +930,41 @@ fn a_note_is_read_whole_while_the_next_is_written() {
         writer.join().unwrap();
         assert_eq!(note.read(1), None);
         assert_eq!(note.read(2), Some(vec![2; 2]));
+    });
+}
+
+/// Waits across a family: rank 1 waits in a part for rank 2, and then for rank 3. Rank 0 waits for rank 1 in the whole
+/// group. It blames none but these, and the call that it tells of is that of the wait which it has seen.
+#[test]
+fn waits_across_a_family_are_followed_with_their_calls() {
+    explore(None, || {
+        let noted: Arc<PartWait<1>> = Arc::new(PartWait::new());
+        let waiting = noted.clone();
+        let rank_1 = spawn(move || {
+            for peer in [2, 3] {
+                waiting.note(peer, 1, Some(&[peer as u8]));
+                waiting.note(peer, 2, None);
+            }
+        });
+        let found = || {
+            let in_parts = |rank| (rank == 1).then(|| noted.wait().peer(2, 1)).flatten();
+            let Blame {
+                rank,
+                waiting_in_part,
+            } = blame(1, 0, |rank| [(rank == 0).then_some(1), in_parts(rank)]);
+            let call = waiting_in_part.and_then(|_| noted.call(rank));
+            (rank, waiting_in_part, call)
+        };
+        let (rank, waiting_in_part, call) = found();
+        assert_eq!(waiting_in_part, (rank != 1).then_some(1));
+        if let Some(call) = call {
+            assert_eq!(call, [rank as u8]);
+        } else {
+            // The call of the first wait may be overwritten. That of the last one stays.
+            assert!(rank == 1 || rank == 2, "rank {rank}, without a call");
+        }
+        rank_1.join().unwrap();
+        assert_eq!(found(), (3, Some(1), Some(vec![3])));
     });
 }
 

@@ -5,3 +5,4 @@ pub mod epoch;
 pub mod flag;
 pub mod primitive;
 pub mod seat;
+pub mod waits;

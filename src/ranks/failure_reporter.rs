@@ -30,9 +30,9 @@ impl FailureReporter {
     }
 
     /// Notes that this rank waits for `peer`, and has waited for `time` since the last note. It has to be called a few
-    /// times a second during a wait.
-    pub fn note_wait(&self, peer: usize, time: Duration) {
-        self.shared.note_wait(peer);
+    /// times a second during a wait. `what` is the call and what `peer` has not done.
+    pub fn note_wait(&self, peer: usize, time: Duration, what: impl FnOnce() -> String) {
+        self.shared.note_wait(peer, what);
         self.waits.add(peer, time);
     }
 

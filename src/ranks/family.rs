@@ -6,6 +6,7 @@
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use super::shared_state::NotedWords;
 use crate::error::Error;
 
 /// How many of the latest errors are known by their words.
@@ -13,7 +14,11 @@ const KNOWN: usize = 16;
 
 /// One rank's view of a group and of all groups that were split from it, directly or not.
 #[derive(Debug, Default)]
-pub struct Family(Mutex<Errors>);
+pub struct Family {
+    errors: Mutex<Errors>,
+    /// Of its waits, which the ranks of the whole group read.
+    pub noted_words: NotedWords,
+}
 
 #[derive(Debug, Default)]
 struct Errors {
@@ -88,7 +93,7 @@ impl Family {
 
     fn errors(&self) -> MutexGuard<'_, Errors> {
         // Each change is one assignment.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.errors.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

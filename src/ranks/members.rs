@@ -370,7 +370,7 @@ impl Members {
         }
         let &PeerWait { clock, rank, .. } = waiting;
         if waiting.is_for_a_peer {
-            self.shared.note_wait(rank);
+            self.shared.note_wait(rank, waiting.what);
         }
         if clock.total() >= NOT_SHORT {
             // A call that is no more among this rank's latest has been begun by all.

@@ -32,7 +32,7 @@ const PACE: Duration = Duration::from_millis(1);
 const LULL: Duration = Duration::from_millis(10);
 /// Something may follow what has happened for this long.
 const LIVELY: Duration = Duration::from_millis(50);
-/// A host that has nothing to tell says so this often.
+/// A leader says this often that it runs.
 const BEAT: Duration = Duration::from_millis(250);
 /// A thread that has not run for this long knows nothing of what was acknowledged meanwhile.
 const ASLEEP: Duration = Duration::from_millis(500);
@@ -163,6 +163,7 @@ impl Teller {
             self.awake = Instant::now();
         }
         self.looked = Instant::now();
+        self.shared.note_running(self.shared.rank());
         // This end of the lines is closed when this rank parts.
         if !self.is_parting {
             self.tell();
@@ -186,7 +187,7 @@ impl Teller {
         });
         let is_awake = self.awake.elapsed() > self.longest;
         for line in &mut self.lines {
-            line.send();
+            line.send(self.shared.rank());
             line.listen_for_silence(if is_awake {
                 self.longest
             } else {
@@ -215,8 +216,11 @@ impl Teller {
         let hosts = self.shared.hosts();
         let is_known = |rank: usize| rank < self.shared.world();
         let leads = self.shared.rank() == 0;
+        let leads_its_host = |rank: usize| hosts.leader_of(rank) == rank;
         match record {
-            Record::Beat => true,
+            Record::Beat { leader } if leads => *leader == sender,
+            Record::Beat { leader } if !is_known(*leader) || !leads_its_host(*leader) => false,
+            Record::PartWait { peer, .. } if !is_known((*peer).into()) => false,
             Record::Fault { rank, .. } => !leads && is_known(*rank),
             Record::Proposal { rank, .. } if !leads || !is_known(*rank) => false,
             record => record.rank().is_some_and(|rank| {
@@ -250,7 +254,7 @@ impl Teller {
         if let Some(number) = self.shared.take_news(record) {
             self.differing.get_or_insert((number, Instant::now()));
         }
-        if let Record::Beat | Record::Proposal { .. } = record {
+        if let Record::Proposal { .. } = record {
             return;
         }
         // Only rank 0's host has several lines.

@@ -4,33 +4,35 @@
 //! why it was refused a call. All of it is atomics over zeroed memory. So if a rank dies at any moment, it stays
 //! readable.
 
+mod blame;
 mod calls;
 mod mirrored;
 mod refusals;
 #[cfg(test)]
 mod tests;
 
+pub use self::blame::{NotedWords, PartOf};
 pub use self::calls::LATE_VOTES;
 pub use self::mirrored::Known;
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::call::{FIXED, WORDS};
-use super::deadlines::Deadlines;
 use super::family::{Family, GotError};
 use super::last_panic;
 use super::naming::Naming;
 use super::reports::ReportSender;
 use crate::error::call::Place;
-use crate::error::{Deadline, Error, Result};
+use crate::error::{Error, Result};
 use crate::json;
 use crate::process::Process;
 use crate::protocol::board::{Note, Post, Report};
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::Flag;
+use crate::protocol::waits::{LastWait, PartWait};
 use crate::ranks::memfd::Mapping;
 use crate::schedule::Hosts;
 use crate::schedule::layout::MAX_WORLD;
@@ -42,6 +44,9 @@ const POSTS: u64 = if cfg!(miri) { 4 } else { 256 };
 pub const FAULT_BYTES: usize = if cfg!(miri) { 512 } else { 4096 };
 /// A call in words, whatever the number of ranks; or why it was refused.
 pub const NOTE_BYTES: usize = if cfg!(miri) { 256 } else { 2048 };
+
+/// A part of the group and its call in words.
+const PART_BYTES: usize = if cfg!(miri) { 64 } else { 512 };
 
 /// A rank that waits notes it more often than this, even on a busy machine.
 const FRESH: Duration = Duration::from_millis(250);
@@ -59,9 +64,12 @@ struct StateBlock {
     proposal: Report<FAULT_BYTES>,
     /// [`LEFT`] or [`GONE`] for each rank that has left in order.
     left: [Flag; MAX_WORLD],
-    /// The rank that each rank waits for: 256 · the time in ms when it last looked + 1 + the other rank. For reports
-    /// only.
-    waits: [AtomicU64; MAX_WORLD],
+    /// The rank that each rank waits for. For reports only.
+    waits: [LastWait; MAX_WORLD],
+    /// The rank that each rank waits for in a part of this group, with the call. For reports only.
+    part_waits: [PartWait<PART_BYTES>; MAX_WORLD],
+    /// If there are several hosts: when the mirror of each leader was last known to run, in ms. For reports only.
+    running: [AtomicU64; MAX_WORLD],
     /// A rank's latest exchange, in words.
     message_calls: [Note<NOTE_BYTES>; MAX_WORLD],
     /// Why each rank was last refused a call: the time in ms as 8 bytes, the number of refusals of that call as 8
@@ -107,6 +115,8 @@ pub struct SharedState {
     made: AtomicU64,
     departure: Mutex<Departure>,
     family: Arc<Family>,
+    /// If this group was split from another one.
+    part_of: Option<PartOf>,
     /// What the group is called, once its ranks have agreed on it.
     naming: OnceLock<Naming>,
     /// Sends the first failure to the launcher, if it wants to know it.
@@ -153,6 +163,7 @@ impl SharedState {
             made: AtomicU64::new(0),
             departure: Mutex::default(),
             family: Arc::default(),
+            part_of: None,
             naming: OnceLock::new(),
             launcher: None,
             process: Process::this(),
@@ -179,10 +190,13 @@ impl SharedState {
         &self.hosts
     }
 
-    /// As a part of the group that `whole` is this rank's view of.
-    pub fn split_from(self, whole: &SharedState) -> SharedState {
-        let family = whole.family.clone();
-        SharedState { family, ..self }
+    /// As a part of the group that `whole` is this rank's view of, which has these `ranks` of it.
+    pub fn split_from(self, whole: &Arc<SharedState>, ranks: &[usize]) -> SharedState {
+        SharedState {
+            family: whole.family.clone(),
+            part_of: Some(PartOf::new(whole, ranks)),
+            ..self
+        }
     }
 
     /// The sender of reports to the launcher, if it wants to know of failures.
@@ -460,57 +474,5 @@ impl SharedState {
         let reason = self.block().reasons[rank].read(GIVEN);
         let reason = reason.and_then(|bytes| json::error(&bytes).ok());
         reason.or_else(|| self.refusal(rank, number?))
-    }
-
-    /// Notes that this rank waits for `peer` now. It has to be called every few milliseconds during a wait.
-    pub fn note_wait(&self, peer: usize) {
-        let word = now_ms() << 8 | (peer as u64 + 1);
-        self.block().waits[self.rank].store(word, Ordering::Relaxed);
-    }
-
-    /// The rank to blame for a wait for `peer` that was in vain.
-    ///
-    /// If `peer` waits for a rank, the blame goes on to that rank, and so on to a rank that waits for nobody. If all
-    /// wait in a circle, it is `peer`. A wait counts if it was noted during the last `fresh`.
-    fn culprit(&self, peer: usize, fresh: Duration) -> usize {
-        let mut culprit = peer;
-        for _ in 0..self.world {
-            let word = self.block().waits[culprit].load(Ordering::Relaxed);
-            let age = now_ms().saturating_sub(word >> 8);
-            match (word & 0xff) as usize {
-                0 => return culprit,
-                _ if u128::from(age) > fresh.as_millis() => return culprit,
-                next => culprit = (next - 1).min(self.world - 1),
-            }
-        }
-        peer
-    }
-
-    /// True if `rank` has shown lately that it waits for a different rank.
-    pub fn is_waiting(&self, rank: usize, deadlines: &Deadlines) -> bool {
-        self.culprit(rank, FRESH.min(deadlines.call() / 2)) != rank
-    }
-
-    /// The error if this rank has waited for `rank` this long in vain. `passed` is the deadline and its length. `what`
-    /// is the call and what `rank` has not done.
-    pub fn timed_out(
-        &self,
-        (deadline, longest): (Deadline, Duration),
-        rank: usize,
-        waited: Duration,
-        what: String,
-    ) -> Error {
-        let culprit = self.culprit(rank, FRESH.min(longest / 2));
-        Error::Timeout {
-            rank: culprit,
-            waiting: self.rank,
-            what: if culprit == rank {
-                what
-            } else {
-                format!("{what}, held up by rank {}", self.job_rank(culprit))
-            },
-            waited_ms: waited.as_millis() as u64,
-            deadline,
-        }
     }
 }

@@ -78,7 +78,7 @@ pub fn split(whole: &Members, claim: Result<Claim>, deadlines: Deadlines) -> Res
     };
     let state = SharedState::new(memory, rank, world)
         .with_launcher(launcher)
-        .split_from(&whole.shared_state());
+        .split_from(&whole.shared_state(), &part.ranks);
     state.set_naming(part.naming);
     let mut members = Members::new(rank, deadlines, whole.in_process, state, world, connections)?;
     // Functions of threads end with the whole group.

@@ -256,6 +256,64 @@ fn stop(test: &str, victim: usize) {
     }
 }
 
+/// As [`stop`], before the others make the call. So nothing that they do comes by the stopped rank, if it leads its host.
+#[track_caller]
+fn stop_early(test: &str, victim: usize) {
+    let job = Job::new(3, 2);
+    let others: Vec<usize> = (0..job.world()).filter(|&rank| rank != victim).collect();
+    let mut ranks = job.start(test, |rank| {
+        let patient = join(TIMEOUT)?;
+        patient.barrier()?;
+        let group = join_again(&patient)?;
+        group.barrier()?;
+        rank.say("here");
+        rank.hear();
+        fails(rank, &group)
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(300));
+    ranks.signal(victim, Signal::STOP);
+    for &place in &others {
+        ranks.tell(place);
+    }
+    for &place in &others {
+        ranks.heard(place, "failed");
+    }
+    ranks.signal(victim, Signal::CONT);
+    ranks.tell(victim);
+    let outcomes = ranks.outcomes();
+    for place in others {
+        let error = outcomes[place].error();
+        let Error::Timeout { rank, deadline, .. } = error.cause() else {
+            panic!("rank {place}: {error}");
+        };
+        assert_eq!(
+            (*rank, *deadline),
+            (victim, Deadline::Arrival),
+            "rank {place}: {error}"
+        );
+        assert!(
+            !error.to_string().contains("rank 0 has not come") || victim == 0,
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_leader_that_was_stopped_before_the_call_is_named_by_its_own_host_too() {
+    stop_early(test_name!(), 2);
+}
+
+#[test]
+fn a_rank_that_was_stopped_before_the_call_is_named_by_all_hosts() {
+    stop_early(test_name!(), 5);
+}
+
+#[test]
+fn a_rank_0_that_was_stopped_before_the_call_is_named_by_all_hosts() {
+    stop_early(test_name!(), 0);
+}
+
 /// A group of short deadlines of the same ranks.
 fn join_again(_patient: &Group<Host>) -> Result<Group<Host>, Error> {
     join(2 * SHORT)

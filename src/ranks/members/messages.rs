@@ -367,14 +367,21 @@ impl Members {
                     true => GRACE,
                     false => Duration::ZERO,
                 };
-                let rank = late.unwrap_or(rank);
+                // The news of a late rank may be what is late.
+                let silent = late.and_then(|late| self.shared.silent_leader(late));
+                let rank = silent.or(late).unwrap_or(rank);
+                let has_come = self.shared.has_begun(rank, messages.number);
+                let what = || match silent.filter(|_| has_come) {
+                    Some(leader) => messages.held_back(self.shared.job_rank(leader)),
+                    None => messages.awaited(self.shared.job_rank(rank)),
+                };
                 self.pause(&PeerWait {
                     clock: &messages.clock,
                     grace,
                     is_for_a_peer: true,
                     rank,
                     call: &|| Some(messages.number),
-                    what: &|| messages.awaited(self.shared.job_rank(rank)),
+                    what: &what,
                 })
             },
         }
@@ -443,6 +450,14 @@ impl MessageCall {
             false => "has not come",
         };
         format!("{}: rank {rank} {what}", self.words)
+    }
+
+    /// The call, if `rank` has come but does not pass on which ranks of other hosts have.
+    fn held_back(&self, rank: usize) -> String {
+        format!(
+            "{}: rank {rank} passes on nothing of other hosts",
+            self.words
+        )
     }
 }
 

@@ -71,7 +71,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
     let rank = 2;
     let failure = br#"{"RankLost":{"rank":3,"noticed_by":2}}"#.to_vec();
     let records = [
-        Record::Beat,
+        Record::Beat { leader: rank },
         Record::Post {
             rank,
             number: 1,
@@ -88,6 +88,12 @@ pub fn seeds() -> Vec<Vec<u8>> {
             rank,
             peer: 1,
             age: 3,
+        },
+        Record::PartWait {
+            rank,
+            peer: 3,
+            age: 3,
+            call: b"group \"pair\" in barrier()".to_vec(),
         },
         Record::Proposal {
             rank,

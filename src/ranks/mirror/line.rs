@@ -38,8 +38,8 @@ pub struct Line {
     /// The latest calls that were said and heard.
     said: Option<Record>,
     heard: Option<Record>,
-    /// When something was last sent.
-    spoken: Instant,
+    /// When this line last said that this leader runs.
+    beat: Option<Instant>,
     acknowledged: Acknowledged,
     /// Why it has ended, if it has.
     pub end: Option<End>,
@@ -65,7 +65,7 @@ impl Line {
             has_more: false,
             said: None,
             heard: None,
-            spoken: Instant::now(),
+            beat: None,
             acknowledged: Acknowledged::new(),
             end: None,
         }
@@ -121,14 +121,15 @@ impl Line {
         self.said = Some(call.clone());
     }
 
-    /// Sends what can be sent, or that this host is there.
-    pub fn send(&mut self) {
+    /// Sends what can be sent, and now and then that this leader, `own`, runs.
+    pub fn send(&mut self, own: usize) {
         if self.out.len() < CROWDED {
             let held = std::mem::take(&mut self.held);
             held.values().for_each(|held| held.encode(&mut self.out));
         }
-        if self.out.is_empty() && self.spoken.elapsed() >= BEAT {
-            Record::Beat.encode(&mut self.out);
+        if self.beat.is_none_or(|beat| beat.elapsed() >= BEAT) {
+            self.beat = Some(Instant::now());
+            self.say(&Record::Beat { leader: own });
         }
         let mut sent = 0;
         while sent < self.out.len() {
@@ -143,10 +144,7 @@ impl Line {
                 }
             }
         }
-        if sent > 0 {
-            self.spoken = Instant::now();
-            self.out.drain(..sent);
-        }
+        self.out.drain(..sent);
     }
 
     /// Reads what has come, at most [`READ`] bytes.

@@ -10,8 +10,8 @@ const LENGTH: usize = size_of::<u32>();
 /// Something that a rank has written in its host's block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Record {
-    /// The host is there.
-    Beat,
+    /// The leader `leader` runs.
+    Beat { leader: usize },
     /// A call. `lines` are its words, if it is an exchange of messages.
     Post {
         rank: usize,
@@ -30,6 +30,13 @@ pub enum Record {
     },
     /// The rank has waited for a peer, `age` ms ago. `peer` is 0 if it has not waited, or 1 + its number.
     Wait { rank: usize, peer: u8, age: u64 },
+    /// The rank has waited for rank `peer` in a part of the group, `age` ms ago. `call`: the part and its call in words.
+    PartWait {
+        rank: usize,
+        peer: u8,
+        age: u64,
+        call: Vec<u8>,
+    },
     /// The first failure of a host, which one of its ranks has reported.
     Proposal { rank: usize, failure: Vec<u8> },
     /// The group's first failure.
@@ -46,11 +53,12 @@ impl Record {
     /// The rank that has written it.
     pub fn rank(&self) -> Option<usize> {
         match *self {
-            Record::Beat => None,
+            Record::Beat { leader } => Some(leader),
             Record::Post { rank, .. }
             | Record::Again { rank }
             | Record::Refusal { rank, .. }
             | Record::Wait { rank, .. }
+            | Record::PartWait { rank, .. }
             | Record::Proposal { rank, .. }
             | Record::Fault { rank, .. }
             | Record::Left { rank, .. } => Some(rank),
@@ -59,7 +67,10 @@ impl Record {
 
     /// True if it says only that something goes on.
     pub fn is_minor(&self) -> bool {
-        matches!(self, Record::Beat | Record::Wait { .. })
+        matches!(
+            self,
+            Record::Beat { .. } | Record::Wait { .. } | Record::PartWait { .. }
+        )
     }
 
     /// The same call by `by`, if this is a call.
@@ -83,7 +94,7 @@ impl Record {
         let begin = bytes.len();
         bytes.extend([0; LENGTH]);
         let kind = match self {
-            Record::Beat => 0,
+            Record::Beat { .. } => 0,
             Record::Post { .. } => 1,
             Record::Refusal { .. } => 2,
             Record::Wait { .. } => 3,
@@ -91,11 +102,12 @@ impl Record {
             Record::Fault { .. } => 5,
             Record::Left { .. } => 6,
             Record::Again { .. } => 7,
+            Record::PartWait { .. } => 8,
         };
         bytes.extend([kind, self.rank().unwrap_or(0) as u8]);
         let mut number = |number: u64| bytes.extend(number.to_le_bytes());
         match self {
-            Record::Beat | Record::Again { .. } => {}
+            Record::Beat { .. } | Record::Again { .. } => {}
             Record::Post {
                 number: its,
                 words,
@@ -119,6 +131,13 @@ impl Record {
             Record::Wait { peer, age, .. } => {
                 number(*age);
                 bytes.push(*peer);
+            }
+            Record::PartWait {
+                peer, age, call, ..
+            } => {
+                number(*age);
+                bytes.push(*peer);
+                bytes.extend(call);
             }
             Record::Proposal { failure, .. } | Record::Fault { failure, .. } => {
                 bytes.extend(failure);
@@ -159,7 +178,7 @@ impl Record {
         let rank = usize::from(*rank);
         let rest = &mut rest;
         Some(match kind {
-            0 => Record::Beat,
+            0 => Record::Beat { leader: rank },
             1 => {
                 let number = take_number(rest)?;
                 let mut words = Box::new([0; WORDS]);
@@ -201,6 +220,16 @@ impl Record {
                 }
             }
             7 => Record::Again { rank },
+            8 => {
+                let age = take_number(rest)?;
+                let (&peer, call) = rest.split_first()?;
+                Record::PartWait {
+                    rank,
+                    peer,
+                    age,
+                    call: call.to_vec(),
+                }
+            }
             _ => return None,
         })
     }
@@ -234,7 +263,7 @@ mod tests {
     fn records() -> Vec<Record> {
         let (rank, number) = (63, u64::MAX - 1);
         vec![
-            Record::Beat,
+            Record::Beat { leader: 62 },
             Record::Post {
                 rank,
                 number,
@@ -264,6 +293,12 @@ mod tests {
                 rank,
                 peer: 64,
                 age: 12,
+            },
+            Record::PartWait {
+                rank,
+                peer: 63,
+                age: 12,
+                call: b"group \"a\" in barrier()".to_vec(),
             },
             Record::Proposal {
                 rank,

@@ -86,7 +86,7 @@ fn a_flood_of_records_leaves_little() {
     let (mut teller, [two, _four]) = teller();
     let mut round = Vec::new();
     for rank in [2, 3] {
-        Record::Beat.encode(&mut round);
+        Record::Beat { leader: 2 }.encode(&mut round);
         let (peer, age, number) = (1, 3, 1);
         Record::Wait { rank, peer, age }.encode(&mut round);
         let note = vec![7; 2000];
@@ -123,7 +123,7 @@ fn a_flood_of_records_leaves_little() {
 fn a_look_reads_a_limited_number_of_bytes_and_later_looks_the_rest() {
     let (mut teller, [two, _four]) = teller();
     let mut beats = Vec::new();
-    (0..READ).for_each(|_| Record::Beat.encode(&mut beats));
+    (0..READ).for_each(|_| Record::Beat { leader: 2 }.encode(&mut beats));
     // As much as the system takes, which is more than a look reads.
     let sent = (&*two).write(&beats).unwrap();
     assert!(sent > 2 * READ, "{sent}");

@@ -30,8 +30,8 @@ struct KnownRank {
     call: u64,
     /// The version of its latest refusal.
     refusal: u64,
-    /// Its latest wait, and when that was told.
-    wait: u64,
+    /// Its latest waits in the group and in parts of it, and when they were told.
+    waits: [u64; 2],
     told: Option<Instant>,
     left: bool,
     gone: bool,
@@ -46,7 +46,7 @@ impl Known {
             rank,
             call: 0,
             refusal: 0,
-            wait: 0,
+            waits: [0; 2],
             told: None,
             left: false,
             gone: false,
@@ -125,17 +125,28 @@ impl SharedState {
 
     fn tell_wait(&self, known: &mut KnownRank, tell: &mut impl FnMut(Record)) {
         let rank = known.rank;
-        let word = self.block().waits[rank].load(Ordering::Relaxed);
+        let (wait, part) = (&self.block().waits[rank], &self.block().part_waits[rank]);
+        let words = [wait.word(), part.wait().word()];
         let is_recent = known.told.is_some_and(|told| told.elapsed() < WAITS);
-        if word == known.wait || is_recent {
+        if words == known.waits || is_recent {
             return;
         }
-        (known.wait, known.told) = (word, Some(Instant::now()));
-        tell(Record::Wait {
-            rank,
-            peer: word as u8,
-            age: now_ms().saturating_sub(word >> 8),
-        });
+        known.told = Some(Instant::now());
+        let before = std::mem::replace(&mut known.waits, words);
+        let age = |word| now_ms().saturating_sub(word >> 8);
+        let [wait, in_part] = words;
+        if wait != before[0] {
+            let (peer, age) = (wait as u8, age(wait));
+            tell(Record::Wait { rank, peer, age });
+        }
+        if let (Some(other), true) = ((in_part as u8).checked_sub(1), in_part != before[1]) {
+            tell(Record::PartWait {
+                rank,
+                peer: other,
+                age: age(in_part),
+                call: part.call(other.into()).unwrap_or_default(),
+            });
+        }
     }
 
     /// Tells the group's first failure, or the one of this host. Returns true if there is one.
@@ -181,7 +192,8 @@ impl SharedState {
         let block = self.block();
         match record {
             // Whoever hears a call again makes it whole.
-            Record::Beat | Record::Again { .. } => {}
+            Record::Again { .. } => {}
+            Record::Beat { leader } => self.note_running(*leader),
             Record::Post {
                 rank,
                 number,
@@ -208,7 +220,16 @@ impl SharedState {
             }
             Record::Wait { rank, peer, age } => {
                 let word = now_ms().saturating_sub(*age) << 8 | u64::from(*peer);
-                block.waits[*rank].store(word, Ordering::Relaxed);
+                block.waits[*rank].note_word(word);
+            }
+            Record::PartWait {
+                rank,
+                peer,
+                age,
+                call,
+            } => {
+                let looked = now_ms().saturating_sub(*age);
+                block.part_waits[*rank].note((*peer).into(), looked, Some(call));
             }
             Record::Proposal { rank, failure } | Record::Fault { rank, failure } => {
                 block.fault.write(*rank, failure);

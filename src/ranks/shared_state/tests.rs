@@ -1,7 +1,7 @@
 //! What ranks see of one another through the block.
 
 use super::*;
-use crate::error::MadeCall;
+use crate::error::{Deadline, MadeCall};
 use crate::protocol::flag::Awaited;
 use crate::ranks::call::PostedCall;
 use crate::ranks::deadlines::Deadlines;
@@ -111,13 +111,13 @@ fn the_rank_that_waits_for_nobody_is_to_blame() {
     let fresh = Duration::from_secs(60);
     let ranks = ranks(4);
     assert_eq!(ranks[0].culprit(1, fresh), 1);
-    ranks[1].note_wait(2);
-    ranks[2].note_wait(3);
+    ranks[1].note_wait(2, String::new);
+    ranks[2].note_wait(3, String::new);
     assert_eq!(ranks[0].culprit(1, fresh), 3);
     std::thread::sleep(Duration::from_millis(3));
     let stopped = ranks[0].culprit(1, Duration::ZERO);
     assert_eq!(stopped, 1, "it has not looked for its flag since");
-    ranks[3].note_wait(1);
+    ranks[3].note_wait(1, String::new);
     assert_eq!(ranks[0].culprit(1, fresh), 1, "a circle");
 }
 
@@ -421,7 +421,7 @@ fn what_a_rank_writes_is_seen_on_the_other_host() {
     let call = MadeCall::named("barrier");
     assert_eq!(ranks[3].post_messages(1, &call, None), Ok(()));
     ranks[3].note_refusal(2, &Error::Capturing { rank: 3 });
-    ranks[2].note_wait(1);
+    ranks[2].note_wait(1, String::new);
     assert!(!ranks[0].has_begun(3, 1) && ranks[0].was_refused(3, 2).is_none());
     assert_eq!(mirror(&ranks[2], &mut known, &ranks[0]), None);
     assert!(ranks[0].has_begun(3, 1) && !ranks[0].has_begun(2, 1));
@@ -523,4 +523,111 @@ fn a_host_that_hears_nothing_of_rank_0_s_decides_alone() {
     assert_eq!(ranks[3].fail(lost.clone()), lost);
     assert_eq!(ranks[2].fault(), Some(lost));
     assert_eq!(ranks[0].fault(), None);
+}
+
+/// A mirror that last ran longer ago is silent.
+const SILENCE: Duration = Duration::from_millis(800);
+
+#[test]
+fn a_leader_that_passes_nothing_on_is_to_blame_for_ranks_of_other_hosts() {
+    let ranks = ranks_of_two_hosts();
+    // Nothing is known of the leaders yet.
+    assert_eq!(ranks[3].culprit(0, FRESH), 0);
+    let run = || {
+        ranks[2].note_running(2);
+        ranks[0].note_running(2);
+    };
+    run();
+    std::thread::sleep(SILENCE);
+    assert_eq!(ranks[3].silent_leader(0), Some(2));
+    assert_eq!(ranks[3].culprit(1, FRESH), 2);
+    // Nor is anything known of its host, on the other one.
+    assert_eq!(ranks[1].culprit(3, FRESH), 2);
+    // It says nothing of ranks of one host, nor blames itself.
+    assert_eq!(ranks[1].culprit(0, FRESH), 0);
+    assert_eq!(ranks[3].culprit(2, FRESH), 2);
+    assert_eq!(ranks[2].silent_leader(0), None);
+    // A leader that waits is not stopped.
+    ranks[2].note_wait(0, String::new);
+    assert_eq!(ranks[3].silent_leader(0), None);
+    assert_eq!(ranks[3].culprit(0, Duration::from_secs(60)), 0);
+    run();
+    assert_eq!(ranks[1].culprit(3, FRESH), 3);
+}
+
+/// Rank r of a part of `ranks` of a group, for each of them.
+fn split(group: &[Arc<SharedState>], ranks: &[usize], name: &str) -> Vec<Arc<SharedState>> {
+    let fd = memfd(SharedState::BYTES).unwrap();
+    let part = |(rank, &of_whole): (usize, &usize)| {
+        let memory = Mapping::shared(&fd, SharedState::BYTES).unwrap();
+        let part = SharedState::new(memory, rank, ranks.len());
+        let part = part.split_from(&group[of_whole], ranks);
+        let jobs = group[of_whole].naming();
+        let job_ranks = ranks
+            .iter()
+            .map(|&rank| jobs.map_or(rank, |jobs| jobs.job_ranks[rank]));
+        part.set_naming(Naming {
+            name: Some(name.into()),
+            job_ranks: job_ranks.collect(),
+            is_of_one_job: true,
+        });
+        Arc::new(part)
+    };
+    ranks.iter().enumerate().map(part).collect()
+}
+
+#[test]
+fn waits_are_followed_through_all_groups_of_a_family() {
+    let world: Vec<Arc<SharedState>> = ranks(6).into_iter().map(Arc::new).collect();
+    let upper = split(&world, &[2, 3, 4, 5], "upper");
+    let tensor = split(&upper, &[1, 2], "tensor");
+    let data = split(&world, &[0, 3], "data");
+    let passed = (Deadline::Arrival, Duration::from_secs(60));
+    let error = |of: &SharedState, rank: usize| {
+        let error = of.timed_out(passed, rank, Duration::from_secs(60), "barrier()".into());
+        of.named(error)
+    };
+    // Ranks 0 and 3 of the job wait for the next one, each in another group. Rank 4 waits for none.
+    data[0].note_wait(1, || "all_gather()".into());
+    tensor[0].note_wait(1, || "barrier(): rank 4 has not come".into());
+    let holds =
+        "held up by rank 4, for which rank 3 waits in group \"tensor\" in barrier(): rank 4";
+    // In the whole group, in a part that rank 4 is in, and in one that it is not in.
+    for (of, waits_for, waiting) in [(&world[1], 3, 1), (&upper[0], 1, 2), (&data[0], 1, 0)] {
+        let error = error(of, waits_for);
+        let Error::Timeout {
+            rank, waiting: by, ..
+        } = error.cause()
+        else {
+            panic!("{error}");
+        };
+        assert_eq!((*rank, *by), (4, waiting), "{error}");
+        assert!(error.to_string().contains(holds), "{error}");
+    }
+    let of_data = error(&data[0], 1).to_string();
+    assert!(of_data.starts_with("group \"data\""), "{of_data}");
+    // Rank 4 waits in the whole group too.
+    world[4].note_wait(5, String::new);
+    let at_fault = error(&data[0], 1).at_fault();
+    assert_eq!(at_fault, [5]);
+    assert_eq!(error(&tensor[0], 1).at_fault(), [5]);
+    let deadlines = Deadlines::new(Duration::from_secs(60), None);
+    assert!(world[0].is_waiting(4, &deadlines) && !world[0].is_waiting(5, &deadlines));
+}
+
+#[test]
+fn what_a_rank_waits_for_in_a_part_is_told_to_other_hosts() {
+    let ranks: Vec<Arc<SharedState>> = ranks_of_two_hosts().into_iter().map(Arc::new).collect();
+    let part = split(&ranks, &[2, 3], "pair");
+    let mut known = Known::new(&ranks[2]);
+    part[0].note_wait(1, || "barrier(): rank 3 has not come".into());
+    assert_eq!(ranks[0].culprit(2, FRESH), 2);
+    mirror(&ranks[2], &mut known, &ranks[0]);
+    let passed = (Deadline::Arrival, Duration::from_secs(60));
+    let error = ranks[0].timed_out(passed, 2, Duration::ZERO, "barrier()".into());
+    assert_eq!(error.at_fault(), [3]);
+    assert!(
+        error.to_string().contains("group \"pair\" in barrier()"),
+        "{error}"
+    );
 }

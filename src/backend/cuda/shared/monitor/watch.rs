@@ -126,7 +126,8 @@ impl Watch {
         let time = noted.elapsed().min(waited);
         *noted = Instant::now();
         if let Ok(Some((awaited, ..))) = self.missing(running) {
-            self.failures.note_wait(awaited.peer(), time);
+            let what = || self.describe(running, awaited);
+            self.failures.note_wait(awaited.peer(), time, what);
         }
     }
 
