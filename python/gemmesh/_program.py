@@ -20,9 +20,11 @@ def started(is_own: bool) -> tuple[str | None, list[str] | None, str | None]:
     """The interpreter's name, its arguments if `is_own`, and PYTHONPATH. None: as this process has them."""
     executable = sys.executable if os.path.isabs(sys.executable or "") else None
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    is_module = spec is not None and spec.name != "__main__"
-    root = _module_root(spec.name, spec.origin) if is_module else None
-    place, folder = (None, None) if is_module else _script()
+    place, folder, root = None, None, None
+    if spec is None or spec.name == "__main__":
+        place, folder = _script()
+    else:
+        root = _module_root(spec.name, spec.origin)
     began_in = folder or root or _IMPORTED_IN
     if began_in is None or began_in == _current():
         return executable, None, None
