@@ -201,7 +201,7 @@ fn kernel() -> String {
 const MOMENT: Duration = Duration::from_millis(10);
 /// The most that it grants. No more is granted wrongly if others take memory in that time, or if this process enters a
 /// control group that has less.
-const SMALL: u64 = 1 << 20;
+pub const SMALL: u64 = 1 << 20;
 
 /// A look at the limits that has found enough memory. It reads twenty files or more, which takes longer than to make a
 /// small matrix.

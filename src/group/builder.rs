@@ -108,6 +108,8 @@ impl<B: Backend> Builder<B> {
     /// How long a rank waits for another in a call that all ranks have begun, before it gives up with
     /// [`Error::Timeout`]. The default is [`DEFAULT_TIMEOUT`].
     ///
+    /// Ranks that are threads of one process open their group without it.
+    ///
     /// The clock starts when the last rank begins the call. The time in which the other rank multiplies what it will
     /// send counts. On GPUs a rank begins a call when it enqueues it, and a replay of a graph has no beginning that
     /// others see. So there the work that stands before it on the other rank's stream counts too.

@@ -461,13 +461,14 @@ impl<B: Backend> Group<B> {
 
     /// `place`: of the call that opens the group.
     fn open(
-        members: Members,
+        mut members: Members,
         numerics: Numerics,
         options: &OpenOptions,
         place: &'static Location<'static>,
     ) -> Result<Group<B>> {
         let backend = called_at(Some(place), || B::open(&members, options));
         let backend = backend.map_err(|error| members.named(error))?;
+        members.is_opening = false;
         Ok(Group {
             inner: Arc::new(Own::new(Inner {
                 backend,

@@ -231,6 +231,17 @@ mod tests {
     }
 
     #[test]
+    fn ranks_open_their_group_however_short_its_deadlines_are() {
+        let builder = Group::<Host>::builder().timeout(Duration::ZERO);
+        let builder = builder.arrival_timeout(Duration::ZERO);
+        let hosts = Hosts::of(&["a", "a", "b", "b"]).unwrap();
+        let opened = builder
+            .play_hosts(hosts)
+            .threads(4, |group| Ok::<_, Error>(group.rank()));
+        assert_eq!(opened, Ok(vec![0, 1, 2, 3]));
+    }
+
+    #[test]
     fn the_rank_that_reports_a_failure_comes_before_those_that_learn_of_it() {
         let error = Group::<Host>::threads(3, |group| match group.rank() {
             0 => Ok(()),

@@ -63,6 +63,13 @@ impl Deadlines {
         self.arrival.unwrap_or(RENDEZVOUS)
     }
 
+    /// While ranks that are threads of one process open their group: all have been started, so only a busy machine makes
+    /// one late.
+    pub fn of_opening(&self) -> Deadlines {
+        let arrival = self.rendezvous().max(RENDEZVOUS);
+        Deadlines::new(self.call.max(RENDEZVOUS), Some(arrival))
+    }
+
     /// How long a rank that was refused a call has to make it after all.
     pub fn correction(&self) -> Duration {
         self.arrival

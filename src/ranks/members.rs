@@ -32,6 +32,17 @@ const GRACE: Duration = Duration::from_millis(500);
 const FOREVER: Duration = Duration::from_secs(1 << 32);
 /// A wait is this long before it asks whether all ranks have begun the call, which takes some microseconds.
 const NOT_SHORT: Duration = Duration::from_millis(1);
+/// The shortest and the longest sleep of a waiting thread between two looks.
+const NAPS: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(4)];
+
+/// How long a thread sleeps that has waited for `waited`. The sleep prolongs the wait by a thirtieth at most.
+///
+/// A look costs a few microseconds, and two threads of each rank may wait. With short sleeps, the waiting ranks of a few
+/// groups would leave no time for anything else.
+fn nap(waited: Duration) -> Duration {
+    let [shortest, longest] = NAPS;
+    (waited / 32).clamp(shortest, longest)
+}
 
 /// The call in which the backends of the ranks open.
 pub fn opening() -> MadeCall {
@@ -46,6 +57,8 @@ pub struct Members {
     pub deadlines: Deadlines,
     /// True if the ranks are threads of one process.
     pub in_process: bool,
+    /// True while ranks that are threads of one process open the group. They wait longer for one another there.
+    pub is_opening: bool,
     /// Which ranks share a host.
     pub hosts: Hosts,
     /// True if the rank's function says why it has left, after this has been dropped.
@@ -108,6 +121,7 @@ impl Members {
             world,
             deadlines,
             in_process,
+            is_opening: in_process,
             tree: Mutex::new(Tree::new(&hosts, world, rank, &ends)),
             hosts,
             says_farewell: in_process,
@@ -315,7 +329,7 @@ impl Members {
                     format!("{}: rank {rank} is too many calls behind", words())
                 },
             })?;
-            std::thread::sleep(Duration::from_micros(100));
+            std::thread::sleep(nap(clock.total()));
         }
         Ok(())
     }
@@ -379,10 +393,14 @@ impl Members {
         }
         // The deadline is looked at first, so that a refusal that stands at the deadline is the reason, also if this
         // thread does not run in between.
-        let passed = self.deadlines.passed(clock, waiting.grace);
+        let deadlines = match self.is_opening {
+            true => self.deadlines.of_opening(),
+            false => self.deadlines,
+        };
+        let passed = deadlines.passed(clock, waiting.grace);
         let refusal = self
             .shared
-            .standing_refusal(waiting.call, clock.total(), &self.deadlines);
+            .standing_refusal(waiting.call, clock.total(), &deadlines);
         if let Some(error) = refusal {
             return Err(self.fail(error));
         }
@@ -445,8 +463,8 @@ impl Drop for Members {
     }
 }
 
-/// Waiting on a thread of the host. The thread looks, then yields, then sleeps, so that ranks and workers can outnumber
-/// the cores.
+/// Waiting on a thread of the host. The thread looks, then yields, then sleeps longer and longer, so that ranks and
+/// workers can outnumber the cores.
 impl Wait for Members {
     type Error = Error;
 
@@ -466,7 +484,6 @@ impl Members {
         self.refuse_fork()?;
         const SPINS: u32 = 100;
         const YIELDS: u32 = 20;
-        const NAP: Duration = Duration::from_micros(50);
         for _ in 0..SPINS {
             if is_there()? {
                 return Ok(());
@@ -511,8 +528,25 @@ impl Members {
                 yields -= 1;
                 std::thread::yield_now();
             } else {
-                std::thread::sleep(NAP);
+                std::thread::sleep(nap(waiting.clock.total()));
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_wait_costs_few_looks_and_lasts_hardly_longer() {
+        let (mut waited, mut looks) = (Duration::ZERO, 0);
+        while waited < Duration::from_secs(1) {
+            let nap = nap(waited);
+            assert!(nap <= NAPS[0].max(waited / 32), "{nap:?} after {waited:?}");
+            waited += nap;
+            looks += 1;
+        }
+        assert!(looks < 500, "{looks} looks in a second");
     }
 }

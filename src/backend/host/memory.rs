@@ -9,7 +9,7 @@ use crate::protocol::flag::Flag;
 use crate::protocol::flag::FlagBlock;
 use crate::ranks::members::{Members, opening};
 use crate::ranks::memfd::{Mapping, memfd};
-use crate::resources::{lacking, rooms};
+use crate::resources::{SMALL, lacking, rooms};
 use crate::schedule::{MAX_FLAGS, layout::MAX_WORLD};
 
 /// The same number of bytes on every rank.
@@ -34,28 +34,18 @@ impl HostSymmetric {
         initialise: impl FnOnce(*mut u8),
     ) -> Result<HostSymmetric> {
         let rank = members.rank;
-        // Ranks share a machine, and perhaps a control group. No rank begins unless there is room for all.
-        let rooms = ready.map(|()| (serde_json::to_vec(&rooms()).unwrap_or_default(), None));
-        let rooms = members.gather_messages(call, rooms)?.payloads;
-        let rooms = rooms.iter().enumerate().map(|(rank, rooms)| {
-            serde_json::from_slice(rooms).map_err(|error| {
-                let reason = error.to_string();
-                members.fail(Error::Message { rank, reason })
-            })
-        });
-        if let Some((rank, reason)) = lacking(&rooms.collect::<Result<Vec<_>>>()?, bytes) {
-            return Err(Error::OutOfMemory {
-                rank,
-                bytes,
-                reason,
-            });
-        }
+        // A small matrix takes less time than this. If there is no memory for it, a rank finds out when it makes its part.
+        let is_small = bytes.saturating_mul(members.world) as u64 <= SMALL;
+        let ready = match is_small {
+            true => ready,
+            false => Ok(require_room(members, call, ready, bytes)?),
+        };
         let allocate = || -> io::Result<OwnedFd> {
             let fd = memfd(bytes)?;
             initialise(Mapping::shared(&fd, bytes)?.as_ptr());
             Ok(fd)
         };
-        let own = allocate().map_err(Error::out_of_memory(rank, bytes));
+        let own = ready.and_then(|()| allocate().map_err(Error::out_of_memory(rank, bytes)));
         let maps = members.share(call, own, |fds| {
             let map = |(owner, fd): (usize, &Option<OwnedFd>)| {
                 let Some(fd) = fd else {
@@ -84,6 +74,27 @@ impl HostSymmetric {
     /// The memory of `rank`. None if that runs on another host.
     pub fn of(&self, rank: usize) -> Option<*mut u8> {
         self.maps[rank].as_ref().map(Mapping::as_ptr)
+    }
+}
+
+/// Fails unless there is room for `bytes` on every rank, so that no rank begins in vain. Ranks share a machine, and
+/// perhaps a control group.
+fn require_room(members: &Members, call: &MadeCall, ready: Result<()>, bytes: usize) -> Result<()> {
+    let rooms = ready.map(|()| (serde_json::to_vec(&rooms()).unwrap_or_default(), None));
+    let rooms = members.gather_messages(call, rooms)?.payloads;
+    let rooms = rooms.iter().enumerate().map(|(rank, rooms)| {
+        serde_json::from_slice(rooms).map_err(|error| {
+            let reason = error.to_string();
+            members.fail(Error::Message { rank, reason })
+        })
+    });
+    match lacking(&rooms.collect::<Result<Vec<_>>>()?, bytes) {
+        Some((rank, reason)) => Err(Error::OutOfMemory {
+            rank,
+            bytes,
+            reason,
+        }),
+        None => Ok(()),
     }
 }
 

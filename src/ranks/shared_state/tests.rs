@@ -490,27 +490,44 @@ fn a_call_is_not_overwritten_before_it_is_mirrored() {
 
 #[test]
 fn rank_0_s_host_says_which_failure_is_the_first() {
-    let ranks = ranks_of_two_hosts();
-    let lost = |rank| Error::RankLost {
+    // A busy machine may hold this thread up for longer than a rank waits for the verdict, but not each time.
+    let is_in_time = (0..20).any(|_| {
+        let begin = Instant::now();
+        let told = failures_of_two_hosts();
+        let in_time = begin.elapsed() < VERDICT;
+        let first = Some(lost(1));
+        let expected = [None, first.clone(), first.clone(), first];
+        assert!(!in_time || told == expected, "{told:?}");
+        in_time
+    });
+    assert!(is_in_time);
+}
+
+fn lost(rank: usize) -> Error {
+    Error::RankLost {
         rank,
         noticed_by: rank,
-    };
+    }
+}
+
+/// Rank 2 fails, and then rank 1 of the first host. Returns what rank 2 knows before the hosts hear of each other, what
+/// ranks 1 and 2 get, and what rank 3 knows at the end.
+fn failures_of_two_hosts() -> [Option<Error>; 4] {
+    let ranks = ranks_of_two_hosts();
     let mut known = [Known::new(&ranks[0]), Known::new(&ranks[2])];
     let [of_first, of_second] = &mut known;
-    std::thread::scope(|scope| {
+    let [before, near, far] = std::thread::scope(|scope| {
         let far = scope.spawn(|| ranks[2].fail(lost(2)));
-        let begin = Instant::now();
         while ranks[2].block().proposal.reporter().is_none() {
-            assert!(begin.elapsed() < VERDICT, "nothing is proposed");
             std::thread::yield_now();
         }
-        assert_eq!(ranks[2].fault(), None, "it is not decided");
-        assert_eq!(ranks[1].fail(lost(1)), lost(1));
+        let before = ranks[2].fault();
+        let near = ranks[1].fail(lost(1));
         mirror(&ranks[2], of_second, &ranks[0]);
         mirror(&ranks[0], of_first, &ranks[2]);
-        assert_eq!(far.join().unwrap(), lost(1));
+        [before, Some(near), Some(far.join().unwrap())]
     });
-    assert_eq!(ranks[3].fault(), Some(lost(1)));
+    [before, near, far, ranks[3].fault()]
 }
 
 #[test]
