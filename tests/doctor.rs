@@ -5,6 +5,10 @@
 #[path = "../examples/doctor/main.rs"]
 mod doctor;
 
+#[path = "support/patience.rs"]
+#[allow(dead_code)]
+mod patience;
+
 use std::collections::BTreeSet;
 use std::fs;
 use std::net::TcpListener;
@@ -16,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use doctor::report::Via;
 use doctor::routes::{self, Rates};
+use patience::{agreed, stretched};
 use serde_json::{Value, json as value};
 
 /// Makes this program the doctor. Inherited by the processes that it starts.
@@ -658,8 +663,9 @@ fn a_rank_that_is_alone_does_not_wait_for_ever() {
     let own = [("RANK", "0"), ("TORCHELASTIC_RUN_ID", "alone")];
     let environment = [&own, &TORCHRUN[..]].concat();
     let begin = Instant::now();
-    let (report, code) = json(&["--backend", "host", "--timeout", "12"], &environment);
-    assert!(begin.elapsed() < Duration::from_secs(40));
+    let seconds = agreed(Duration::from_secs(12)).as_secs().to_string();
+    let (report, code) = json(&["--backend", "host", "--timeout", &seconds], &environment);
+    assert!(begin.elapsed() < stretched(Duration::from_secs(40)));
     assert_eq!(code, 1);
     assert_severity(&report, "rank 1 has not come", "problem");
     assert_severity(&report, "the host backend works", "ok");
@@ -826,9 +832,11 @@ fn a_driver_without_gpus_is_a_finding() {
 
 fn a_driver_that_hangs_is_a_finding() {
     let begin = Instant::now();
-    let (report, code) = json(&["--timeout", "5"], &[("CPU_DRIVER_HANGS", "1")]);
-    assert!(begin.elapsed() < Duration::from_secs(30));
+    let seconds = agreed(Duration::from_secs(5)).as_secs().to_string();
+    let (report, code) = json(&["--timeout", &seconds], &[("CPU_DRIVER_HANGS", "1")]);
+    assert!(begin.elapsed() < stretched(Duration::from_secs(30)));
     assert_eq!(code, 1);
-    assert_severity(&report, "did not end within 5 s", "problem");
+    let words = format!("did not end within {seconds} s");
+    assert_severity(&report, &words, "problem");
     assert_severity(&report, "the host backend works", "ok");
 }

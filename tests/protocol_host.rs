@@ -1,5 +1,9 @@
 //! That the host backend keeps the protocol, when chunks come late and ranks run ahead.
 
+#[path = "support/patience.rs"]
+#[allow(dead_code)]
+mod patience;
+
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -8,6 +12,7 @@ use gemmesh::{
     AllGatherMatmul, Builder, Chunking, Config, Error, Group, Host, Route, TileShape,
     all_gather_matmul, bf16,
 };
+use patience::{agreed, stretched};
 
 const CONFIG: Config = Config::new(
     TileShape::new(4, 4, 4).with_group_m(2),
@@ -51,7 +56,7 @@ fn operations(group: &Group<Host>, count: usize, ways: &[Route]) -> Result<(), E
 fn group(first_epoch: u32) -> Builder<Host> {
     gemmesh::testing::delay_chunks(Some(7));
     Group::builder()
-        .timeout(Duration::from_secs(10))
+        .timeout(agreed(Duration::from_secs(10)))
         .workers(2)
         .first_epoch(first_epoch)
 }
@@ -137,7 +142,7 @@ fn two_ranks(
     k: usize,
     each: impl Fn(&Group<Host>, Run) -> Result<(), Error> + Sync,
 ) -> Result<(), Error> {
-    let group = Group::<Host>::builder().timeout(Duration::from_secs(2));
+    let group = Group::<Host>::builder().timeout(agreed(Duration::from_secs(2)));
     group.threads(2, |group| {
         let a = group.sharded::<bf16>(M, k)?;
         let b = group.zeros::<bf16>(5, k)?;
@@ -152,7 +157,7 @@ fn two_ranks(
 fn a_rank_that_is_late_is_named_and_the_group_starts_nothing_more() -> Result<(), Error> {
     // By rank 1: then rank 0 comes.
     let given_up = AtomicBool::new(false);
-    let group = Group::<Host>::builder().arrival_timeout(Duration::from_secs(1));
+    let group = Group::<Host>::builder().arrival_timeout(agreed(Duration::from_secs(1)));
     group.threads(2, |group| {
         let a = group.sharded::<bf16>(M, K)?;
         let b = group.zeros::<bf16>(5, K)?;
@@ -160,7 +165,7 @@ fn a_rank_that_is_late_is_named_and_the_group_starts_nothing_more() -> Result<()
         let begin = Instant::now();
         while group.rank() == 0
             && !given_up.load(Ordering::Relaxed)
-            && begin.elapsed() < Duration::from_secs(10)
+            && begin.elapsed() < stretched(Duration::from_secs(10))
         {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -201,7 +206,7 @@ fn a_message_too_long_for_all_is_refused_and_its_sender_named() {
 
 #[test]
 fn the_failure_of_a_rank_ends_the_waits_of_the_others_at_once() -> Result<(), Error> {
-    let timeout = Duration::from_secs(30);
+    let timeout = agreed(Duration::from_secs(30));
     let all_have_failed = Barrier::new(2);
     let group = Group::<Host>::builder().timeout(timeout);
     group.threads(2, |group| {

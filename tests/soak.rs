@@ -14,6 +14,7 @@ use gemmesh::{
 use rand::RngExt;
 use rand::rngs::StdRng;
 use support::numbers::{Reference, bits, nan, normal, rng};
+use support::patience::{agreed, stretched};
 
 /// What this process holds of the system, as far as it is ours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,7 +49,10 @@ impl Holdings {
             if as_expected(&now) {
                 return now;
             }
-            assert!(begin.elapsed() < Duration::from_secs(20), "{now:?} remain");
+            assert!(
+                begin.elapsed() < stretched(Duration::from_secs(20)),
+                "{now:?} remain"
+            );
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -226,7 +230,7 @@ fn soak(first_epoch: u32, count: usize) {
     Group::<Host>::builder()
         .first_epoch(first_epoch)
         .workers(WORKERS)
-        .timeout(Duration::from_secs(20))
+        .timeout(agreed(Duration::from_secs(20)))
         .threads(WORLD, |group| {
             let mut random = rng(first_epoch.into());
             let mut wide: Vec<Item<bf16>> = (0..4)

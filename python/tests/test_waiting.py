@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import gemmesh
-from ranks import LONG, Matrices, address, ended, join, matrix, outcomes, program, ranks, sharded, threads, wide
+from ranks import LONG, Matrices, address, ended, join, matrix, outcomes, program, ranks, sharded, stretched, threads, wide
 
 #: Seconds from a signal to its exception, at most.
 AT_ONCE = 0.2
@@ -141,7 +141,7 @@ def test_a_rank_that_is_late_is_named() -> None:
     over = threading.Event()
 
     def body(rank: int) -> None:
-        with join(rank, 2, at, arrival_timeout=0.5) as group:
+        with join(rank, 2, at, arrival_timeout=stretched(0.5)) as group:
             if rank == 1:
                 over.wait(LONG)
                 return
@@ -163,7 +163,7 @@ def test_a_rank_that_stops_in_a_call_is_named() -> None:
     over = threading.Event()
 
     def body(rank: int) -> None:
-        with join(rank, 2, at, timeout=0.5) as group:
+        with join(rank, 2, at, timeout=stretched(0.5)) as group:
             a = group.sharded(8, 4, "f32")
 
             def produce(chunk: gemmesh.Chunk) -> None:

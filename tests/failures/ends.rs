@@ -5,12 +5,13 @@ use std::time::{Duration, Instant};
 use gemmesh::{Error, Group, Host, Route, all_gather_matmul, bf16};
 use rustix::process::Signal;
 
+use crate::support::patience::stretched;
 use crate::support::processes::sockets_of;
 use crate::support::products::ROUTES;
 use crate::support::shared::failures;
 use crate::support::tested::{Tested, assert_timeout_names, poisoned, ranks};
 use crate::{
-    Arguments, MakeCall, NOTICED, SHORT, TIMEOUT, amid_functions, each_route, test_name,
+    Arguments, MakeCall, NOTICED, PROMPT, TIMEOUT, amid_functions, each_route, short, test_name,
     told_at_once,
 };
 
@@ -50,14 +51,14 @@ fn a_rank_killed_at_the_rendezvous_is_named_at_the_latest_by_the_first_call() {
             rank.hear();
         }
         rank.say("here");
-        let group = rank.connect(3 * SHORT).map_err(|e| e.cause().clone())?;
+        let group = rank.connect(3 * short()).map_err(|e| e.cause().clone())?;
         poisoned(&group, group.barrier())
     });
     ranks.heard(0, "here");
     ranks.heard(1, "here");
     let begin = Instant::now();
     // Rank 0's socket and its end of the connection.
-    while sockets_of(&ranks.address).len() < 2 && begin.elapsed() < TIMEOUT {
+    while sockets_of(&ranks.address).len() < 2 && begin.elapsed() < stretched(PROMPT) {
         std::thread::sleep(Duration::from_millis(1));
     }
     // Time for rank 1 to introduce itself.
@@ -105,7 +106,8 @@ amid_functions!(Host::leave, Host);
 #[test]
 fn a_rank_that_never_calls_is_named_at_the_timeout() {
     let mut ranks = ranks::<Host>(test_name!(), 3, |rank| {
-        let group = rank.connect(SHORT)?;
+        rank.come_together();
+        let group = rank.connect(short())?;
         let mut arguments = Arguments::new(&group, 9, 5, 3)?;
         arguments.verify(&group)?;
         if rank.rank == 2 {
@@ -115,6 +117,7 @@ fn a_rank_that_never_calls_is_named_at_the_timeout() {
         rank.say("failed");
         outcome
     });
+    ranks.let_all_go();
     ranks.heard(0, "failed");
     ranks.heard(1, "failed");
     ranks.tell(2);
@@ -128,7 +131,7 @@ fn a_rank_that_never_calls_is_named_at_the_timeout() {
 fn a_rank_that_never_calls_is_named_also_by_ranks_without_rows_of_their_own() {
     let given_up = std::sync::Barrier::new(4);
     let error = Group::<Host>::builder()
-        .arrival_timeout(SHORT)
+        .arrival_timeout(short())
         .workers(3)
         .threads(4, |group| {
             let a = group.sharded_rows::<bf16>(&[0, 5, 0, 5], 3)?;
@@ -177,7 +180,7 @@ fn leave(test: &str, leaver: usize, call: MakeCall) {
             "{}",
             outcome.error()
         );
-        assert!(outcome.at - left < NOTICED);
+        assert!(outcome.at - left < stretched(NOTICED));
     }
 }
 
@@ -227,7 +230,7 @@ fn a_rank_that_leaves_while_the_others_push_is_named() {
                 }
                 let begin = Instant::now();
                 let result = arguments.run_by(route);
-                assert!(begin.elapsed() < NOTICED);
+                assert!(begin.elapsed() < stretched(NOTICED));
                 result
             });
         let error = result.unwrap_err();
@@ -274,7 +277,7 @@ fn a_rank_that_panics_is_named_as_that_at_once() {
             matches!(error, Error::RankPanicked { rank: 1, .. }),
             "{error}"
         );
-        assert!(survivor.at.saturating_duration_since(panicked) < NOTICED);
+        assert!(survivor.at.saturating_duration_since(panicked) < stretched(NOTICED));
     }
     assert_eq!(outcomes[1].value(), "caught");
 }

@@ -10,11 +10,12 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, pidfd_open, waitpid};
 
 use crate::support::forks::{assert_right, end, fork, is_refused};
+use crate::support::patience::stretched;
 use crate::support::processes::{Rank, sockets_of, start};
 use crate::support::products::Arguments as Products;
 use crate::support::shared::failures;
 use crate::support::tested::{all_done, poisoned, ranks};
-use crate::{Arguments, NOTICED, TIMEOUT, test_name};
+use crate::{Arguments, NOTICED, PROMPT, TIMEOUT, test_name};
 
 /// Every kind of call is refused in a child.
 fn all_refused(group: &Group<Host>, arguments: &mut Products<Host>) -> bool {
@@ -106,7 +107,7 @@ fn outlived(test: &str, parent: usize) {
     let others = (0..3).filter(|&rank| rank != parent);
     for place in others {
         let known = ranks.heard(place, "knows");
-        assert!(known.saturating_duration_since(killed) < NOTICED);
+        assert!(known.saturating_duration_since(killed) < stretched(NOTICED));
     }
     ranks.tell(parent);
     for outcome in ranks.outcomes() {
@@ -166,7 +167,7 @@ fn outlives_the_group(test: &str, leaver: usize) {
     let leaves = ranks.heard(leaver, "leaves");
     for (place, what) in [(leaver, "has left"), (1 - leaver, "knows")] {
         let after = ranks.heard(place, what).saturating_duration_since(leaves);
-        assert!(after < NOTICED, "{what}: {after:?}");
+        assert!(after < stretched(NOTICED), "{what}: {after:?}");
     }
     ranks.tell(leaver);
     let outcomes = ranks.outcomes();
@@ -192,7 +193,7 @@ fn rank_0_leaves_at_once_though_a_fork_lives_on() {
 fn await_true(otherwise: &str, mut look: impl FnMut() -> bool) {
     let begin = Instant::now();
     while !look() {
-        assert!(begin.elapsed() < TIMEOUT, "{otherwise}");
+        assert!(begin.elapsed() < stretched(PROMPT), "{otherwise}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -10,9 +10,10 @@ use rustix::process::{Resource, Signal};
 
 use crate::limits::{Limited, limit_for};
 use crate::support::forks::{assert_right, end, fork};
+use crate::support::patience::{agreed, stretched};
 use crate::support::processes::{Rank, Setting, in_namespaces, start, this_program};
 use crate::support::tested::{all_done, ranks, ranks_with, without_places};
-use crate::{Arguments, MakeCall, NOTICED, SHORT, TIMEOUT, test_name};
+use crate::{Arguments, MakeCall, NOTICED, PROMPT, TIMEOUT, short, test_name};
 
 /// A product that is right.
 fn work(group: &Group<Host>) -> Result<(), Error> {
@@ -70,7 +71,7 @@ fn killed(test: &str, setting: &Setting, forks: bool) {
     ranks.all_heard("here");
     let died = ranks.signal(3, Signal::KILL);
     let known = ranks.heard(2, "knows");
-    assert!(known.saturating_duration_since(died) < NOTICED);
+    assert!(known.saturating_duration_since(died) < stretched(NOTICED));
     ranks.tell(3);
     for outcome in ranks.outcomes() {
         match outcome.rank {
@@ -291,7 +292,7 @@ fn fields_of_an_error_of_a_part_number_ranks_as_its_words_do() {
         .flat_map(|wait| ends.map(|leaves| (wait, leaves)))
     {
         let over = std::sync::Barrier::new(4);
-        let builder = Group::<Host>::builder().arrival_timeout(SHORT).workers(1);
+        let builder = Group::<Host>::builder().arrival_timeout(short()).workers(1);
         let result = builder.threads(4, |world| {
             let rank = world.rank();
             let pair = world.split(rank / 2, rank)?;
@@ -361,7 +362,7 @@ fn nothing_is_left_of_groups_that_were_split_and_dropped() {
         // A thread that has ended may still be in the list for a moment.
         let is_left = || open_descriptors() > before.0 || threads() > before.1;
         let begin = Instant::now();
-        while is_left() && begin.elapsed() < SHORT {
+        while is_left() && begin.elapsed() < agreed(PROMPT) {
             std::thread::sleep(Duration::from_millis(1));
         }
         assert!(!is_left());
@@ -455,7 +456,7 @@ fn a_thread_that_leaves_a_part_or_panics_in_it_is_named_at_once() {
             work(&world)
         })
         .unwrap();
-    assert!(begin.elapsed() < TIMEOUT);
+    assert!(begin.elapsed() < stretched(PROMPT));
 }
 
 #[test]

@@ -11,12 +11,13 @@ use rustix::process::{Resource, Signal};
 
 use crate::limits::{Limited, limit_for};
 use crate::support::forks::{end, fork};
+use crate::support::patience::stretched;
 use crate::support::processes::{
     Outcome, Processes, Rank, Setting, is_rank, start_with, this_program,
 };
 use crate::support::products::Arguments;
 use crate::support::tested::{all_done, assert_call_mismatch, poisoned, same_error};
-use crate::{SHORT, TIMEOUT, test_name};
+use crate::{PROMPT, SHORT, TIMEOUT, short, test_name};
 
 /// Survivors know within this, on a machine as busy as it may be: twice what docs/hosts.md says.
 const NOTICED: Duration = Duration::from_secs(4);
@@ -133,7 +134,7 @@ fn assert_lost(ranks: Processes, world: usize, victim: usize, since: Instant) ->
     for place in (0..world).filter(|&place| place != victim) {
         let heard = ranks.heard(place, "failed");
         let took = heard.saturating_duration_since(since);
-        assert!(took < NOTICED, "rank {place} took {took:?}");
+        assert!(took < stretched(NOTICED), "rank {place} took {took:?}");
     }
     let outcomes = ranks.outcomes();
     for outcome in outcomes.iter().filter(|outcome| outcome.rank != victim) {
@@ -244,7 +245,7 @@ fn stop(test: &str, victim: usize) {
     for place in (0..4).filter(|&place| place != victim) {
         let took = ranks.heard(place, "failed") - stopped;
         assert!(took > SHORT / 2, "rank {place} took {took:?}");
-        assert!(took < 5 * SHORT, "rank {place} took {took:?}");
+        assert!(took < 5 * short(), "rank {place} took {took:?}");
     }
     ranks.signal(victim, Signal::CONT);
     ranks.tell(victim);
@@ -316,7 +317,7 @@ fn a_rank_0_that_was_stopped_before_the_call_is_named_by_all_hosts() {
 
 /// A group of short deadlines of the same ranks.
 fn join_again(_patient: &Group<Host>) -> Result<Group<Host>, Error> {
-    join(2 * SHORT)
+    join(2 * short())
 }
 
 #[test]
@@ -351,12 +352,14 @@ fn a_call_that_differs_on_another_host_is_named() {
 #[test]
 fn ranks_that_are_missing_on_any_hosts_are_named_on_all_hosts() {
     let away = [1, 3, 5];
-    let ranks = Job::new(3, 2).start(test_name!(), |rank| {
+    let mut ranks = Job::new(3, 2).start(test_name!(), |rank| {
+        rank.come_together();
         if away.contains(&rank.rank) {
             return Ok("away".into());
         }
-        join(SHORT).map(|_| "met".into())
+        join(short()).map(|_| "met".into())
     });
+    ranks.let_all_go();
     let outcomes = ranks.outcomes();
     for outcome in outcomes.iter().filter(|one| !away.contains(&one.rank)) {
         let Error::RanksMissing { ranks, .. } = outcome.error() else {
@@ -368,12 +371,14 @@ fn ranks_that_are_missing_on_any_hosts_are_named_on_all_hosts() {
 
 #[track_caller]
 fn miss_a_host(test: &str, away: usize) {
-    let ranks = Job::new(2, 2).start(test, |rank| {
+    let mut ranks = Job::new(2, 2).start(test, |rank| {
+        rank.come_together();
         if rank.rank / 2 == away {
             return Ok("away".into());
         }
-        join(SHORT).map(|_| "met".into())
+        join(short()).map(|_| "met".into())
     });
+    ranks.let_all_go();
     let outcomes = ranks.outcomes();
     for outcome in outcomes.iter().filter(|outcome| outcome.rank / 2 != away) {
         let Error::RanksMissing { ranks, .. } = outcome.error() else {
@@ -399,13 +404,15 @@ fn a_rank_with_another_key_is_turned_away_before_the_deadline() {
         2 => vec![("GEMMESH_KEY", "another key, of an earlier job".into())],
         _ => Vec::new(),
     };
-    let ranks = Job::new(3, 1).start_with(test_name!(), &others, |rank| {
+    let mut ranks = Job::new(3, 1).start_with(test_name!(), &others, |rank| {
+        rank.come_together();
         let begin = Instant::now();
-        let patience = if rank.rank == 2 { TIMEOUT } else { 8 * SHORT };
+        let patience = if rank.rank == 2 { TIMEOUT } else { 8 * short() };
         let joined = join(patience);
-        assert!(rank.rank != 2 || begin.elapsed() < TIMEOUT / 2);
+        assert!(rank.rank != 2 || begin.elapsed() < stretched(PROMPT) / 2);
         joined.map(|_| "met".into())
     });
+    ranks.let_all_go();
     for outcome in ranks.outcomes() {
         match (outcome.rank, outcome.error()) {
             (2, Error::KeyRefused { rank: 2, .. }) => {}
@@ -421,10 +428,12 @@ fn a_name_without_an_address_is_told_before_the_deadline() {
         0 => Vec::new(),
         _ => vec![("MASTER_ADDR", "no-such-host.invalid".into())],
     };
-    let ranks = Job::new(2, 1).start_with(test_name!(), &others, |rank| {
-        let patience = if rank.rank == 1 { TIMEOUT } else { SHORT };
+    let mut ranks = Job::new(2, 1).start_with(test_name!(), &others, |rank| {
+        rank.come_together();
+        let patience = if rank.rank == 1 { TIMEOUT } else { short() };
         join(patience).map(|_| "met".into())
     });
+    ranks.let_all_go();
     let outcomes = ranks.outcomes();
     let error = outcomes[1].error().to_string();
     assert!(error.contains("no-such-host.invalid"), "{error}");
@@ -435,7 +444,11 @@ fn a_name_without_an_address_is_told_before_the_deadline() {
 fn a_port_that_is_taken_is_told() {
     let job = Job::new(2, 2);
     let _taken = TcpListener::bind(("0.0.0.0", job.port));
-    let ranks = job.start(test_name!(), |_| join(2 * SHORT).map(|_| "met".into()));
+    let mut ranks = job.start(test_name!(), |rank| {
+        rank.come_together();
+        join(2 * short()).map(|_| "met".into())
+    });
+    ranks.let_all_go();
     for outcome in ranks.outcomes().iter().filter(|outcome| outcome.rank < 2) {
         let error = outcome.error().to_string();
         assert!(error.contains("GEMMESH_PORT"), "{error}");
@@ -538,7 +551,7 @@ fn strangers_at_the_port_get_nothing_and_delay_nobody() {
     let connect = || loop {
         match TcpStream::connect(("127.0.0.1", port)) {
             Ok(stream) => return stream,
-            Err(error) => assert!(begin.elapsed() < TIMEOUT, "{error}"),
+            Err(error) => assert!(begin.elapsed() < stretched(PROMPT), "{error}"),
         }
         std::thread::sleep(Duration::from_millis(10));
     };
@@ -558,7 +571,7 @@ fn strangers_at_the_port_get_nothing_and_delay_nobody() {
     ranks.tell(3);
     let told = Instant::now();
     all_done(ranks);
-    assert!(told.elapsed() < NOTICED, "{:?}", told.elapsed());
+    assert!(told.elapsed() < stretched(NOTICED), "{:?}", told.elapsed());
     for mut stream in silent {
         stream
             .set_read_timeout(Some(Duration::from_secs(5)))
@@ -702,7 +715,10 @@ fn cut(
 
 #[track_caller]
 fn assert_in_time(took: &[Duration]) {
-    assert!(took.iter().all(|took| *took < NOTICED), "{took:?}");
+    assert!(
+        took.iter().all(|took| *took < stretched(NOTICED)),
+        "{took:?}"
+    );
 }
 
 /// The variables of a job on two machines.

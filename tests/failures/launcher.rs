@@ -11,10 +11,14 @@ use gemmesh::launch::{self, Launch};
 use gemmesh::{Error, Group, Host, bf16};
 use rustix::process::Signal;
 
+use crate::support::patience::stretched;
 use crate::support::processes::{
     Outcome, Processes, Rank, Setting, in_namespaces, runs, start, start_with, this_program,
 };
-use crate::{Arguments, NOTICED, SHORT, TIMEOUT, test_name};
+use crate::{Arguments, NOTICED, TIMEOUT, short, test_name};
+
+/// Longer than any test waits for what is killed.
+const FOREVER: Duration = Duration::from_secs(3600);
 
 /// This process's arguments name the test.
 fn launched(rank: &Rank, world: usize) -> Result<String, Error> {
@@ -105,7 +109,7 @@ fn what_launched_ranks_write_last_comes_out_however_they_end() {
                 _ => rustix::process::kill_process(rustix::process::getpid(), Signal::STOP),
             }
             .unwrap();
-            std::thread::sleep(Duration::from_secs(60));
+            std::thread::sleep(FOREVER);
         }
         let failed = launched(me, 4);
         // The error is returned after all else.
@@ -417,7 +421,7 @@ fn ranks_that_a_launcher_starts_through_wrappers_meet_those_of_their_own_job() {
         if !launch::is_rank() {
             return started_through_shells(2);
         }
-        let builder = Group::<Host>::builder().timeout(SHORT);
+        let builder = Group::<Host>::builder().timeout(short());
         let group = builder.from_env()?;
         group.barrier()?;
         me.say(format!("rank {} of {}", group.rank(), group.world_size()));
@@ -472,12 +476,12 @@ fn the_first_launched_rank_that_fails_is_returned_and_the_others_are_killed() {
             std::process::exit(7);
         }
         // The others don't end by themselves.
-        std::thread::sleep(Duration::from_secs(60));
+        std::thread::sleep(FOREVER);
         std::process::exit(0);
     });
     let begin = Instant::now();
     let outcome = &ranks.outcomes()[0];
-    assert!(begin.elapsed() < Duration::from_secs(30));
+    assert!(begin.elapsed() < stretched(Duration::from_secs(30)));
     match outcome.error() {
         Error::RankFailed {
             rank,
@@ -526,7 +530,7 @@ fn launched_ranks_die_with_their_launcher() {
         me.say(format!("pid {}", std::process::id()));
         group.barrier()?;
         me.say(format!("rank {} is here", group.rank()));
-        std::thread::sleep(Duration::from_secs(60));
+        std::thread::sleep(FOREVER);
         std::process::exit(0);
     });
     for rank in 0..3 {
@@ -536,7 +540,7 @@ fn launched_ranks_die_with_their_launcher() {
     // Also the ends of their outputs have been waited for here.
     let outcome = &ranks.outcomes()[0];
     outcome.assert_killed();
-    assert!(outcome.at - killed < NOTICED);
+    assert!(outcome.at - killed < stretched(NOTICED));
     assert_all_ended(&outcome.text, 3);
 }
 
@@ -746,11 +750,11 @@ fn ends_before_the_others_meet_it(test: &str, missing: usize) {
 fn a_launched_rank_that_never_calls_is_returned_and_killed() {
     let error = launched_failure(test_name!(), || {
         let group = Group::<Host>::builder()
-            .arrival_timeout(2 * SHORT)
+            .arrival_timeout(2 * short())
             .from_env()?;
         group.barrier()?;
         if group.rank() == 2 {
-            std::thread::sleep(Duration::from_secs(60));
+            std::thread::sleep(FOREVER);
         }
         group.barrier()
     });
@@ -859,13 +863,13 @@ fn a_rank_that_is_stopped_when_its_group_has_failed_and_the_others_have_ended_is
     let begin = Instant::now();
     let error = launched_failure(test_name!(), || {
         let group = Group::<Host>::builder()
-            .arrival_timeout(2 * SHORT)
+            .arrival_timeout(2 * short())
             .from_env()?;
         group.barrier()?;
         if group.rank() == 1 {
             rustix::process::kill_process(rustix::process::getpid(), Signal::STOP).unwrap();
             // Another thread may take the signal first.
-            std::thread::sleep(Duration::from_secs(60));
+            std::thread::sleep(FOREVER);
         }
         // The others bear it, and succeed.
         group.barrier().unwrap_err();
@@ -873,7 +877,7 @@ fn a_rank_that_is_stopped_when_its_group_has_failed_and_the_others_have_ended_is
     });
     let cause = assert_failed(&error, 1, "still running, and killed").expect("a cause");
     assert!(matches!(cause, Error::Timeout { rank: 1, .. }), "{cause}");
-    assert!(begin.elapsed() < Duration::from_secs(30));
+    assert!(begin.elapsed() < stretched(Duration::from_secs(30)));
 }
 
 /// How many processes of this program this one descends from.
@@ -963,7 +967,7 @@ fn assert_all_ended(text: &str, world: usize) {
         .collect();
     assert_eq!(pids.len(), world, "{text}");
     // A process that is killed closes its outputs before it has ended.
-    let deadline = Instant::now() + NOTICED;
+    let deadline = Instant::now() + stretched(NOTICED);
     for pid in pids {
         while runs(pid) {
             assert!(Instant::now() < deadline, "process {pid} still runs");

@@ -8,6 +8,7 @@ use gemmesh::{
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
+use crate::support::patience::agreed;
 use crate::support::processes::{Processes, start};
 use crate::support::tested::{all_done, ranks};
 use crate::{Arguments, TIMEOUT, test_name};
@@ -109,11 +110,11 @@ fn few_descriptors(test: &str, limited: usize) {
                 (rank.rank == limited).then(|| Limited::to(Resource::Nofile, limit_for(more)));
             let connect = || {
                 let builder = Group::<Host>::builder().workers(1);
-                let builder = builder.arrival_timeout(Duration::from_millis(if more < 2 {
+                let builder = builder.arrival_timeout(agreed(Duration::from_millis(if more < 2 {
                     1000
                 } else {
                     10_000
-                }));
+                })));
                 builder.connect(rank.rank, 3, &format!("{}-{more}", rank.address))
             };
             let own = attempt(connect, limit);

@@ -1,6 +1,6 @@
 //! Arguments that one rank alone is refused: the others do not wait for it.
 
-use std::sync::Barrier;
+use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 use gemmesh::{
@@ -8,6 +8,7 @@ use gemmesh::{
     all_gather_matmul, bf16,
 };
 
+use crate::support::patience::{agreed, stretched};
 use crate::support::tested;
 use crate::{Arguments, MakeCall, NOTICED, TIMEOUT};
 
@@ -32,7 +33,7 @@ fn refuse(expected: Error, call: MakeCall, refused: MakeCall) {
             let took = begin.elapsed();
             over.wait();
             assert_eq!(result, Err(expected.clone()));
-            assert!(took < NOTICED, "{took:?}");
+            assert!(took < stretched(NOTICED), "{took:?}");
             let cause = Box::new(expected.clone());
             assert_eq!(group.barrier(), Err(Error::Poisoned { cause }));
             Ok(())
@@ -266,24 +267,43 @@ fn a_rank_that_leaves_when_it_is_refused_a_call_is_named_with_the_reason() {
                 all_gather_matmul(&arguments.a, &b, &mut arguments.out)
             });
         assert!(matches!(error, Err(Error::Shape { rank: 1, .. })));
-        assert!(begin.elapsed() < NOTICED);
+        assert!(begin.elapsed() < stretched(NOTICED));
     }
 }
 
 #[test]
 fn a_rank_that_corrects_its_call_in_time_has_done_no_harm() {
-    Group::<Host>::builder()
+    /// Less than the others wait.
+    const IN_TIME: Duration = Duration::from_millis(450);
+    // A busy machine may hold rank 1 up for longer, but not each time.
+    let result = (0..20).find_map(|_| match correct() {
+        (Err(_), longest) if longest > IN_TIME => None,
+        (result, _) => Some(result),
+    });
+    assert_eq!(result, Some(Ok(())));
+}
+
+/// Rank 1 of 3 corrects its call three times. Returns the result, and how long that took it at the most.
+fn correct() -> (Result<(), Error>, Duration) {
+    let longest = Mutex::new(Duration::ZERO);
+    let done = Group::<Host>::builder()
         .timeout(TIMEOUT)
         .arrival_timeout(TIMEOUT)
         .threads(3, |group| {
             let mut arguments = Arguments::new(&group, 6, 5, 4)?;
             for _ in 0..3 {
+                let begin = Instant::now();
                 if group.rank() == 1 {
                     let b = group.zeros::<bf16>(5, 3)?;
                     all_gather_matmul(&arguments.a, &b, &mut arguments.out).unwrap_err();
                     std::thread::sleep(Duration::from_millis(50));
                 }
-                arguments.verify(&group)?;
+                let verified = arguments.verify(&group);
+                if group.rank() == 1 {
+                    let mut longest = longest.lock().unwrap();
+                    *longest = begin.elapsed().max(*longest);
+                }
+                verified?;
             }
             // Longer ago than a refusal stands, but of a call that was made.
             if group.rank() == 1 {
@@ -291,8 +311,8 @@ fn a_rank_that_corrects_its_call_in_time_has_done_no_harm() {
             }
             arguments.verify(&group)?;
             group.barrier()
-        })
-        .unwrap();
+        });
+    (done.map(drop), longest.into_inner().unwrap())
 }
 
 #[test]
@@ -318,10 +338,10 @@ fn ranks_that_are_all_refused_a_call_try_again_as_late_as_they_like() {
 
 #[test]
 fn one_of_them_that_gives_up_is_named_with_the_reason_at_the_deadline() {
-    const SHORT: Duration = Duration::from_millis(800);
+    let short = agreed(Duration::from_millis(800));
     let (are_refused, over) = (Barrier::new(3), Barrier::new(3));
     Group::<Host>::builder()
-        .arrival_timeout(SHORT)
+        .arrival_timeout(short)
         .threads(3, |group| -> Result<(), Error> {
             let mut arguments = Arguments::new(&group, 6, 5, 4)?;
             let b = group.zeros::<bf16>(5, 3)?;
@@ -335,7 +355,7 @@ fn one_of_them_that_gives_up_is_named_with_the_reason_at_the_deadline() {
             if let Some((result, took)) = tried_again {
                 let expected = shape("all_gather_matmul", "b [N, K]", [5, 4], [5, 3]);
                 assert_eq!(result.unwrap_err().cause(), &expected);
-                assert!(took > SHORT / 2, "{took:?}");
+                assert!(took > short / 2, "{took:?}");
             }
             Ok(())
         })
@@ -408,7 +428,7 @@ fn a_refused_call_is_told_of_if_its_rank_ignores_that_and_makes_another_call() {
 fn a_refusal_is_the_reason_also_where_the_timeout_is_short() {
     let (is_refused, is_over) = (Barrier::new(2), Barrier::new(2));
     let error = Group::<Host>::builder()
-        .arrival_timeout(Duration::from_millis(800))
+        .arrival_timeout(agreed(Duration::from_millis(800)))
         .threads(2, |group| {
             let mut arguments = Arguments::new(&group, 6, 5, 4)?;
             let result = match group.rank() {

@@ -7,17 +7,20 @@ use std::time::{Duration, Instant};
 
 use gemmesh::{Error, Group, Host};
 
+use crate::support::patience::stretched;
 use crate::support::processes::{Outcome, Processes, sockets_of, start};
 use crate::support::shared::failures::assert_waited;
 use crate::support::tested::ranks;
-use crate::{Arguments, SHORT, TIMEOUT, same_error, test_name};
+use crate::{Arguments, PROMPT, TIMEOUT, same_error, short, test_name};
 
 #[test]
 fn a_rank_with_another_world_size_is_named() {
     let places = [(0, 3), (1, 3), (2, 4)];
-    let ranks = start(test_name!(), &places, |rank| {
+    let mut ranks = start(test_name!(), &places, |rank| {
+        rank.come_together();
         rank.connect(TIMEOUT).map(|_| "a group".into())
     });
+    ranks.let_all_go();
     let expected = Error::Mismatch {
         rank: 2,
         what: "world size".into(),
@@ -32,9 +35,11 @@ fn a_rank_with_another_world_size_is_named() {
 #[test]
 fn rank_0_with_another_world_size_is_named_to_every_rank() {
     let places = [(0, 2), (1, 4), (2, 4), (3, 4)];
-    let ranks = start(test_name!(), &places, |rank| {
+    let mut ranks = start(test_name!(), &places, |rank| {
+        rank.come_together();
         rank.connect(TIMEOUT).map(|_| "a group".into())
     });
+    ranks.let_all_go();
     match same_error(&ranks.outcomes()) {
         Error::Mismatch {
             what,
@@ -52,18 +57,22 @@ fn rank_0_with_another_world_size_is_named_to_every_rank() {
 #[test]
 fn two_processes_with_one_rank_are_named() {
     let places = [(0, 3), (1, 3), (1, 3)];
-    let ranks = start(test_name!(), &places, |rank| {
+    let mut ranks = start(test_name!(), &places, |rank| {
+        rank.come_together();
         rank.connect(TIMEOUT).map(|_| "a group".into())
     });
+    ranks.let_all_go();
     assert_duplicates(ranks, 1, [1, 2]);
 }
 
 #[test]
 fn two_processes_that_are_both_rank_0_are_named() {
     let places = [(0, 3), (0, 3), (1, 3)];
-    let ranks = start(test_name!(), &places, |rank| {
+    let mut ranks = start(test_name!(), &places, |rank| {
+        rank.come_together();
         rank.connect(TIMEOUT).map(|_| "a group".into())
     });
+    ranks.let_all_go();
     assert_duplicates(ranks, 0, [0, 1]);
 }
 
@@ -83,9 +92,11 @@ fn assert_duplicates(ranks: Processes, duplicate: usize, places: [usize; 2]) {
 
 #[test]
 fn a_rank_that_never_comes_is_named_at_the_timeout() {
-    let ranks = start(test_name!(), &[(0, 3), (1, 3)], |rank| {
-        rank.connect(SHORT).map(|_| "a group".into())
+    let mut ranks = start(test_name!(), &[(0, 3), (1, 3)], |rank| {
+        rank.come_together();
+        rank.connect(short()).map(|_| "a group".into())
     });
+    ranks.let_all_go();
     assert_missing(&ranks.outcomes(), 2);
 }
 
@@ -117,9 +128,11 @@ fn ranks_that_wait_for_long_say_for_whom() {
 
 #[test]
 fn rank_0_that_never_comes_is_named_at_the_timeout() {
-    let ranks = start(test_name!(), &[(1, 3), (2, 3)], |rank| {
-        rank.connect(SHORT).map(|_| "a group".into())
+    let mut ranks = start(test_name!(), &[(1, 3), (2, 3)], |rank| {
+        rank.come_together();
+        rank.connect(short()).map(|_| "a group".into())
     });
+    ranks.let_all_go();
     assert_missing(&ranks.outcomes(), 0);
 }
 
@@ -154,7 +167,8 @@ fn two_ranks_of_one_process_meet_as_processes_do() {
 
 #[test]
 fn a_rank_of_another_protocol_version_is_named() {
-    let ranks = ranks::<Host>(test_name!(), 3, |rank| {
+    let mut ranks = ranks::<Host>(test_name!(), 3, |rank| {
+        rank.come_together();
         let builder = Group::<Host>::builder().timeout(TIMEOUT);
         let group = match rank.rank {
             2 => builder.connect_speaking(2, rank.world, &rank.address, 999),
@@ -162,6 +176,7 @@ fn a_rank_of_another_protocol_version_is_named() {
         };
         group.map(|_| "a group".into())
     });
+    ranks.let_all_go();
     match same_error(&ranks.outcomes()) {
         Error::Mismatch {
             rank, what, theirs, ..
@@ -192,7 +207,10 @@ fn group_that_strangers_visit(
     let name = loop {
         match sockets_of(&ranks.address).pop() {
             Some(name) => break name,
-            None => assert!(begin.elapsed() < TIMEOUT, "rank 0 does not listen"),
+            None => assert!(
+                begin.elapsed() < stretched(PROMPT),
+                "rank 0 does not listen"
+            ),
         }
         std::thread::sleep(Duration::from_millis(2));
     };

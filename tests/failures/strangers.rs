@@ -15,11 +15,12 @@ use gemmesh::{Error, Group, Host, all_gather_matmul};
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
+use crate::support::patience::stretched;
 use crate::support::processes::{
     Rank, Setting, as_user, in_namespaces, start, start_with, this_program,
 };
-use crate::support::tested::ranks;
-use crate::{Arguments, SHORT, SLACK, TIMEOUT, test_name};
+use crate::support::tested::{Tested, ranks};
+use crate::{Arguments, PROMPT, TIMEOUT, short, test_name};
 
 /// Not this user, whoever that is.
 const STRANGER: u32 = 4_242;
@@ -46,7 +47,10 @@ fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
         if let Some(found) = look() {
             return found;
         }
-        assert!(begin.elapsed() < TIMEOUT, "{what} is waited for in vain");
+        assert!(
+            begin.elapsed() < stretched(PROMPT),
+            "{what} is waited for in vain"
+        );
         std::thread::sleep(Duration::from_millis(2));
     }
 }
@@ -261,7 +265,7 @@ fn who_holds_all_names_and_accepts_nobody_is_in_the_way() {
     let address = &address(test_name!());
     let _held = hold_all_and_accept_nobody(address);
     std::thread::scope(|scope| {
-        let meet = |rank| scope.spawn(move || meet(rank, 2, address, SHORT));
+        let meet = |rank| scope.spawn(move || meet(rank, 2, address, short()));
         for rank in [0, 1].map(meet) {
             match rank.join().unwrap() {
                 Err(Error::AddressTaken { holder, .. }) => {
@@ -296,7 +300,7 @@ fn ranks_that_cannot_tell_their_user_from_others_say_so() {
         ..Setting::default()
     };
     // Each in a namespace of its own, where they could be anybody's.
-    let timeout = 2 * SHORT;
+    let timeout = 2 * short();
     let mut ranks = start_with(test_name!(), &[(0, 2), (1, 2)], &setting, |me| {
         me.say("here");
         me.hear();
@@ -420,7 +424,9 @@ fn a_flood_of_connections_keeps_no_rank_past_its_deadline() {
     let over = AtomicBool::new(false);
     let begin = Instant::now();
     let flood = || {
-        while !over.load(Ordering::Relaxed) && begin.elapsed() < DEADLINE + 2 * SLACK {
+        while !over.load(Ordering::Relaxed)
+            && begin.elapsed() < stretched(DEADLINE + 2 * Host::SLACK)
+        {
             let _ = UnixStream::connect_addr(&name(&names[0]));
         }
     };
@@ -430,7 +436,7 @@ fn a_flood_of_connections_keeps_no_rank_past_its_deadline() {
         over.store(true, Ordering::Relaxed);
         let took = begin.elapsed();
         assert!(matches!(&result, Err(Error::RanksMissing { ranks, .. }) if ranks == &[1]));
-        assert!(took < DEADLINE + SLACK, "{took:?}");
+        assert!(took < stretched(DEADLINE + Host::SLACK), "{took:?}");
     });
 }
 
@@ -496,7 +502,7 @@ fn nobody_is_in_the_way_of_a_rank_that_meets_nobody() {
 #[test]
 fn a_new_job_at_an_address_gets_no_verdict_of_the_one_before() {
     let address = &address(test_name!());
-    let short = SHORT;
+    let short = short();
     std::thread::scope(|scope| {
         let first = scope.spawn(move || meet(0, 3, address, short));
         let told = meet(1, 3, address, TIMEOUT).unwrap_err();

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use gemmesh::{Error, Group, Host, Numerics};
 
+use crate::support::patience::agreed;
 use crate::support::products::Arguments;
 
 crate::support::shared::groups_tests!(Host, Some(()));
@@ -37,8 +38,8 @@ fn ranks_that_are_threads_split_as_well() {
 
 #[test]
 fn a_part_has_the_timeout_of_its_group_unless_it_is_given_another() {
-    const TIMEOUT: Duration = Duration::from_millis(300);
-    let builder = Group::<Host>::builder().arrival_timeout(TIMEOUT);
+    let timeout = agreed(Duration::from_millis(300));
+    let builder = Group::<Host>::builder().arrival_timeout(timeout);
     // Rank 1 is there, and does not come.
     let over = Barrier::new(2);
     let assert_waits = |group: &Group<Host>, timeout: Duration| {
@@ -54,12 +55,12 @@ fn a_part_has_the_timeout_of_its_group_unless_it_is_given_another() {
         .threads(2, |world| {
             let alike = world.split(0, 0)?;
             let builder = Group::builder()
-                .arrival_timeout(TIMEOUT * 3)
+                .arrival_timeout(timeout * 3)
                 .name("patient");
             let patient = builder.split(&world, 0, 0)?;
             assert_eq!(patient.name(), Some("patient"));
-            assert_waits(&alike, TIMEOUT);
-            assert_waits(&patient, TIMEOUT * 3);
+            assert_waits(&alike, timeout);
+            assert_waits(&patient, timeout * 3);
             over.wait();
             Ok::<_, Error>(())
         })

@@ -8,6 +8,7 @@ use crate::support::numbers::{Reference, bits, nan, normal, rng};
 use crate::support::processes;
 use crate::support::products::{Case, Placed};
 use crate::support::shared::{invariant, results};
+use crate::support::tested::Tested;
 use crate::test_name;
 use gemmesh::{
     AllGatherMatmul, Chunking, Config, Element, Error, F8E4M3, Group, Half, Host, Matmul, Route,
@@ -46,7 +47,7 @@ impl OnThreads for Case {
     fn verify_with<T: Half>(&self, n: &[usize]) {
         let worst = Group::<Host>::builder()
             .workers(self.workers)
-            .timeout(Duration::from_secs(20))
+            .timeout(Host::TIMEOUT)
             .threads(self.rows.len(), |group| {
                 let mine = Case {
                     n: n[group.rank()],
@@ -415,7 +416,7 @@ fn many_more_workers_than_tiles_are_right() {
 #[test]
 fn ranks_as_processes_are_right() {
     let ranks = processes::group(test_name!(), 4, |me| {
-        let group = me.connect(Duration::from_secs(10))?;
+        let group = me.connect(Host::TIMEOUT)?;
         let mut worst = 0.0f64;
         for (rows, bias) in [
             (vec![30, 31, 0, 29], true),

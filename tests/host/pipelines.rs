@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::support::numbers::nan;
+use crate::support::patience::stretched;
 use crate::support::shared::pipelines::Consumes;
 use gemmesh::{
     AllGatherAndConsume, Chunk, Error, Group, Host, Matrix, ProduceAndReduceScatter, bf16,
@@ -50,7 +51,7 @@ fn begin_last<C: FnMut(&dyn Fn()) -> Result<(), Error>>(
             let mut call = prepare(group)?;
             let begin = Instant::now();
             while rank == late && called.load(Ordering::Relaxed) < before {
-                let waits = begin.elapsed() < Duration::from_secs(20);
+                let waits = begin.elapsed() < stretched(Duration::from_secs(20));
                 assert!(waits, "rank {late} is waited for");
                 std::thread::sleep(Duration::from_millis(1));
             }

@@ -1,10 +1,10 @@
 //! Partial sums go to who owns the rows, and are added in the order of the ranks.
 
 use std::ops::Range;
-use std::time::Duration;
 
 use crate::support::numbers::rng;
 use crate::support::shared::reduce_scatter;
+use crate::support::tested::Tested;
 use crate::test_name;
 use gemmesh::schedule::plan::matrices::{OUT, PARTIALS};
 use gemmesh::schedule::plan::partials::{Partials, is_one_shot};
@@ -140,7 +140,7 @@ fn random_problems_cut_up_at_random_give_the_bits_of_the_plain_sum() {
         let address = format!("random-{}-{seed}", std::process::id());
         let verified = Group::<Host>::builder()
             .workers(case.workers)
-            .timeout(Duration::from_secs(20))
+            .timeout(Host::TIMEOUT)
             .threads(world, |group| match seed % 2 {
                 0 => reduce_scatter::verify::<Host, bf16>(&group, &address, &case, config),
                 _ => reduce_scatter::verify::<Host, f16>(&group, &address, &case, config),

@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 use gemmesh::Error;
 use rustix::process::{Pid, Signal, WaitOptions, waitpid};
 
-/// What a child that only looks and ends takes at the most.
+use super::patience::stretched;
+
+/// What a child that only looks and ends takes at the most, if the machine is not busy.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Goes on in a child too, where it returns none; in the parent, the child.
@@ -30,7 +32,7 @@ pub fn assert_right(child: Pid) {
             assert_eq!(status.exit_status(), Some(0), "{status:?}");
             return;
         }
-        if begin.elapsed() > TIMEOUT {
+        if begin.elapsed() > stretched(TIMEOUT) {
             rustix::process::kill_process(child, Signal::KILL).unwrap();
             panic!("the child hangs");
         }

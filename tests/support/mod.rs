@@ -7,6 +7,7 @@ pub mod forks;
 #[allow(unsafe_code)] // Calls of the CUDA driver.
 pub mod gpu;
 pub mod numbers;
+pub mod patience;
 pub mod processes;
 pub mod products;
 pub mod shared;

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Output, Stdio};
@@ -11,24 +12,28 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use gemmesh::{Error, Group, Host};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+
+use super::patience::{self, STRETCH, stretched};
 
 /// The variables that make a process of the test binary a rank.
 const TEST: &str = "GEMMESH_TEST";
 const PLACE: &str = "GEMMESH_TEST_PLACE";
 const ADDRESS: &str = "GEMMESH_TEST_ADDRESS";
-const LIFE_SECONDS: &str = "GEMMESH_TEST_LIFE";
+/// The test's process.
+const PARENT: &str = "GEMMESH_TEST_PARENT";
 /// Begins a line that is for the parent.
 const SAY: &str = "@say ";
 const OUTCOME: &str = "@outcome ";
-/// Nothing here lasts longer; what does, hangs.
+/// What ranks say that come together.
+const THERE: &str = "there";
+/// Nothing here lasts longer, except on a busy machine; what does, hangs.
 const DEADLINE: Duration = Duration::from_secs(60);
-/// A process whose parent was killed ends on its own.
-const LIFE: Duration = Duration::from_secs(60);
 
 /// Options of processes.
 pub struct Setting<'a> {
-    /// How long they may take.
+    /// How long they may take, if the machine is not busy.
     pub deadline: Duration,
     /// What is in the environment of the process at a place.
     pub variables: &'a dyn Fn(usize) -> Vec<(&'static str, String)>,
@@ -124,11 +129,12 @@ impl Rank {
         }
         let place: usize = std::env::var(PLACE).unwrap().parse().unwrap();
         let (rank, world) = places[place];
-        let life = std::env::var(LIFE_SECONDS).unwrap().parse().unwrap();
-        std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_secs(life));
-            std::process::exit(99);
-        });
+        let parent = std::env::var(PARENT).unwrap().parse().unwrap();
+        let parent = Pid::from_raw(parent).expect("a process");
+        // A namespace of its own does not show the test. It ends with what the test has started.
+        if let Ok(parent) = pidfd_open(parent, PidfdFlags::empty()) {
+            std::thread::spawn(move || end_with(&parent));
+        }
         Some(Rank {
             place,
             rank,
@@ -161,6 +167,12 @@ impl Rank {
         line(SAY, &what.to_string());
     }
 
+    /// Waits for the other processes. A rank that comes a second after a rendezvous has failed is not told.
+    pub fn come_together(&self) {
+        self.say(THERE);
+        self.hear();
+    }
+
     /// Waits until the parent says something.
     pub fn hear(&self) {
         let mut word = String::new();
@@ -168,6 +180,16 @@ impl Rank {
             .read_line(&mut word)
             .expect("standard input");
         assert!(bytes > 0, "the parent is gone");
+    }
+}
+
+/// Ends this process when the test has ended, which was killed if this process still runs.
+fn end_with(test: &OwnedFd) {
+    loop {
+        let mut end = [PollFd::new(test, PollFlags::IN)];
+        if poll(&mut end, None).is_ok() {
+            std::process::exit(99);
+        }
     }
 }
 
@@ -302,7 +324,7 @@ impl Processes {
                 return *at;
             }
             assert!(
-                begin.elapsed() < self.deadline && heard.open > 0,
+                begin.elapsed() < stretched(self.deadline) && heard.open > 0,
                 "process {place} has not said {what:?}:\n{}",
                 heard.text
             );
@@ -331,6 +353,13 @@ impl Processes {
         let _ = stdin.write_all(b"go on\n").and_then(|()| stdin.flush());
     }
 
+    /// Lets all processes go on from [`Rank::come_together`], when all have come there.
+    #[track_caller]
+    pub fn let_all_go(&mut self) {
+        self.all_heard(THERE);
+        (0..self.processes.len()).for_each(|place| self.tell(place));
+    }
+
     /// Sends a signal, and returns when.
     pub fn signal(&self, place: usize, signal: Signal) -> Instant {
         kill_process(self.pid(place), signal).expect("a signal");
@@ -344,10 +373,10 @@ impl Processes {
     /// Waits until all have ended, and makes sure that they have left nothing behind.
     #[track_caller]
     pub fn outcomes(mut self) -> Vec<Outcome> {
-        let deadline = Instant::now() + self.deadline;
+        let begin = Instant::now();
         let mut outcomes = Vec::new();
         for place in 0..self.processes.len() {
-            let status = self.processes[place].wait(deadline);
+            let status = self.processes[place].wait(begin, self.deadline);
             let process = &self.processes[place];
             let heard = process.heard.lock();
             let Some(status) = status else {
@@ -463,13 +492,13 @@ fn without_rank(line: &str) -> &str {
 impl Process {
     fn start(test: &str, place: usize, rank: usize, address: &str, setting: &Setting) -> Process {
         let begun = Instant::now();
-        let life = LIFE.max(3 * setting.deadline);
         let mut child = (setting.command)(place)
             .args(["--exact", test, "--nocapture", "--test-threads=1"])
             .env(TEST, test)
             .env(PLACE, place.to_string())
             .env(ADDRESS, address)
-            .env(LIFE_SECONDS, life.as_secs().to_string())
+            .env(PARENT, std::process::id().to_string())
+            .env(STRETCH, patience::stretch())
             .envs((setting.variables)(place))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -494,14 +523,14 @@ impl Process {
     }
 
     /// Waits until it has ended and so have its outputs, also those that its children hold.
-    fn wait(&mut self, deadline: Instant) -> Option<ExitStatus> {
+    fn wait(&mut self, begin: Instant, longest: Duration) -> Option<ExitStatus> {
         let mut status = None;
-        while Instant::now() < deadline {
+        while begin.elapsed() < stretched(longest) {
             status = status.or_else(|| self.child.try_wait().expect("a child"));
             if status.is_some() && self.readers.iter().all(JoinHandle::is_finished) {
                 return status;
             }
-            std::thread::sleep(Duration::from_millis(2));
+            std::thread::sleep(Duration::from_millis(5));
         }
         None
     }

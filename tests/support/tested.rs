@@ -5,27 +5,44 @@ use std::time::{Duration, Instant};
 
 use gemmesh::{Backend, Config, Error, Group, Host, ShardedMatrix, bf16};
 
+use super::patience::{agreed, stretched};
 use super::processes::{Outcome, Processes, Rank, Setting, start_with};
 use super::products::Arguments;
 
 pub trait Tested: Backend {
-    /// Of groups in which nobody is waited for in vain.
+    /// Of groups in which nobody is waited for in vain. It does not pass on a busy machine either.
     const TIMEOUT: Duration;
+    /// Whoever is not waited for in vain is there long before this.
+    const PROMPT: Duration;
     /// Of groups in which somebody is.
     const SHORT: Duration;
-    /// What "at that timeout" means on a machine as busy as it may be.
+    /// What "at that timeout" means.
     const SLACK: Duration;
     /// How long a rank stays away that the others give up at that timeout.
     const AWAY: Duration;
     /// What a rank that gives up at that timeout says that it has waited.
     const WAITED: Range<Duration>;
-    /// Survivors know within this after a rank has died, or has left, or has made another call: long before a timeout,
-    /// on a machine as busy as it may be.
+    /// Survivors know within this after a rank has died, or has left, or has made another call: long before a timeout.
     const NOTICED: Duration;
     /// Their processes have ended within this.
     const ENDED: Duration;
     /// Of the processes of one test.
     const DEADLINE: Duration;
+
+    /// [`Tested::SHORT`] on a busy machine, the same for all ranks. A test that runs ranks as threads asks once.
+    fn short() -> Duration {
+        agreed(Self::SHORT)
+    }
+
+    /// [`Tested::AWAY`] on a busy machine.
+    fn away() -> Duration {
+        agreed(Self::AWAY)
+    }
+
+    /// [`Tested::SHORT`] and [`Tested::SLACK`] on a busy machine.
+    fn short_and_slack() -> Duration {
+        stretched(Self::SHORT + Self::SLACK)
+    }
     /// How late a rank is whom the others notice that they wait for.
     const LATE: Duration;
     /// [M, N, K] of a product that takes no time.
@@ -47,7 +64,8 @@ pub trait Tested: Backend {
 }
 
 impl Tested for Host {
-    const TIMEOUT: Duration = Duration::from_secs(20);
+    const TIMEOUT: Duration = Duration::from_secs(60);
+    const PROMPT: Duration = Duration::from_secs(20);
     const SHORT: Duration = Duration::from_millis(1000);
     // A rank that pulls waits half a second longer than the rank that it waits for.
     const AWAY: Duration = Duration::from_millis(2500);
@@ -117,13 +135,13 @@ pub fn connect<B: Tested>(rank: &Rank, timeout: Duration) -> Result<Group<B>, Er
 pub fn connect_short<B: Tested>(rank: &Rank) -> Result<(B::Kept, Group<B>), Error> {
     let kept = B::keep(rank);
     host_group(rank)?.barrier()?;
-    Ok((kept, connect(rank, B::SHORT)?))
+    Ok((kept, connect(rank, B::short())?))
 }
 
 /// The same ranks on the host, to keep step.
 pub fn host_group(rank: &Rank) -> Result<Group<Host>, Error> {
     let address = format!("{}-host", rank.address);
-    let deadline = Duration::from_secs(90);
+    let deadline = agreed(Duration::from_secs(90));
     let builder = Group::<Host>::builder()
         .arrival_timeout(deadline)
         .workers(1);
@@ -230,7 +248,7 @@ pub fn until_failure<B: Tested>(
         if result.is_err() {
             return poisoned(group, result);
         }
-        assert!(begin.elapsed() < B::TIMEOUT + Duration::from_secs(20));
+        assert!(begin.elapsed() < stretched(2 * B::PROMPT));
     }
 }
 

@@ -518,7 +518,9 @@ fn failures_of_two_hosts() -> [Option<Error>; 4] {
     let [of_first, of_second] = &mut known;
     let [before, near, far] = std::thread::scope(|scope| {
         let far = scope.spawn(|| ranks[2].fail(lost(2)));
+        let begin = Instant::now();
         while ranks[2].block().proposal.reporter().is_none() {
+            assert!(begin.elapsed() < 20 * VERDICT, "nothing is proposed");
             std::thread::yield_now();
         }
         let before = ranks[2].fault();

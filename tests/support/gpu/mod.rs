@@ -32,6 +32,7 @@ pub const DEADLINE: Duration = Cuda::DEADLINE;
 
 impl Tested for Cuda {
     const TIMEOUT: Duration = Duration::from_secs(20);
+    const PROMPT: Duration = Self::TIMEOUT;
     const SHORT: Duration = Duration::from_millis(1500);
     const SLACK: Duration = Duration::from_secs(2);
     const AWAY: Duration = Duration::from_millis(3500);

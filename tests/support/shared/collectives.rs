@@ -400,7 +400,7 @@ pub fn a_rank_that_sends_nothing_completes<B: Tested>(test: &str) {
             reduce_scatter(&input, &mut out)?;
         }
         group.synchronize()?;
-        std::thread::sleep(B::AWAY);
+        std::thread::sleep(B::away());
         group.synchronize()?;
         assert!(out.to_vec()?.iter().all(|&sum| sum == 2.0));
         group.barrier()?;
@@ -471,7 +471,7 @@ pub fn a_producer_that_takes_too_long_is_named<B: Produces>(test: &str) {
         until_failure(&group, || {
             produce_and_all_to_all(&mut out, |_| {
                 if std::mem::take(&mut slow) {
-                    std::thread::sleep(B::AWAY + Duration::from_secs(3));
+                    std::thread::sleep(B::away() + Duration::from_secs(3));
                 }
                 Ok(())
             })

@@ -9,6 +9,7 @@ use gemmesh::{
 use rustix::process::Signal;
 
 use crate::support::forks::{assert_right, end, fork, is_refused};
+use crate::support::patience::stretched;
 use crate::support::processes::{Processes, Rank};
 use crate::support::products::Arguments;
 use crate::support::tested::{
@@ -49,7 +50,7 @@ pub fn assert_lost<B: Tested>(ranks: Processes, world: usize, victim: usize, sin
         let took = ranks
             .heard(place, "failed")
             .saturating_duration_since(since);
-        assert!(took < B::NOTICED, "rank {place} took {took:?}");
+        assert!(took < stretched(B::NOTICED), "rank {place} took {took:?}");
     }
     for outcome in ranks.outcomes() {
         if outcome.rank == victim {
@@ -62,7 +63,11 @@ pub fn assert_lost<B: Tested>(ranks: Processes, world: usize, victim: usize, sin
             outcome.error()
         );
         let ended = outcome.at.saturating_duration_since(since);
-        assert!(ended < B::ENDED, "rank {} took {ended:?}", outcome.rank);
+        assert!(
+            ended < stretched(B::ENDED),
+            "rank {} took {ended:?}",
+            outcome.rank
+        );
     }
 }
 
@@ -141,7 +146,7 @@ fn assert_stopped_rank_named<B: Tested>(mut ranks: Processes, victim: usize, sin
         let took = ranks
             .heard(place, "failed")
             .saturating_duration_since(since);
-        assert!(took < B::SHORT + B::SLACK, "rank {place} took {took:?}");
+        assert!(took < B::short_and_slack(), "rank {place} took {took:?}");
     }
     ranks.signal(victim, Signal::CONT);
     ranks.tell(victim);
@@ -157,7 +162,10 @@ pub fn assert_waited<B: Tested>(error: &Error) {
     match error.cause() {
         Error::Timeout { waited_ms, .. } | Error::RanksMissing { waited_ms, .. } => {
             let waited = Duration::from_millis(*waited_ms);
-            assert!(B::WAITED.contains(&waited), "{waited:?}");
+            assert!(
+                B::WAITED.start <= waited && waited < stretched(B::WAITED.end),
+                "{waited:?}"
+            );
         }
         other => panic!("{other}"),
     }
@@ -293,7 +301,7 @@ pub fn stay_amid_a_function<B: Tested>(test: &str, operation: CallsBack<B>, phas
         let took = ranks
             .heard(place, "failed")
             .saturating_duration_since(since);
-        assert!(took < B::SHORT + B::SLACK, "rank {place} took {took:?}");
+        assert!(took < B::short_and_slack(), "rank {place} took {took:?}");
     }
     ranks.signal(1, Signal::KILL);
     for outcome in ranks.outcomes() {
@@ -364,7 +372,7 @@ pub fn wait_for_another_thread<B: Tested>(test: &str, operation: CallsBack<B>, p
             });
         });
         let took = begin.elapsed();
-        assert!(took < 2 * B::SHORT + B::SLACK, "{took:?}");
+        assert!(took < 2 * B::short_and_slack(), "{took:?}");
         match result.and_then(|()| group.synchronize()) {
             Ok(()) => {
                 for error in &given_up {
@@ -440,7 +448,7 @@ fn told_at_once<B: Tested>(
         let begin = Instant::now();
         let result = arguments.verify_by(&group, route);
         let took = begin.elapsed();
-        assert!(took < TOLD, "told after {took:?}: {result:?}");
+        assert!(took < stretched(TOLD), "told after {took:?}: {result:?}");
         poisoned(&group, result)
     });
     for outcome in ranks.outcomes() {
@@ -509,7 +517,7 @@ pub fn wrong_argument<B: Tested>(test: &str, route: Route) {
             // It does not leave before they are told.
             let begin = Instant::now();
             while group.synchronize().is_ok() {
-                assert!(begin.elapsed() < 2 * TOLD, "nobody is told");
+                assert!(begin.elapsed() < stretched(2 * TOLD), "nobody is told");
                 std::thread::sleep(Duration::from_millis(1));
             }
             Ok("refused".into())

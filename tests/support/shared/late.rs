@@ -15,7 +15,7 @@ pub fn connect_patient<B: Tested>(rank: &Rank) -> Result<(B::Kept, Group<B>), Er
     let kept = B::keep(rank);
     // A rank may take longer to get there than a call may take.
     host_group(rank)?.barrier()?;
-    let builder = Group::<B>::builder().timeout(B::SHORT);
+    let builder = Group::<B>::builder().timeout(B::short());
     let group = builder.connect(rank.rank, rank.world, &rank.address)?;
     Ok((kept, group))
 }
@@ -24,7 +24,7 @@ pub fn connect_patient<B: Tested>(rank: &Rank) -> Result<(B::Kept, Group<B>), Er
 #[track_caller]
 pub fn wait_longer_than_the_timeout<B: Tested>(test: &str, route: Route) {
     // On GPUs ranks that wait for their own device wait two seconds longer.
-    let late = B::AWAY + Duration::from_millis(500);
+    let late = B::away() + Duration::from_millis(500);
     all_done(ranks::<B>(test, 2, |rank| {
         let (_kept, group) = connect_patient::<B>(rank)?;
         let mut arguments = Arguments::small(&group)?;
@@ -50,7 +50,7 @@ pub fn stay_in_a_call_that_all_have_begun<B: Tested>(test: &str) {
         produces(&group, &mut || ())?;
         group.synchronize()?;
         if rank.rank == 2 {
-            std::thread::sleep(B::AWAY);
+            std::thread::sleep(B::away());
         }
         rank.say("begins");
         let result = produces(&group, &mut || {
@@ -64,7 +64,7 @@ pub fn stay_in_a_call_that_all_have_begun<B: Tested>(test: &str) {
     for place in [0, 2] {
         let took = ranks.heard(place, "failed").saturating_duration_since(last);
         assert!(took > B::SHORT / 2, "rank {place} took {took:?}");
-        assert!(took < B::SHORT + B::SLACK, "rank {place} took {took:?}");
+        assert!(took < B::short_and_slack(), "rank {place} took {took:?}");
     }
     ranks.signal(1, Signal::KILL);
     for outcome in ranks.outcomes() {

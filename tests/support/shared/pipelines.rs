@@ -363,7 +363,7 @@ pub fn a_consumer_that_takes_too_long_is_named<B: Consumes>(test: &str) {
         until_failure(&group, || {
             all_gather_and_consume(&a, |_| {
                 if std::mem::take(&mut slow) {
-                    std::thread::sleep(B::AWAY + Duration::from_secs(3));
+                    std::thread::sleep(B::away() + Duration::from_secs(3));
                 }
                 Ok(())
             })

@@ -1,0 +1,124 @@
+//! How long tests wait, on a machine as busy as it may be.
+
+use std::collections::VecDeque;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
+
+/// Deadlines are right on a machine that takes this many times longer than an idle one.
+const ROOM: f64 = 3.0;
+/// The most that a deadline grows, and one that passes in a test.
+const MOST: f64 = 30.0;
+const MOST_PASSED: f64 = 5.0;
+/// The variable by which a test tells its ranks how long they wait. So all wait alike.
+pub const STRETCH: &str = "GEMMESH_TEST_STRETCH";
+/// How many of the latest looks count.
+const LOOKS: usize = 5;
+
+/// `time`, on a machine as busy as this process has found it. For the most that something may take.
+pub fn stretched(time: Duration) -> Duration {
+    time.mul_f64(meter().most())
+}
+
+/// `time`, on a machine as busy as it is when a test begins. For deadlines that pass in a test: its ranks have the same.
+///
+/// A test calls it once, because it grows. What has passed such a deadline has waited for `time` at least.
+pub fn agreed(time: Duration) -> Duration {
+    time.mul_f64(told().unwrap_or_else(|| meter().most()).min(MOST_PASSED))
+}
+
+/// What a test tells its ranks.
+pub fn stretch() -> String {
+    told().unwrap_or_else(|| meter().most()).to_string()
+}
+
+/// What this process, a rank, was told.
+fn told() -> Option<f64> {
+    static TOLD: OnceLock<Option<f64>> = OnceLock::new();
+    *TOLD.get_or_init(|| std::env::var(STRETCH).ok()?.parse().ok())
+}
+
+/// A thread that looks now and then how busy the machine is.
+struct Meter {
+    /// The most that it has found, as bits.
+    most: AtomicU64,
+}
+
+fn meter() -> &'static Meter {
+    static METER: OnceLock<Meter> = OnceLock::new();
+    let mut is_new = false;
+    let meter = METER.get_or_init(|| {
+        is_new = true;
+        let first =
+            told().unwrap_or_else(|| stretch_of(&[(); LOOKS].map(|()| Look::take()).into()));
+        Meter {
+            most: AtomicU64::new(first.to_bits()),
+        }
+    });
+    if is_new {
+        // Where there can't be one more thread, the first looks count.
+        let thread = std::thread::Builder::new().name("patience".into());
+        let _ = thread.stack_size(128 << 10).spawn(|| meter.run());
+    }
+    meter
+}
+
+impl Meter {
+    fn most(&self) -> f64 {
+        f64::from_bits(self.most.load(Ordering::Relaxed))
+    }
+
+    fn run(&self) {
+        let mut looks: VecDeque<Look> = VecDeque::with_capacity(LOOKS + 1);
+        loop {
+            looks.push_back(Look::take());
+            if looks.len() > LOOKS {
+                looks.pop_front();
+                let most = self.most().max(stretch_of(&looks));
+                self.most.store(most.to_bits(), Ordering::Relaxed);
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+/// By how much deadlines grow if looks took so long.
+fn stretch_of(looks: &VecDeque<Look>) -> f64 {
+    let sum = |time: fn(&Look) -> Duration| looks.iter().map(time).sum::<Duration>();
+    let times = sum(|look| look.took).as_secs_f64() / sum(|look| look.worked).as_secs_f64();
+    (times / ROOM).clamp(1.0, MOST)
+}
+
+/// A nap and some work.
+struct Look {
+    /// The processor's time.
+    worked: Duration,
+    /// From when the nap should have ended.
+    took: Duration,
+}
+
+impl Look {
+    fn take() -> Look {
+        const NAP: Duration = Duration::from_millis(5);
+        // About as long as a thread runs until it is the next one's turn.
+        const WORK: Duration = Duration::from_millis(4);
+        let due = Instant::now() + NAP;
+        std::thread::sleep(NAP);
+        let begin = processor_time();
+        loop {
+            let worked = processor_time() - begin;
+            if worked >= WORK {
+                let took = due.elapsed();
+                return Look { worked, took };
+            }
+        }
+    }
+}
+
+/// Of this thread.
+fn processor_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
