@@ -780,8 +780,8 @@ fn a_stopped_rank_is_named(test: &str, waiting: Waiting) {
         };
         let (pair, row) = (rank.rank / 2, rank.rank % 2);
         let tensor = split(&format!("tensor {pair}"), pair, TIMEOUT)?;
-        let data = split(&format!("data {row}"), row, 2 * SHORT)?;
-        let hasty = split("hasty", 0, 2 * SHORT)?;
+        let data = split(&format!("data {row}"), row, 2 * short())?;
+        let hasty = split("hasty", 0, 2 * short())?;
         rank.say("here");
         if rank.rank == 3 {
             rank.hear();

@@ -226,6 +226,7 @@ fn numbers_and_scales_of_fp8_lie_apart() {
             let how = gemmesh_quantization {
                 kind: kind as u32,
                 power_of_two: 0,
+                first_column: 0,
             };
             // SAFETY: as above.
             unsafe { gemmesh_quantize(group, &x, &out, &scales, &how) }
