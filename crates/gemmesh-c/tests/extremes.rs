@@ -320,6 +320,7 @@ fn shapes_counts_and_ranks_are_checked() {
                     let scaling = gemmesh_scaling {
                         kind,
                         first_row: one,
+                        first_column: one,
                     };
                     told(gemmesh_scale_columns(group, &scaling, one, &mut columns));
                 }
