@@ -105,7 +105,8 @@ def multiplies(seed: int, stream: torch.cuda.Stream, failed: list[str]) -> Calla
     lent.copy_(a)
     calls = [(module, rows) for module in (gemmesh.torch, OPS) for rows in (a, lent, a.t().contiguous().t())]
     _, (c,) = OPS.fused_all_gather_matmul(a, [b], 0, group)
-    near(c, a.double() @ b.double())
+    # Tensor cores round sums over K in f32.
+    near(c, a.double() @ b.double(), 2**-12 * (a.double().abs() @ b.double().abs()))
     torch.cuda.synchronize()
 
     def run() -> None:
