@@ -12,11 +12,13 @@ use std::fmt;
 pub use self::made_call::MadeCall;
 use self::made_call::{Difference, Refused, Whole};
 pub(crate) use self::made_call::{Ordinal, of_configuration};
+pub(crate) use self::words::Counted;
+#[cfg(not(loom))]
+pub(crate) use self::words::Listed;
 use self::words::{
     Alike, Because, Bounds, DifferentGroup, Ended, GroupOf, InBrackets, Killed, Nearest, OneLine,
     Panic, Prepare, Ranks, Transposed, Who, WithinGroup,
 };
-pub(crate) use self::words::{Counted, Listed};
 use crate::element::DType;
 use crate::resources::{self, Bytes};
 use crate::route::Route;

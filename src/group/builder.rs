@@ -453,7 +453,7 @@ impl<B: Backend> Builder<B> {
         self.hosts = hosts.map_or_else(found, Ok)?;
         match self.hosts.count() {
             1 => drop(listener),
-            _ => self.meeting = Some(Arc::new(first.meeting(listener))),
+            _ => self.meeting = Some(Arc::new(first.meeting(listener)?)),
         }
         self.connect(rank, world, first.address.reveal())
     }

@@ -1,5 +1,6 @@
 //! What ranks without a common address tell one another to meet.
 
+use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 
 use super::GATHERED_BYTES;
@@ -8,6 +9,9 @@ use crate::ranks::address::{self, Address};
 use crate::ranks::meeting::{Key, Meeting, Place};
 use crate::ranks::{host, tcp};
 
+/// What rank 0 listens with for leaders of other hosts, or why it can't.
+type Listening = Option<io::Result<TcpListener>>;
+
 /// What a rank sends in the gather of [`Builder::connect_with`](super::Builder::connect_with), as words with spaces between them.
 #[derive(Default)]
 pub struct Gathered {
@@ -15,14 +19,14 @@ pub struct Gathered {
     pub address: Address,
     /// The host's tag.
     pub host: String,
-    /// Where leaders of other hosts find rank 0, if it listens for them.
+    /// Where leaders of other hosts find rank 0. It is 0 if rank 0 does not listen for them.
     port: u16,
     places: Vec<IpAddr>,
 }
 
 impl Gathered {
     /// What `rank` sends, and what it listens with if it is rank 0 and there may be `several` hosts.
-    pub fn of(rank: usize, several: bool) -> Result<(Gathered, Option<TcpListener>)> {
+    pub fn of(rank: usize, several: bool) -> Result<(Gathered, Listening)> {
         let host = format!("{:016x}", host::tag(&host::boot_id(rank)?));
         if rank != 0 {
             let address = Address::of("-");
@@ -35,10 +39,9 @@ impl Gathered {
         }
         let address = address::draw().map_err(Error::system(rank, "draw a random address"))?;
         // Without a network there may still be a group on this host.
-        let listener = several.then(|| tcp::listen(0).ok()).flatten();
-        let port = listener
-            .as_ref()
-            .and_then(|listener| listener.local_addr().ok());
+        let listener = several.then(|| tcp::listen(0));
+        let listening = listener.iter().flatten();
+        let port = listening.flat_map(TcpListener::local_addr).next();
         let its = Gathered {
             address,
             host,
@@ -73,13 +76,31 @@ impl Gathered {
     }
 
     /// Where leaders meet, if these are rank 0's words. Rank 0 has the `listener`.
-    pub fn meeting(&self, listener: Option<TcpListener>) -> Meeting {
-        let places = self.places.iter();
-        let places = places.map(|&place| SocketAddr::new(place, self.port));
-        Meeting {
-            key: Key::of(self.address.reveal(), "leaders"),
-            place: listener.map_or_else(|| Place::At(places.collect()), Place::Listening),
-        }
+    ///
+    /// # Errors
+    /// On all ranks, if rank 0 can't listen.
+    pub fn meeting(&self, listener: Listening) -> Result<Meeting> {
+        const LISTEN: &str = "listen for the other hosts' ranks";
+        let place = match listener {
+            Some(listener) => Place::Listening(listener.map_err(Error::system(0, LISTEN))?),
+            None if self.port == 0 => {
+                return Err(Error::System {
+                    rank: Some(0),
+                    action: LISTEN.into(),
+                    reason: "see that rank's own error".into(),
+                });
+            }
+            None => {
+                let places = self.places.iter();
+                Place::At(
+                    places
+                        .map(|&place| SocketAddr::new(place, self.port))
+                        .collect(),
+                )
+            }
+        };
+        let key = Key::of(self.address.reveal(), "leaders");
+        Ok(Meeting { key, place })
     }
 }
 
@@ -88,6 +109,17 @@ mod tests {
     use std::net::Ipv6Addr;
 
     use super::*;
+
+    #[test]
+    fn all_ranks_are_told_if_rank_0_cannot_listen() {
+        let told = Gathered::default();
+        let full = || io::Error::from(rustix::io::Errno::MFILE);
+        for listener in [None, Some(Err(full()))] {
+            let error = told.meeting(listener).unwrap_err().to_string();
+            let words = "rank 0: cannot listen for the other hosts' ranks";
+            assert!(error.starts_with(words), "{error}");
+        }
+    }
 
     #[test]
     fn what_rank_0_tells_is_read_as_it_was_written_and_fits() {

@@ -61,7 +61,7 @@ pub fn report(
     let mut lookup =
         Lookup::of(&meeting.place, lookup::resolve).map_err(system("look for rank 0"))?;
     let mut reach = Reach::new(&meeting.key, version, identity.rank);
-    let mut wait = Wait::since(limits.begin);
+    let mut wait = Wait::since(Instant::now());
     for number in 0.. {
         let reached = reach.reach(&mut lookup, limits.reach, |reach| {
             caller.tell_of_wait(&mut wait, reach);

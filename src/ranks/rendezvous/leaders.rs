@@ -469,6 +469,36 @@ mod tests {
     }
 
     #[test]
+    fn rank_0_that_is_silent_at_all_of_its_addresses_is_missing_at_the_deadline() {
+        let silent = [(); 8].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+        let addresses = silent.each_ref().map(|one| one.local_addr().unwrap());
+        let deadline = Duration::from_millis(700);
+        let change = |_, identity: &mut Identity| {
+            identity.deadlines = Deadlines::new(deadline, Some(deadline));
+            identity.meeting = Some(Arc::new(Meeting {
+                key: Key::of("secret", "test"),
+                place: Place::At(addresses.to_vec()),
+            }));
+        };
+        let errors = errors(&[1], 2, |_| PROTOCOL_VERSION, change);
+        let Error::RanksMissing {
+            ranks,
+            waited_ms,
+            reason,
+            ..
+        } = &errors[0]
+        else {
+            panic!("{}", errors[0]);
+        };
+        assert_eq!(ranks[..], [0]);
+        println!("waited for {waited_ms} ms");
+        // Each address would take two seconds.
+        assert!((700..10_000).contains(waited_ms));
+        let words = "the process there does not answer";
+        assert_eq!(reason.as_ref().unwrap().matches(words).count(), 8);
+    }
+
+    #[test]
     fn hosts_that_disagree_about_hosts_are_told() {
         let change = |place, identity: &mut Identity| {
             if place == 1 {
