@@ -5,6 +5,8 @@
 //! `GEMMESH_SOAK_SECONDS` says how long; twenty if it is not given. As tests/cuda/main.rs.
 #![allow(unsafe_code)]
 
+#[path = "cuda_soak/graphs.rs"]
+mod graphs;
 mod support;
 
 use std::fs;
@@ -181,13 +183,17 @@ impl Program<'_> {
     }
 }
 
+/// How long a test lasts.
+fn length() -> Duration {
+    let seconds = std::env::var("GEMMESH_SOAK_SECONDS").ok();
+    Duration::from_secs(seconds.map_or(20, |text| text.parse().expect("a number of seconds")))
+}
+
 #[test]
 fn two_ranks_do_whatever_programs_do_and_nothing_grows() {
     let Some(_leave) = gpu_alone() else { return };
-    let seconds = std::env::var("GEMMESH_SOAK_SECONDS").ok();
-    let seconds = seconds.map_or(20, |text| text.parse().expect("a number of seconds"));
-    let length = Duration::from_secs(seconds);
-    let rounds = seconds.div_ceil(60).max(3) as u32;
+    let length = length();
+    let rounds = length.as_secs().div_ceil(60).max(3) as u32;
     let setting = Setting {
         deadline: length + DEADLINE,
         ..Setting::default()
