@@ -1,4 +1,4 @@
-"""Numbers that no machine has, in every argument that is a number: an exception of the library or of Python, never a panic."""
+"""Numbers that no machine has, in every argument that is a number: an ArgumentError or Python's own, never a panic."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def refused(call: Callable[[], Any], argument: str, other: str) -> None:
     assert str(raised.value).endswith(expected), raised.value
 
 
-#: The first element of an output that overlaps a matrix [N, N] at 0: all, but for a row, but for an element, all but one.
+#: First elements of outputs that overlap a matrix [N, N] at 0: in all, but for a row, but for an element, in one.
 SHIFTS = [0, N, 1, N * N - 1]
 
 
@@ -211,7 +211,8 @@ def test_ranks_that_wait_are_told_of_the_overlap() -> None:
         if group.rank == 1:
             refused(lambda: group.reduce_scatter(ones, ones[: N // 2]), "out", "a")
         else:
-            with pytest.raises(gemmesh.RankError, match="rank 1: reduce_scatter: the memory of out is partly that of a"):
+            words = "rank 1: reduce_scatter: the memory of out is partly that of a"
+            with pytest.raises(gemmesh.RankError, match=words):
                 group.reduce_scatter(ones, out)
 
     ranks(2, body)

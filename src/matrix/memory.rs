@@ -97,3 +97,43 @@ impl Memory {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Host;
+
+    fn checked(address: u64, shape: [usize; 2], pitch: usize) -> Result<()> {
+        let dtype = DType::Bf16;
+        let memory = Memory {
+            address,
+            dtype,
+            shape,
+            pitch,
+        };
+        memory.check::<Host>("a")
+    }
+
+    #[test]
+    fn memory_ends_within_the_address_space() {
+        let most = (isize::MAX as usize - 16) / 7;
+        assert_eq!(checked(4096, [8, 8], 16), Ok(()));
+        assert_eq!(checked(4096, [8, 8], most - most % 2), Ok(()));
+        for pitch in [most + 2 - most % 2, 1 << 62, 1 << 63, usize::MAX - 1] {
+            let refused = checked(4096, [8, 8], pitch);
+            assert!(matches!(refused, Err(Refusal::Limit { .. })), "{refused:?}");
+        }
+        // A single row has no pitch, and no rows lie nowhere.
+        assert_eq!(checked(4096, [1, 8], usize::MAX), Ok(()));
+        assert_eq!(checked(u64::MAX, [0, 8], usize::MAX), Ok(()));
+        for address in [0, u64::MAX - 15, u64::MAX - 1] {
+            let refused = checked(address, [8, 8], 16);
+            let is_told = matches!(refused, Err(Refusal::Unsuitable { .. }));
+            assert!(is_told, "{refused:?}");
+        }
+        for extent in [1 << 31, 1 << 63, usize::MAX] {
+            assert!(checked(4096, [extent, 8], 16).is_err());
+            assert!(checked(4096, [8, extent], 16).is_err());
+        }
+    }
+}

@@ -25,7 +25,7 @@ impl Place {
             && self.has_common_byte(other)
     }
 
-    /// True if each element of one is the element of the other in the same row and column, given that both are of one type.
+    /// True if each element of one is that of the other in the same row and column. Both are of one type.
     pub fn is(&self, other: &Place) -> bool {
         let alike = self.rows <= 1 || self.pitch == other.pitch;
         let [own, its] = [self, other].map(|of| (of.address, of.rows, of.width));
@@ -38,7 +38,7 @@ impl Place {
 
     /// The address behind the last element. (A matrix that has been checked ends within the address space.)
     #[inline]
-    fn end(&self) -> u64 {
+    pub fn end(&self) -> u64 {
         let before = self.rows.saturating_sub(1).saturating_mul(self.pitch);
         let bytes = before.saturating_add(self.width);
         self.address.saturating_add(bytes as u64)
@@ -46,8 +46,8 @@ impl Place {
 
     /// [`Place::overlaps`], of matrices with rows.
     ///
-    /// Rows of one pitch need one comparison. Otherwise each row of the matrix with fewer rows needs one, which takes less
-    /// time than a call takes to read the row.
+    /// Rows of one pitch need one comparison. Otherwise each row of the matrix with fewer rows needs one, which takes
+    /// less time than a call takes to read the row.
     #[cold]
     fn has_common_byte(&self, other: &Place) -> bool {
         let [own, its] = [self, other].map(Rows::of);
@@ -56,8 +56,8 @@ impl Place {
             false => (its, own),
         };
         if few.rows > 1 && few.pitch == many.pitch {
-            // Row i of one meets row j of the other if row 0 meets row j - i. So the other gets rows of the numbers from
-            // -(rows - 1) on.
+            // Row i of one meets row j of the other if row 0 meets row j - i. So the other gets rows with the numbers
+            // from -(rows - 1) on.
             let before = few.rows - 1;
             let all = Rows {
                 first: many.first - before * many.pitch,

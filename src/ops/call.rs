@@ -259,8 +259,8 @@ pub struct Arguments<'c, 'm, B: Backend> {
 
 /// Runs `before`, which is work of this rank alone, and then `program`, with the same matrices.
 ///
-/// If the schedule says what the ranks must agree on, this is an operation of all ranks. Memory that must not be that of
-/// two arguments is refused here, so no operation forgets it.
+/// If the schedule says what the ranks must agree on, this is an operation of all ranks. Overlapping arguments are refused
+/// here, so no operation forgets it.
 #[track_caller]
 pub fn run<B: Backend>(
     group: &Group<B>,
@@ -306,8 +306,8 @@ pub fn run_with<'c, B: Backend>(
     )
 }
 
-/// [`run_with`], without a check of the memory. `matrices`: by number in the schedule, and the numbers of the sharded ones
-/// in the group.
+/// [`run_with`], without a check of the memory. `matrices`: by number in the schedule, and the sharded ones' numbers in
+/// the group.
 #[track_caller]
 pub fn run_bound<'c, B: Backend>(
     group: &Group<B>,

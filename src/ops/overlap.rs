@@ -20,19 +20,30 @@ use crate::schedule::{Addend, Extent, MAX_WEIGHTS, MatrixSpec, Move, Schedule, T
 /// # Errors
 /// `Refusal::Unsuitable` names the two arguments that overlap.
 pub fn check<B: Backend>(schedule: &Schedule, bound: &[Bound<B>; MATRICES]) -> Result<()> {
-    let call = CallMemory { schedule, bound };
-    for out in OUT..OUT + MAX_WEIGHTS {
-        call.check_output(out)?;
-    }
-    if call.makes_scales() {
-        for scales in OUT_SCALES..OUT_SCALES + MAX_WEIGHTS {
-            call.check_output(scales)?;
+    // In most calls no matrix lies between the first and the last byte of another.
+    let mut all = [const { (0, 0..0) }; MATRICES];
+    let mut count = 0;
+    for (number, (bound, spec)) in bound.iter().zip(schedule.matrices()).enumerate() {
+        if let Some(place) = place_of(bound, spec) {
+            all[count] = (number, place.address..place.end());
+            count += 1;
         }
     }
-    match bound[A] {
-        Bound::Symmetric(_) => call.check_gathered(),
-        _ => Ok(()),
+    let all = &all[..count];
+    let may_overlap = all.iter().any(|(number, bytes)| {
+        let mut others = all.iter().filter(|(other, _)| other != number);
+        may_be_written(*number)
+            && others.any(|(_, its)| bytes.start < its.end && its.start < bytes.end)
+    });
+    match may_overlap {
+        true => CallMemory { schedule, bound }.check(),
+        false => Ok(()),
     }
+}
+
+/// True for outputs and their scales, and for rows that are gathered.
+fn may_be_written(number: usize) -> bool {
+    matches!(number, A | BESIDE | OUT..A_SCALES | OUT_SCALES..MATRICES)
 }
 
 /// Checks that a matrix can be copied. Returns true if there is nothing to do, because target and source are the same.
@@ -94,7 +105,22 @@ struct CallMemory<'c, 'm, B: Backend> {
 }
 
 impl<B: Backend> CallMemory<'_, '_, B> {
-    #[inline]
+    #[cold]
+    fn check(&self) -> Result<()> {
+        for out in OUT..OUT + MAX_WEIGHTS {
+            self.check_output(out)?;
+        }
+        if self.makes_scales() {
+            for scales in OUT_SCALES..OUT_SCALES + MAX_WEIGHTS {
+                self.check_output(scales)?;
+            }
+        }
+        match self.bound[A] {
+            Bound::Symmetric(_) => self.check_gathered(),
+            _ => Ok(()),
+        }
+    }
+
     fn place(&self, number: usize) -> Option<Place> {
         place_of(&self.bound[number], &self.schedule.matrices()[number])
     }
@@ -115,7 +141,6 @@ impl<B: Backend> CallMemory<'_, '_, B> {
     }
 
     /// Checks that an output is apart from all other arguments.
-    #[inline]
     fn check_output(&self, out: usize) -> Result<()> {
         let Some(place) = self.place(out) else {
             return Ok(());
@@ -133,7 +158,6 @@ impl<B: Backend> CallMemory<'_, '_, B> {
     }
 
     /// True if an output may overlap with an argument as it does.
-    #[cold]
     fn may_overlap(&self, other: usize, out: &Place, its: &Place) -> bool {
         match other {
             RESIDUAL => out.is(its),
@@ -189,7 +213,6 @@ impl<B: Backend> CallMemory<'_, '_, B> {
     }
 
     /// True if a rank writes into `place`, which lies in a sharded matrix.
-    #[cold]
     fn is_written(&self, gathered: usize, whole: &Place, place: &Place) -> bool {
         let spec = &self.schedule.matrices()[gathered];
         let arrivals = self.schedule.arrivals().iter();

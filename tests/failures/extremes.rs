@@ -1,4 +1,4 @@
-//! Numbers that no machine has, at every public function that computes with numbers of its caller: an error or a result,
+//! Numbers that no machine has, at every public function that computes with its caller's numbers: an error or a result,
 //! never a panic. The tests are compiled with checks for overflow.
 
 use std::time::Duration;
