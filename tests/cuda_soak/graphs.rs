@@ -29,15 +29,27 @@ fn number(seed: u64, rank: usize, place: usize) -> f64 {
     ((mixed >> 32) % 5) as f64 - 2.0
 }
 
-fn numbers(seed: u64, rank: usize, count: usize) -> Vec<bf16> {
-    let numbers = (0..count).map(|place| number(seed, rank, place));
-    numbers.map(bf16::from_f64).collect()
+fn values(seed: u64, rank: usize, count: usize) -> Vec<f64> {
+    (0..count).map(|place| number(seed, rank, place)).collect()
 }
 
-/// Element `[i, j]` of the product of the rows that `rank` has made of `seed` with the weights of `owner`, in float64.
-fn product(seed: u64, rank: usize, owner: usize, [i, j, k]: [usize; 3]) -> f64 {
-    let term = |at| number(seed, rank, i * k + at) * number(WEIGHTS, owner, j * k + at);
-    (0..k).map(term).sum()
+fn numbers(seed: u64, rank: usize, count: usize) -> Vec<bf16> {
+    rounded(&values(seed, rank, count))
+}
+
+fn rounded(values: &[f64]) -> Vec<bf16> {
+    values.iter().copied().map(bf16::from_f64).collect()
+}
+
+/// The products of rows `[_, k]` with weights `[_, k]`, in float64.
+fn products(rows: &[f64], weights: &[f64], k: usize) -> Vec<f64> {
+    let rows = rows.chunks_exact(k);
+    let of_row = |row| weights.chunks_exact(k).map(move |weight| dot(row, weight));
+    rows.flat_map(of_row).collect()
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
 /// What weights are made of.
@@ -54,6 +66,7 @@ trait Call {
 
 /// A product of gathered rows.
 struct Gather {
+    world: usize,
     rank: usize,
     a: ShardedMatrix<Cuda, bf16>,
     b: Matrix<Cuda, bf16>,
@@ -69,6 +82,7 @@ impl Gather {
         let Arguments { a, mut b, out, .. } = arguments;
         b.copy_from_host(&numbers(WEIGHTS, rank, n * k))?;
         Ok(Gather {
+            world: group.world_size(),
             rank,
             a,
             b,
@@ -93,19 +107,14 @@ impl Call for Gather {
     }
 
     fn is_right(&self, seed: u64) -> Result<bool, Error> {
-        let [[_, k], [m, n]] = [self.a.shape(), self.out.shape()];
-        let out = self.out.to_vec()?;
-        let owner = |row: usize| {
-            let mut ranks = (0..).map(|rank| (rank, self.a.rows_of(rank)));
-            ranks.find(|(_, rows)| rows.contains(&row))
+        let [[_, k], [_, n]] = [self.a.shape(), self.out.shape()];
+        let weights = values(WEIGHTS, self.rank, n * k);
+        let of_rank = |rank| {
+            let rows = values(seed, rank, self.a.rows_of(rank).len() * k);
+            products(&rows, &weights, k)
         };
-        let exact = |row: usize| {
-            let (owner, rows) = owner(row).expect("each row has an owner");
-            let of = move |j| product(seed, owner, self.rank, [row - rows.start, j, k]);
-            (0..n).map(of)
-        };
-        let expected: Vec<bf16> = (0..m).flat_map(exact).map(bf16::from_f64).collect();
-        Ok(bits(&out) == bits(&expected))
+        let exact: Vec<f64> = (0..self.world).flat_map(of_rank).collect();
+        Ok(bits(&self.out.to_vec()?) == bits(&rounded(&exact)))
     }
 }
 
@@ -169,14 +178,17 @@ impl Call for Sum {
             Some(own) => (own.to_vec()?, self.all.rows()),
             None => (self.all.to_vec()?, 0..m),
         };
-        let sum = |i, j| -> f64 {
-            // A rank's part is so small that bf16 holds it.
-            let parts = (0..self.world).map(|rank| product(seed, rank, rank, [i, j, k]));
-            parts.sum()
-        };
-        let exact = rows.flat_map(|i| (0..n).map(move |j| sum(i, j)));
-        let expected: Vec<bf16> = exact.map(bf16::from_f64).collect();
-        Ok(bits(&out) == bits(&expected))
+        // A rank's part is so small that bf16 holds it.
+        let mut sum = vec![0.0; m * n];
+        for rank in 0..self.world {
+            let [a, b] = [values(seed, rank, m * k), values(WEIGHTS, rank, n * k)];
+            let part = products(&a, &b, k);
+            sum.iter_mut()
+                .zip(part)
+                .for_each(|(sum, part)| *sum += part);
+        }
+        let exact = &sum[rows.start * n..rows.end * n];
+        Ok(bits(&out) == bits(&rounded(exact)))
     }
 }
 
