@@ -12,7 +12,7 @@ use rustix::net;
 use super::introduction::{Guest, Hello, Introduced, Stranger};
 use super::leaders::Leader;
 use super::{LINGER, allocate, members};
-use crate::error::{Error, Listed, Result};
+use crate::error::{Error, Result};
 use crate::json;
 use crate::ranks::address;
 use crate::ranks::identity::Identity;
@@ -20,7 +20,7 @@ use crate::ranks::meeting::Lobby;
 use crate::ranks::members::Members;
 use crate::ranks::memfd::Mapping;
 use crate::ranks::mirror::Link;
-use crate::ranks::notice::{self, Wait};
+use crate::ranks::notice::Wait;
 use crate::ranks::peer::{Peer, User, user_of};
 use crate::ranks::poll;
 use crate::ranks::search::{ACCEPT, RETRY};
@@ -237,29 +237,8 @@ impl<'a> Rendezvous<'a> {
         }
     }
 
-    /// Says for whom this rank waits.
-    fn tell_of_wait(&self) {
-        let (rank, seconds) = (self.identity.rank, notice::LONG.as_secs());
-        let missing: Vec<usize> = self.missing().collect();
-        let address = address::shown(&self.identity.address);
-        let hosts = &self.identity.hosts;
-        let away = self.leaders.iter().filter(|leader| !leader.has_come());
-        let speakers = away.filter_map(|leader| {
-            let ranks = hosts.ranks_of(hosts.host_of(leader.rank), self.identity.world);
-            let ranks: Vec<usize> = ranks.collect();
-            let words = format!("; rank {} speaks for {}", leader.rank, Listed(&ranks));
-            (ranks.len() > 1).then_some(words)
-        });
-        let speakers: String = speakers.collect();
-        notice::say(format_args!(
-            "rank {rank} has waited for {seconds} s at {address:?} for {}{}",
-            Listed(&missing),
-            speakers
-        ));
-    }
-
     /// The ranks that have not come. If a leader has not, it is not known which of its host's ranks have.
-    fn missing(&self) -> impl Iterator<Item = usize> {
+    pub(super) fn missing(&self) -> impl Iterator<Item = usize> {
         let identity = self.identity;
         let near = identity.neighbours();
         let near = near.filter(|&rank| rank != identity.rank && self.guests[rank].is_none());

@@ -1,0 +1,300 @@
+//! Leaders that meet over networks that delay, break and keep silent.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::Duration;
+
+use super::*;
+use crate::protocol::seat::Visit;
+use crate::ranks::address;
+use crate::ranks::deadlines::Deadlines;
+use crate::ranks::meeting::{Greeting, Key, Place, Report};
+use crate::ranks::rendezvous::{PROTOCOL_VERSION, meet_speaking};
+use crate::ranks::tcp;
+use crate::schedule::Hosts;
+
+/// The errors of ranks that [`meet`].
+fn errors(
+    ranks: &[usize],
+    world: usize,
+    version: impl Fn(usize) -> u32 + Sync,
+    change: impl Fn(usize, &mut Identity) + Sync,
+) -> Vec<Error> {
+    let met = meet(ranks, world, version, change).into_iter();
+    met.map(Result::unwrap_err).collect()
+}
+
+/// Ranks meet, each alone on its host, after `change` of the rank at a place. Ranks stand at the places of `ranks`.
+fn meet(
+    ranks: &[usize],
+    world: usize,
+    version: impl Fn(usize) -> u32 + Sync,
+    change: impl Fn(usize, &mut Identity) + Sync,
+) -> Vec<Result<()>> {
+    let listener = tcp::listen(0).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let rank_0 = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    let address = address::draw().unwrap();
+    let hosts: Vec<usize> = (0..world).collect();
+    let identity = |place: usize| {
+        let place_of_rank_0 = match ranks[place] {
+            0 => Place::Listening(listener.try_clone().unwrap()),
+            _ => Place::At(vec![rank_0]),
+        };
+        let mut identity = Identity {
+            hosts: Hosts::of(&hosts).unwrap(),
+            meeting: Some(Arc::new(Meeting {
+                key: Key::of(address.reveal(), "test"),
+                place: place_of_rank_0,
+            })),
+            ..Identity::of_test(ranks[place], world, address.reveal())
+        };
+        change(place, &mut identity);
+        identity
+    };
+    let (identity, version) = (&identity, &version);
+    std::thread::scope(|scope| {
+        let meet = |place| move || meet_speaking(&identity(place), version(place)).map(drop);
+        let threads: Vec<_> = (0..ranks.len())
+            .map(|place| scope.spawn(meet(place)))
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .collect()
+    })
+}
+
+/// What a network does to the connections of a leader, in the order in which it makes them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Fate {
+    Passes,
+    /// What the leader says of itself arrives when the other connection's has arrived.
+    ComesSecond,
+    /// Nothing arrives after the greeting, and the connection ends.
+    Breaks,
+}
+
+/// Passes a leader's connections on to rank 0 at `to`, and does to each what its fate says. All later ones pass.
+fn network(fates: &'static [Fate], to: SocketAddr) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        // One word for each connection whose introduction has been passed on.
+        let (passed, others) = mpsc::channel();
+        let others = Arc::new(Mutex::new(others));
+        for number in 0.. {
+            let Ok((leader, _)) = listener.accept() else {
+                return;
+            };
+            let fate = fates.get(number).copied().unwrap_or(Fate::Passes);
+            let rank_0 = TcpStream::connect(to).unwrap();
+            let (passed, others) = (passed.clone(), others.clone());
+            let answers = [&rank_0, &leader].map(|end| end.try_clone().unwrap());
+            std::thread::spawn(move || pass_on(&answers[0], &answers[1]));
+            std::thread::spawn(move || {
+                let mut greeting = [0; Greeting::BYTES];
+                (&leader).read_exact(&mut greeting).unwrap();
+                (&rank_0).write_all(&greeting).unwrap();
+                let mut introduction = [0; 64 << 10];
+                let length = (&leader).read(&mut introduction).unwrap();
+                match fate {
+                    Fate::Passes => {}
+                    Fate::ComesSecond => others.lock().unwrap().recv().unwrap(),
+                    Fate::Breaks => {
+                        rank_0.shutdown(Shutdown::Both).unwrap();
+                        return leader.shutdown(Shutdown::Both).unwrap();
+                    }
+                }
+                (&rank_0).write_all(&introduction[..length]).unwrap();
+                if fate == Fate::Passes {
+                    // Rank 0 reads it before it reads what comes later.
+                    std::thread::sleep(Duration::from_millis(100));
+                    passed.send(()).unwrap();
+                }
+                pass_on(&leader, &rank_0);
+            });
+        }
+    });
+    address
+}
+
+fn pass_on(mut from: &TcpStream, mut to: &TcpStream) {
+    let _ = std::io::copy(&mut from, &mut to);
+    let _ = to.shutdown(Shutdown::Both);
+}
+
+/// Two ranks meet, each alone on its host, over a network that does this.
+#[track_caller]
+fn assert_meet(fates: &'static [Fate]) {
+    let met = meet(
+        &[0, 1],
+        2,
+        |_| PROTOCOL_VERSION,
+        |place, identity| {
+            let meeting = identity.meeting.as_ref().unwrap();
+            if let (1, Place::At(addresses)) = (place, &meeting.place) {
+                identity.meeting = Some(Arc::new(Meeting {
+                    key: meeting.key.clone(),
+                    place: Place::At(vec![network(fates, addresses[0])]),
+                }));
+            }
+        },
+    );
+    for (rank, met) in met.iter().enumerate() {
+        assert!(met.is_ok(), "{fates:?}, rank {rank}: {met:?}");
+    }
+}
+
+#[test]
+fn what_comes_late_on_one_of_two_connections_is_taken_for_what_it_is() {
+    assert_meet(&[Fate::ComesSecond]);
+}
+
+/// What arrives of a leader, and the other end.
+fn visitor(leader: u64, line: Line) -> (Visitor, Connection) {
+    let (stream, other) = tcp::pair().unwrap();
+    let report = Report {
+        visit: Visit { leader, number: 0 },
+        line,
+        hello: Hello::new(&Identity::of_test(1, 2, "")).unwrap(),
+        ranks: vec![1],
+        outcome: String::new(),
+    };
+    let visitor = Visitor {
+        rank: 1,
+        version: PROTOCOL_VERSION,
+        report: Some(report),
+        stream,
+    };
+    (visitor, other)
+}
+
+#[test]
+fn a_leader_whose_end_is_seen_late_does_not_keep_its_successor_away() {
+    let now = Instant::now();
+    let mut seat = Leader::expected(1);
+    let lines = [Line::Messages, Line::Mirror];
+    let first = lines.map(|line| visitor(7, line));
+    let ends = first.map(|(visitor, end)| {
+        seat.take(visitor, false, now).unwrap();
+        end
+    });
+    assert!(seat.has_come());
+    let second = lines.map(|line| visitor(8, line));
+    let _ends = second.map(|(visitor, end)| {
+        seat.take(visitor, false, now).unwrap();
+        end
+    });
+    assert!(seat.has_rivals());
+    drop(ends);
+    for (since, visitor) in std::mem::take(&mut seat.rivals) {
+        seat.take(visitor, false, since).unwrap();
+    }
+    assert!(seat.has_come() && !seat.has_rivals());
+}
+
+#[test]
+fn two_leaders_of_a_host_that_stay_are_two_processes_of_one_rank() {
+    let mut seat = Leader::expected(1);
+    let (first, _end) = visitor(7, Line::Messages);
+    seat.take(first, false, Instant::now()).unwrap();
+    let (second, _end) = visitor(8, Line::Messages);
+    let own = std::process::id();
+    let duplicate = Error::DuplicateRank {
+        rank: 1,
+        pids: [own, own],
+    };
+    let since = Instant::now() - RIVALRY;
+    assert_eq!(seat.take(second, false, since), Err(duplicate));
+}
+
+#[test]
+fn a_leader_whose_connection_breaks_visits_rank_0_again() {
+    assert_meet(&[Fate::Breaks]);
+    assert_meet(&[Fate::Passes, Fate::Breaks]);
+}
+
+#[track_caller]
+fn assert_mismatch(errors: &[Error], of: usize, expected: &str) {
+    for error in errors {
+        let Error::Mismatch { rank, what, .. } = error else {
+            panic!("{error}");
+        };
+        assert_eq!((*rank, what.as_str()), (of, expected));
+    }
+}
+
+#[test]
+fn all_hosts_are_told_which_one_speaks_another_version() {
+    let version = |place| PROTOCOL_VERSION + u32::from(place == 2);
+    let errors = errors(&[0, 1, 2], 3, version, |_, _| {});
+    assert_mismatch(&errors, 2, "protocol version");
+}
+
+#[test]
+fn all_hosts_are_told_which_one_has_another_backend() {
+    let change = |place, identity: &mut Identity| {
+        if place == 1 {
+            identity.backend = "cuda";
+        }
+    };
+    let errors = errors(&[0, 1, 2], 3, |_| PROTOCOL_VERSION, change);
+    assert_mismatch(&errors, 1, "backend");
+}
+
+#[test]
+fn two_hosts_that_are_one_are_told() {
+    let errors = errors(&[0, 1, 1], 3, |_| PROTOCOL_VERSION, |_, _| {});
+    let own = std::process::id();
+    for error in errors {
+        let duplicate = Error::DuplicateRank {
+            rank: 1,
+            pids: [own, own],
+        };
+        assert_eq!(error, duplicate);
+    }
+}
+
+#[test]
+fn rank_0_that_is_silent_at_all_of_its_addresses_is_missing_at_the_deadline() {
+    let silent = [(); 8].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+    let addresses = silent.each_ref().map(|one| one.local_addr().unwrap());
+    let deadline = Duration::from_millis(700);
+    let change = |_, identity: &mut Identity| {
+        identity.deadlines = Deadlines::new(deadline, Some(deadline));
+        identity.meeting = Some(Arc::new(Meeting {
+            key: Key::of("secret", "test"),
+            place: Place::At(addresses.to_vec()),
+        }));
+    };
+    let errors = errors(&[1], 2, |_| PROTOCOL_VERSION, change);
+    let Error::RanksMissing {
+        ranks,
+        waited_ms,
+        reason,
+        ..
+    } = &errors[0]
+    else {
+        panic!("{}", errors[0]);
+    };
+    assert_eq!(ranks[..], [0]);
+    println!("waited for {waited_ms} ms");
+    // Each address would take two seconds.
+    assert!((700..10_000).contains(waited_ms));
+    let words = "the process there does not answer";
+    assert_eq!(reason.as_ref().unwrap().matches(words).count(), 8);
+}
+
+#[test]
+fn hosts_that_disagree_about_hosts_are_told() {
+    let change = |place, identity: &mut Identity| {
+        if place == 1 {
+            identity.hosts = Hosts::of(&[0, 1, 0, 1]).unwrap();
+            identity.deadlines = Deadlines::new(Duration::ZERO, Some(Duration::ZERO));
+        }
+    };
+    let errors = errors(&[0, 1], 4, |_| PROTOCOL_VERSION, change);
+    assert_mismatch(&errors[..1], 1, "ranks of its host");
+}
