@@ -445,6 +445,12 @@ def test_ranks_that_never_come_are_named() -> None:
     assert raised.value.rank == 0
 
 
+def test_a_group_takes_the_time_after_which_a_silent_host_is_lost() -> None:
+    join(0, 1, address(), host_timeout=2.0).close()
+    with pytest.raises(TypeError, match="host_timeout"):
+        join(0, 1, address(), host_timeout="soon")
+
+
 def test_processes_and_threads_are_ranks_of_one_group() -> None:
     at = address()
     source = "print(group.all_gather_bytes(bytes([rank])))\ngroup.close()"
