@@ -322,11 +322,12 @@ void reduce(const GemmeshReduction& reduction, Kind kind) {
     }
 }
 
-// Quantises values of a row, which begin with a block's first column.
+// Quantises values of a row, from its column `first` on.
 void quantize(const GemmeshOutputScales& of, std::vector<float>& values, uint64_t row, uint32_t first) {
-    for (uint32_t begin = 0; begin < values.size(); begin += GEMMESH_SCALE_BLOCK) {
-        const uint32_t end = std::min<uint32_t>(begin + GEMMESH_SCALE_BLOCK, values.size());
-        float* scale = of.scales + row * of.row + uint64_t{(first + begin) / GEMMESH_SCALE_BLOCK} * of.block;
+    for (uint32_t begin = 0, end; begin < values.size(); begin = end) {
+        const uint32_t place = of.first_column + first + begin;
+        end = std::min<uint32_t>(begin + GEMMESH_SCALE_BLOCK - place % GEMMESH_SCALE_BLOCK, values.size());
+        float* scale = of.scales + row * of.row + uint64_t{place / GEMMESH_SCALE_BLOCK} * of.block;
         if (of.row != 0 || of.block != 0) {
             float amax = 1e-4f;
             for (uint32_t i = begin; i < end; ++i) amax = std::fmax(amax, std::fabs(values[i]));
@@ -467,14 +468,20 @@ struct ElementScales {
     float a = 1, b = 1;
 
     ElementScales(const GemmeshParams& params, uint32_t weight, uint32_t row, uint32_t column, uint32_t block) {
-        const auto& [of_a, a_row, a_block] = params.scales;
+        const GemmeshScales& of_a = params.scales;
         const GemmeshOutput& output = params.outputs[weight];
-        if (of_a != nullptr) a = of_a[uint64_t{row} * a_row + uint64_t{block} * a_block];
+        if (of_a.a != nullptr) a = of_a.a[uint64_t{row} * of_a.a_row + uint64_t{block} * of_a.a_block];
         if (output.scales == nullptr) return;
-        const uint32_t of_b = a_block == 0 ? column : (output.scale_first + column) / GEMMESH_SCALE_BLOCK;
-        b = output.scales[uint64_t{of_b} * output.scale_row + (a_block == 0 ? 0 : block)];
+        const uint32_t of_b = of_a.a_block == 0 ? column : (output.scale_first + column) / GEMMESH_SCALE_BLOCK;
+        b = output.scales[uint64_t{of_b} * output.scale_row + (of_a.a_block == 0 ? 0 : block)];
     }
 };
+
+// An element of a row through which a kernel steps. It is zero in front of the row's first column.
+float element_of(const char* row, uint32_t k, const GemmeshParams& params, Kind kind) {
+    const uint32_t first = params.scales.first_column;
+    return k < first ? 0 : load(row, k - first, kind);
+}
 
 // The weights of a product in f32, each [n, k].
 struct Weights {
@@ -487,7 +494,7 @@ struct Weights {
                 for (uint32_t k = 0; k < params.k; ++k) {
                     const bool is_kn = params.b_is_kn != 0;
                     const char* row = b.rows + (is_kn ? k : column) * b.pitch;
-                    values[weight].push_back(load(row, is_kn ? column : k, kind));
+                    values[weight].push_back(is_kn ? load(row, column, kind) : element_of(row, k, params, kind));
                 }
             }
         }
@@ -546,7 +553,7 @@ void multiply(const Operands& operands, const GemmeshParams& params, const Shape
         const Matrix out = has_map ? operands.out[tile.block] : Matrix{static_cast<char*>(output.out), output.out_pitch};
         for (uint32_t row = tile.m * rows; row < std::min(params.m, (tile.m + 1) * rows); ++row) {
             const uint32_t first = tile.n * columns;
-            for (uint32_t k = 0; k < params.k; ++k) a[k] = load(operands.a.rows + row * operands.a.pitch, k, kinds[0]);
+            for (uint32_t k = 0; k < params.k; ++k) a[k] = element_of(operands.a.rows + row * operands.a.pitch, k, params, kinds[0]);
             std::vector<float> sums;
             for (uint32_t column = first; column < std::min(output.n, first + columns); ++column) {
                 float sum = function(element(a, weights, params, tile.block, row, column, kinds[0]), params.activation);
