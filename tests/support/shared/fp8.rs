@@ -1141,8 +1141,8 @@ struct SplitCase {
     scales: Vec<f32>,
 }
 
-/// A matrix of fp8 and its scales.
-type Scaled<B> = (Matrix<B, F8E4M3>, Matrix<B, f32>);
+/// Rows of fp8 and their scales.
+type QuantizedRows<B> = (Matrix<B, F8E4M3>, Matrix<B, f32>);
 
 /// The values of a rank's operands, times their scales.
 struct Dequantized {
@@ -1196,7 +1196,11 @@ impl SplitCase {
     }
 
     /// A rank's rows and their scales.
-    fn quantized<B: Tested>(&self, group: &Group<B>, rank: usize) -> Result<Scaled<B>, Error> {
+    fn quantized<B: Tested>(
+        &self,
+        group: &Group<B>,
+        rank: usize,
+    ) -> Result<QuantizedRows<B>, Error> {
         let [m, _, k] = self.shape;
         let (first, _) = self.part(rank);
         let rows = group.upload(&self.rows[rank], m, k)?;
