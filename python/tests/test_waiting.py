@@ -13,7 +13,21 @@ import numpy as np
 import pytest
 
 import gemmesh
-from ranks import LONG, Matrices, address, ended, join, matrix, outcomes, program, ranks, sharded, stretched, threads, wide
+from ranks import (
+    LONG,
+    Matrices,
+    address,
+    ended,
+    join,
+    matrix,
+    outcomes,
+    program,
+    ranks,
+    sharded,
+    stretched,
+    threads,
+    wide,
+)
 
 #: Seconds from a signal to its exception, at most.
 AT_ONCE = 0.2
