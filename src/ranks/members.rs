@@ -37,8 +37,8 @@ const NAPS: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(4)
 
 /// How long a thread sleeps that has waited for `waited`. The sleep prolongs the wait by a thirtieth at most.
 ///
-/// A look costs a few microseconds, and two threads of each rank may wait. With short sleeps, the waiting ranks of a few
-/// groups would leave no time for anything else.
+/// A look costs a few microseconds, and two threads of each rank may wait. With short sleeps, the waiting ranks of a
+/// few groups would leave no time for anything else.
 fn nap(waited: Duration) -> Duration {
     let [shortest, longest] = NAPS;
     (waited / 32).clamp(shortest, longest)

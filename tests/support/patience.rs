@@ -22,7 +22,8 @@ pub fn stretched(time: Duration) -> Duration {
     time.mul_f64(meter().most())
 }
 
-/// `time`, on a machine as busy as it is when a test begins. For deadlines that pass in a test: its ranks have the same.
+/// `time`, on a machine as busy as it is when a test begins. For deadlines that pass in a test: its ranks have the
+/// same.
 ///
 /// A test calls it once, because it grows. What has passed such a deadline has waited for `time` at least.
 pub fn agreed(time: Duration) -> Duration {

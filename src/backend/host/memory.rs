@@ -34,7 +34,7 @@ impl HostSymmetric {
         initialise: impl FnOnce(*mut u8),
     ) -> Result<HostSymmetric> {
         let rank = members.rank;
-        // A small matrix takes less time than this. If there is no memory for it, a rank finds out when it makes its part.
+        // A small matrix takes less time than this. A rank finds out that it has no memory when it makes its part.
         let is_small = bytes.saturating_mul(members.world) as u64 <= SMALL;
         let ready = match is_small {
             true => ready,
