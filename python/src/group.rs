@@ -18,9 +18,9 @@ use crate::operands::{Reader, keeper_of};
 use crate::options::{self, Asked, kind_of};
 use crate::prepared::{self, Given, Prepared, reader_of};
 use crate::sharded::Sharded;
-use crate::streams;
+use crate::streams::{self, CallStream};
 use crate::trace::Trace;
-use crate::waiting::{enqueued, left_behind, waited};
+use crate::waiting::{enqueued, enqueued_on, left_behind, waited};
 
 /// This rank's membership of a group of ranks that multiply together.
 ///
@@ -348,6 +348,13 @@ impl Group {
         let group = self.get(py)?;
         py.detach(|| group.fail(reason));
         Ok(())
+    }
+
+    /// Puts the group on a stream, behind what is on the stream before, for an operation that is made of this group's calls
+    /// and of other work on that stream. A stream that was set by hand stays the one of calls without tensors.
+    fn _put_on(&self, py: Python<'_>, stream: usize) -> PyResult<()> {
+        let group = self.get(py)?;
+        enqueued_on(py, &*group, Some(CallStream::lasting(stream)), || Ok(()))
     }
 
     /// Raises an ArgumentError of an operation that is made of this group's calls, and tells the ranks that wait for this

@@ -65,6 +65,7 @@ class Joined:
         self.rank: int = group.rank
         self.cuda: bool = group.backend == "cuda"
         #: The ordinal of the GPU.
+        self.index: int = group.device[1]
         #: Planned calls, by shapes, types and strides.
         self.gathers: dict[tuple[Any, ...], Gather] = {}
         self.scatters: dict[tuple[Any, ...], Scatter] = {}
@@ -93,7 +94,12 @@ class Joined:
                 raise told from None
 
     def enter(self, *used: object) -> bool:
-        """If PyTorch's current stream is captured, keeps what later work uses, and returns true."""
+        """Puts the group on PyTorch's current stream, before the first step of an operation.
+
+        So the steps come after those of an operation on another stream. If the stream is captured, keeps what later work
+        uses, and returns true.
+        """
+        self.group._put_on(torch._C._cuda_getCurrentRawStream(self.index))
         is_captured = self.is_captured()
         if is_captured:
             for each in used:
