@@ -349,9 +349,10 @@ fn two_groups_in_opposite_orders(test: &str, route: Route) {
             }
             for (index, result) in results {
                 let result = result.and_then(|()| groups[index].synchronize());
-                match result {
-                    Ok(()) => both[index].check(rank.world)?,
-                    // Each kernel may hold the GPU that the other's peer needs: then both end at the deadline.
+                match result.and_then(|()| both[index].check(rank.world)) {
+                    Ok(()) => {}
+                    // Each kernel may hold the GPU that the other's peer needs: then both end at the deadline. A rank whose
+                    // own kernel has ended before may read so when it copies the result.
                     Err(error) => {
                         assert!(route != Route::Pull, "{error}");
                         assert!(matches!(error.cause(), Error::Timeout { .. }), "{error}");
