@@ -5,6 +5,11 @@ use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+/// The most of the time between two looks that counts as watched.
+///
+/// A thread that has not run for longer, or a machine that stood still, has not received what was acknowledged meanwhile.
+const MOST_OF_A_LOOK: Duration = Duration::from_millis(250);
+
 /// How long another system has acknowledged nothing of what it was sent.
 ///
 /// It acknowledges what comes also while its process is stopped. If it has no room left, nothing is on its way. Then this
@@ -17,6 +22,9 @@ pub struct Acknowledged {
     bytes: u64,
     /// Since when something is to be acknowledged and nothing was. None if nothing is.
     since: Option<Instant>,
+    /// How much of that time was watched.
+    watched: Duration,
+    looked: Instant,
 }
 
 impl Acknowledged {
@@ -24,6 +32,8 @@ impl Acknowledged {
         Acknowledged {
             bytes: 0,
             since: None,
+            watched: Duration::ZERO,
+            looked: Instant::now(),
         }
     }
 
@@ -34,15 +44,26 @@ impl Acknowledged {
         };
         let has_changed = told.bytes_acknowledged != self.bytes;
         self.bytes = told.bytes_acknowledged;
-        self.since = match told.awaits() {
-            true => self.since.filter(|_| !has_changed).or(Some(Instant::now())),
-            false => None,
-        };
+        self.note(told.awaits(), has_changed, Instant::now());
     }
 
-    /// How long that was at the last look.
+    /// Notes a look at `now`: whether something is to be acknowledged, and whether something was since the last look.
+    fn note(&mut self, awaits: bool, has_changed: bool, now: Instant) {
+        let between = now.duration_since(self.looked).min(MOST_OF_A_LOOK);
+        self.looked = now;
+        let goes_on = self.since.filter(|_| awaits && !has_changed);
+        self.watched = goes_on.map_or(Duration::ZERO, |_| self.watched + between);
+        self.since = goes_on.or(awaits.then_some(now));
+    }
+
+    /// How long that is, by the clock.
     pub fn silence(&self) -> Duration {
         self.since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
+    /// How much of it was watched, until the last look.
+    pub fn watched_silence(&self) -> Duration {
+        self.watched
     }
 }
 
@@ -140,6 +161,23 @@ mod tests {
         assert!(longest_silence(&one) < LONG, "it has no room left");
         while (&*other).read(&mut [0; 4096]).is_ok_and(|count| count > 0) {}
         assert!(longest_silence(&one) < LONG);
+    }
+
+    #[test]
+    fn a_thread_that_seldom_runs_counts_a_part_of_each_gap() {
+        let mut acknowledged = Acknowledged::new();
+        let begin = acknowledged.looked;
+        let mut look = |seconds, awaits, has_changed| {
+            acknowledged.note(awaits, has_changed, begin + Duration::from_secs(seconds));
+            acknowledged.watched_silence()
+        };
+        assert_eq!(look(10, true, false), Duration::ZERO);
+        // One gap says nothing, however long it is.
+        assert_eq!(look(3600, true, false), MOST_OF_A_LOOK);
+        assert_eq!(look(3610, true, false), 2 * MOST_OF_A_LOOK);
+        assert_eq!(look(3620, true, true), Duration::ZERO);
+        assert_eq!(look(3630, true, false), MOST_OF_A_LOOK);
+        assert_eq!(look(3640, false, false), Duration::ZERO);
     }
 
     #[test]

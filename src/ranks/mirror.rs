@@ -34,8 +34,6 @@ const LULL: Duration = Duration::from_millis(10);
 const LIVELY: Duration = Duration::from_millis(50);
 /// A leader says this often that it runs.
 const BEAT: Duration = Duration::from_millis(250);
-/// A thread that has not run for this long knows nothing of what was acknowledged meanwhile.
-const ASLEEP: Duration = Duration::from_millis(500);
 /// How long a leader that has left waits for the ranks that it speaks for, and then for the other ends to close.
 const PARTING: Duration = Duration::from_secs(1);
 
@@ -113,25 +111,19 @@ struct Teller {
     differing: Option<(u64, Instant)>,
     /// When something was last told or heard.
     lively: Instant,
-    /// When the thread last looked, and since when it has not been asleep.
-    looked: Instant,
-    awake: Instant,
     /// True if this rank has left, so that ends of connections say nothing.
     is_parting: bool,
 }
 
 impl Teller {
     fn new(shared: Arc<SharedState>, links: Vec<Link>, longest: Duration) -> Teller {
-        let now = Instant::now();
         Teller {
             known: Known::new(&shared),
             lines: links.into_iter().map(Line::new).collect(),
             shared,
             longest,
             differing: None,
-            lively: now,
-            looked: now,
-            awake: now,
+            lively: Instant::now(),
             is_parting: false,
         }
     }
@@ -159,10 +151,6 @@ impl Teller {
 
     /// Tells and hears what there is, without waiting.
     fn look(&mut self) {
-        if self.looked.elapsed() > ASLEEP {
-            self.awake = Instant::now();
-        }
-        self.looked = Instant::now();
         self.shared.note_running(self.shared.rank());
         // This end of the lines is closed when this rank parts.
         if !self.is_parting {
@@ -185,14 +173,9 @@ impl Teller {
             }
             lines.iter_mut().for_each(|line| line.say(&record));
         });
-        let is_awake = self.awake.elapsed() > self.longest;
         for line in &mut self.lines {
             line.send(self.shared.rank());
-            line.listen_for_silence(if is_awake {
-                self.longest
-            } else {
-                Duration::MAX
-            });
+            line.listen_for_silence(self.longest);
         }
     }
 

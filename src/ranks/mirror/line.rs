@@ -222,7 +222,7 @@ impl Line {
     /// Ends if the other system has acknowledged nothing for `longest`.
     pub fn listen_for_silence(&mut self, longest: Duration) {
         self.acknowledged.look(&self.stream);
-        if self.acknowledged.silence() > longest {
+        if self.acknowledged.watched_silence() > longest {
             self.end = Some(End::CutOff);
         }
     }
