@@ -12,10 +12,10 @@ use super::made_call::At;
 /// if their names are. The place does not count, so that a program can compare an error with one that it makes.
 ///
 /// ```
-/// use gemmesh::{Error, Group, Host};
+/// use gemmesh::{Error, Group, Host, bf16};
 ///
 /// Group::<Host>::threads(1, |group| {
-///     let error = group.zeros::<f32>(2, 0).unwrap_err();
+///     let error = group.zeros::<bf16>(2, 0).unwrap_err();
 ///     let call = error.call().expect("an argument is wrong");
 ///     assert_eq!(call.name(), "Group::zeros");
 ///     let here = call.place().expect("a line of this program");
@@ -67,10 +67,10 @@ pub(crate) fn in_words(place: Place) -> Option<String> {
 /// use std::panic::Location;
 ///
 /// use gemmesh::error::called_at;
-/// use gemmesh::{Group, Host, Matrix, Result};
+/// use gemmesh::{Group, Host, Matrix, Result, bf16};
 ///
 /// #[track_caller]
-/// fn square(group: &Group<Host>, n: usize) -> Result<Matrix<Host, f32>> {
+/// fn square(group: &Group<Host>, n: usize) -> Result<Matrix<Host, bf16>> {
 ///     called_at(Some(Location::caller()), || group.zeros(n, n))
 /// }
 ///
