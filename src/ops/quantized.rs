@@ -167,7 +167,8 @@ impl<B: Backend> Matrix<B, F8E4M3> {
     /// The matrix as an output of a product, which is quantised before it is stored.
     ///
     /// The products' f32 results are quantised, with their bias, activation, gate and residual. Nothing is rounded in
-    /// between. N is a multiple of 16. On GPUs, outputs of bf16 and f16 operands have 16,777,216 elements at the most.
+    /// between. N is a multiple of 16. On GPUs, outputs of bf16 and f16 operands have 16,777,216 elements at the most, and
+    /// so have those that begin inside a block ([`Quantized::first_column`]).
     pub fn quantized<'a>(
         &'a mut self,
         scales: impl Into<Quantized<'a, B>>,

@@ -23,9 +23,9 @@ const PRODUCT_MULTIPLE: usize = 16;
 /// nearest, ties to even. A q above 448 becomes 448, and NaN stays NaN.
 ///
 /// A block is 128 columns of a row; the last one of a row may have fewer, and so may the first one
-/// ([`Quantization::first_column`]). Its scale is `amax / 448`, where `amax` is
-/// the largest |x| of the block, or 0.0001 if that is larger. NaN is no part of `amax`. An infinity makes the scale
-/// infinite: then the infinities become NaN, and the other values 0.
+/// ([`Quantization::first_column`]). Its scale is `amax / 448`, where `amax` is the largest |x| of the block, or 0.0001 if
+/// that is larger. NaN is no part of `amax`. An infinity makes the scale infinite: then the infinities become NaN, and the
+/// other values 0.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Quantization {
     /// [`Scaling::Tensor`] for a scale that the caller gives. [`Scaling::Blocks`], [`Scaling::BlocksFrom`] or

@@ -11,7 +11,7 @@ use crate::support::products::ROUTES;
 use crate::support::shared::failures;
 use crate::support::tested::{Tested, assert_timeout_names, poisoned, ranks};
 use crate::{
-    Arguments, MakeCall, NOTICED, PROMPT, TIMEOUT, amid_functions, each_route, short, test_name,
+    Arguments, MakeCall, PROMPT, TIMEOUT, amid_functions, each_route, noticed, short, test_name,
     told_at_once,
 };
 
@@ -180,7 +180,7 @@ fn leave(test: &str, leaver: usize, call: MakeCall) {
             "{}",
             outcome.error()
         );
-        assert!(outcome.at - left < stretched(NOTICED));
+        assert!(outcome.at - left < noticed());
     }
 }
 
@@ -230,7 +230,7 @@ fn a_rank_that_leaves_while_the_others_push_is_named() {
                 }
                 let begin = Instant::now();
                 let result = arguments.run_by(route);
-                assert!(begin.elapsed() < stretched(NOTICED));
+                assert!(begin.elapsed() < noticed());
                 result
             });
         let error = result.unwrap_err();
@@ -277,7 +277,7 @@ fn a_rank_that_panics_is_named_as_that_at_once() {
             matches!(error, Error::RankPanicked { rank: 1, .. }),
             "{error}"
         );
-        assert!(survivor.at.saturating_duration_since(panicked) < stretched(NOTICED));
+        assert!(survivor.at.saturating_duration_since(panicked) < noticed());
     }
     assert_eq!(outcomes[1].value(), "caught");
 }

@@ -15,7 +15,7 @@ use crate::support::processes::{Rank, sockets_of, start};
 use crate::support::products::Arguments as Products;
 use crate::support::shared::failures;
 use crate::support::tested::{all_done, poisoned, ranks};
-use crate::{Arguments, NOTICED, PROMPT, TIMEOUT, test_name};
+use crate::{Arguments, PROMPT, TIMEOUT, noticed, test_name};
 
 /// Every kind of call is refused in a child.
 fn all_refused(group: &Group<Host>, arguments: &mut Products<Host>) -> bool {
@@ -107,7 +107,7 @@ fn outlived(test: &str, parent: usize) {
     let others = (0..3).filter(|&rank| rank != parent);
     for place in others {
         let known = ranks.heard(place, "knows");
-        assert!(known.saturating_duration_since(killed) < stretched(NOTICED));
+        assert!(known.saturating_duration_since(killed) < noticed());
     }
     ranks.tell(parent);
     for outcome in ranks.outcomes() {
@@ -167,7 +167,7 @@ fn outlives_the_group(test: &str, leaver: usize) {
     let leaves = ranks.heard(leaver, "leaves");
     for (place, what) in [(leaver, "has left"), (1 - leaver, "knows")] {
         let after = ranks.heard(place, what).saturating_duration_since(leaves);
-        assert!(after < stretched(NOTICED), "{what}: {after:?}");
+        assert!(after < noticed(), "{what}: {after:?}");
     }
     ranks.tell(leaver);
     let outcomes = ranks.outcomes();

@@ -13,7 +13,7 @@ use crate::support::forks::{assert_right, end, fork};
 use crate::support::patience::{agreed, stretched};
 use crate::support::processes::{Rank, Setting, in_namespaces, start, this_program};
 use crate::support::tested::{all_done, ranks, ranks_with, without_places};
-use crate::{Arguments, MakeCall, NOTICED, PROMPT, TIMEOUT, short, test_name};
+use crate::{Arguments, MakeCall, PROMPT, TIMEOUT, noticed, short, test_name};
 
 /// A product that is right.
 fn work(group: &Group<Host>) -> Result<(), Error> {
@@ -71,7 +71,7 @@ fn killed(test: &str, setting: &Setting, forks: bool) {
     ranks.all_heard("here");
     let died = ranks.signal(3, Signal::KILL);
     let known = ranks.heard(2, "knows");
-    assert!(known.saturating_duration_since(died) < stretched(NOTICED));
+    assert!(known.saturating_duration_since(died) < noticed());
     ranks.tell(3);
     for outcome in ranks.outcomes() {
         match outcome.rank {

@@ -15,7 +15,7 @@ use crate::support::patience::stretched;
 use crate::support::processes::{
     Outcome, Processes, Rank, Setting, in_namespaces, runs, start, start_with, this_program,
 };
-use crate::{Arguments, NOTICED, TIMEOUT, short, test_name};
+use crate::{Arguments, TIMEOUT, noticed, short, test_name};
 
 /// Longer than any test waits for what is killed.
 const FOREVER: Duration = Duration::from_secs(3600);
@@ -540,7 +540,7 @@ fn launched_ranks_die_with_their_launcher() {
     // Also the ends of their outputs have been waited for here.
     let outcome = &ranks.outcomes()[0];
     outcome.assert_killed();
-    assert!(outcome.at - killed < stretched(NOTICED));
+    assert!(outcome.at - killed < noticed());
     assert_all_ended(&outcome.text, 3);
 }
 
@@ -967,7 +967,7 @@ fn assert_all_ended(text: &str, world: usize) {
         .collect();
     assert_eq!(pids.len(), world, "{text}");
     // A process that is killed closes its outputs before it has ended.
-    let deadline = Instant::now() + stretched(NOTICED);
+    let deadline = Instant::now() + noticed();
     for pid in pids {
         while runs(pid) {
             assert!(Instant::now() < deadline, "process {pid} still runs");

@@ -43,6 +43,11 @@ fn short() -> Duration {
     Host::short()
 }
 
+/// Survivors know within this, on a machine as busy as it may be.
+fn noticed() -> Duration {
+    Host::before_timeout(NOTICED)
+}
+
 /// The one error that all ranks have, none of which waited for its timeout.
 #[track_caller]
 fn same_error(outcomes: &[Outcome]) -> &Error {

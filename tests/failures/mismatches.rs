@@ -8,9 +8,8 @@ use gemmesh::{
     matmul_reduce_scatter,
 };
 
-use crate::support::patience::stretched;
 use crate::support::tested::{assert_call_mismatch, poisoned, ranks};
-use crate::{Arguments, MakeCall, NOTICED, TIMEOUT, exchanges_that_differ, same_error, test_name};
+use crate::{Arguments, MakeCall, TIMEOUT, exchanges_that_differ, noticed, same_error, test_name};
 
 exchanges_that_differ!(Host);
 
@@ -103,7 +102,7 @@ fn a_rank_at_a_barrier_while_the_others_multiply_is_named_at_once() {
         "all_gather_matmul(M = 6, K = 4, bf16, the 1st sharded matrix of the group)",
     );
     for outcome in outcomes {
-        assert!(outcome.at.saturating_duration_since(begin) < stretched(NOTICED));
+        assert!(outcome.at.saturating_duration_since(begin) < noticed());
     }
 }
 
@@ -184,7 +183,7 @@ fn any_two_calls_that_differ_are_named_at_once_whoever_comes_first() {
                 let begin = Instant::now();
                 let error = call(&group, &mut arguments).unwrap_err();
                 let took = begin.elapsed();
-                assert!(took < stretched(NOTICED), "{took:?}");
+                assert!(took < noticed(), "{took:?}");
                 Err(error.cause().clone())
             });
         match result.unwrap_err() {
@@ -226,7 +225,7 @@ fn calls_that_differ_are_named_at_once_though_a_rank_makes_none() {
             };
             let took = begin.elapsed();
             over.wait();
-            assert!(took < stretched(NOTICED), "{took:?}");
+            assert!(took < noticed(), "{took:?}");
             result
         });
     assert!(matches!(

@@ -8,9 +8,9 @@ use gemmesh::{
     all_gather_matmul, bf16,
 };
 
-use crate::support::patience::{agreed, stretched};
+use crate::support::patience::agreed;
 use crate::support::tested;
-use crate::{Arguments, MakeCall, NOTICED, TIMEOUT};
+use crate::{Arguments, MakeCall, TIMEOUT, noticed};
 
 /// Longer than the others wait for a rank that was refused its call.
 const REFUSED: Duration = Duration::from_millis(1000);
@@ -33,7 +33,7 @@ fn refuse(expected: Error, call: MakeCall, refused: MakeCall) {
             let took = begin.elapsed();
             over.wait();
             assert_eq!(result, Err(expected.clone()));
-            assert!(took < stretched(NOTICED), "{took:?}");
+            assert!(took < noticed(), "{took:?}");
             let cause = Box::new(expected.clone());
             assert_eq!(group.barrier(), Err(Error::Poisoned { cause }));
             Ok(())
@@ -267,7 +267,7 @@ fn a_rank_that_leaves_when_it_is_refused_a_call_is_named_with_the_reason() {
                 all_gather_matmul(&arguments.a, &b, &mut arguments.out)
             });
         assert!(matches!(error, Err(Error::Shape { rank: 1, .. })));
-        assert!(begin.elapsed() < stretched(NOTICED));
+        assert!(begin.elapsed() < noticed());
     }
 }
 

@@ -43,6 +43,12 @@ pub trait Tested: Backend {
     fn short_and_slack() -> Duration {
         stretched(Self::SHORT + Self::SLACK)
     }
+
+    /// `time` on a busy machine, but always before [`Tested::TIMEOUT`]. What takes as long as that has waited for it.
+    fn before_timeout(time: Duration) -> Duration {
+        stretched(time).min(Self::TIMEOUT * 9 / 10)
+    }
+
     /// How late a rank is whom the others notice that they wait for.
     const LATE: Duration;
     /// [M, N, K] of a product that takes no time.

@@ -50,7 +50,10 @@ pub fn assert_lost<B: Tested>(ranks: Processes, world: usize, victim: usize, sin
         let took = ranks
             .heard(place, "failed")
             .saturating_duration_since(since);
-        assert!(took < stretched(B::NOTICED), "rank {place} took {took:?}");
+        assert!(
+            took < B::before_timeout(B::NOTICED),
+            "rank {place} took {took:?}"
+        );
     }
     for outcome in ranks.outcomes() {
         if outcome.rank == victim {
@@ -448,7 +451,10 @@ fn told_at_once<B: Tested>(
         let begin = Instant::now();
         let result = arguments.verify_by(&group, route);
         let took = begin.elapsed();
-        assert!(took < stretched(TOLD), "told after {took:?}: {result:?}");
+        assert!(
+            took < B::before_timeout(TOLD),
+            "told after {took:?}: {result:?}"
+        );
         poisoned(&group, result)
     });
     for outcome in ranks.outcomes() {

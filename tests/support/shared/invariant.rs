@@ -12,7 +12,7 @@ use gemmesh::{
 use crate::support::numbers::normal;
 use crate::support::tested::{Tested, all_done, ranks};
 
-/// Rows and columns of the product that has all elements. One of its columns follows the last whole tile.
+/// Rows and columns of the product that has all elements. Sixteen of its columns follow the host's last whole tile; of the part 0..257 one does.
 const WHOLE: [usize; 2] = [37, 272];
 /// Rows of parts of it.
 const ROWS: [Range<usize>; 4] = [0..37, 0..1, 36..37, 3..20];

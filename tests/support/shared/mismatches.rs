@@ -20,7 +20,7 @@ pub fn differ<B: Tested>(test: &str, odd: usize, its: (Call<B>, &str), others: (
         let begin = Instant::now();
         let result = call(&group);
         let took = begin.elapsed();
-        assert!(took < stretched(B::NOTICED), "{took:?}");
+        assert!(took < B::before_timeout(B::NOTICED), "{took:?}");
         poisoned(&group, result)
     });
     assert_call_mismatch(same_error(&ranks.outcomes()), odd, its.1, others.1);
