@@ -23,7 +23,7 @@ use crate::tensors::{legacy_capsule, managed, memory_of_managed, versioned_capsu
 use crate::waiting::{is_main_thread, waited, waited_on};
 
 /// Something that is dropped without the GIL. The last part of a group waits for the other ranks, which may be threads
-/// of this process.
+/// of this process. Once the interpreter ends, it is left to the process's end.
 pub struct Freed<T: Send>(ManuallyDrop<T>);
 
 impl<T: Send> Freed<T> {
@@ -56,6 +56,8 @@ impl<T: Send> Drop for Freed<T> {
         }
         let mut value = Some(value);
         through_the_gate(|| value.take().map(drop_without_gil));
+        // The gate is closed. This thread may hold the GIL, which it could not take back, and the value's end may wait.
+        std::mem::forget(value);
     }
 }
 

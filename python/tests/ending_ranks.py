@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-import gemmesh
+#: What runs after the library's hook at the interpreter's end.
+AFTER_THE_HOOK: list[Callable[[], object]] = []
+# Hooks run in the opposite order.
+atexit.register(lambda: [each() for each in AFTER_THE_HOOK])
+
+import gemmesh  # noqa: E402
 
 M, K = 16, 64
 #: What lives until the interpreter ends.
@@ -104,6 +111,38 @@ def with_matrices_of_tensors() -> None:
     group = on_a_gpu()
     tensors(group, 1)
     KEPT.append([group.matrix(Tensor(group.zeros(M, K, "f16"))) for _ in range(100)])
+
+
+def with_a_group_that_ends_late() -> None:
+    """A thread drops a group, which would wait for its operations, when the library calls into Python no more."""
+    from late import Gate, Stream, bind
+
+    group = gemmesh.Group.connect(0, 1, f"the end {os.getpid()}", backend="cuda", timeout=1000.0)
+    bind(group)
+    stream = Stream()
+    assert stream.ptr is not None
+    group.set_stream(stream.ptr)
+    a = group.zeros(M, K, "f16")
+    group.matmul(a, a, group.zeros(M, M, "f16"))
+    gate = Gate(stream)
+    group.matmul(a, a, group.zeros(M, M, "f16"))
+    held = [group, a]
+    del group, a
+
+    may_drop, dropped = threading.Event(), threading.Event()
+
+    def drop() -> None:
+        may_drop.wait()
+        held.clear()
+        dropped.set()
+
+    def goes_on() -> None:
+        may_drop.set()
+        dropped.wait()
+        gate.open()
+
+    threading.Thread(target=drop, daemon=True).start()
+    AFTER_THE_HOOK.append(goes_on)
 
 
 def in_a_callback() -> None:

@@ -15,8 +15,9 @@ from typing import Any
 import gemmesh
 
 _driver = ctypes.CDLL("libcuda.so.1")
+_c = ctypes.CDLL(None)
 #: A function of C's that sleeps for as many microseconds as its argument says.
-_sleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p)
+_sleep = ctypes.cast(_c.usleep, ctypes.c_void_p)
 NON_BLOCKING = 1
 RELAXED = 2
 
@@ -71,6 +72,20 @@ class Stream:
     @property
     def _as_parameter_(self) -> ctypes.c_void_p:
         return ctypes.c_void_p(self.ptr)
+
+
+class Gate:
+    """Holds back what is put on a stream later, until it is opened. It must live until then."""
+
+    def __init__(self, stream: Stream) -> None:
+        # A semaphore of C's.
+        self.semaphore = ctypes.create_string_buffer(64)
+        assert _c.sem_init(self.semaphore, 0, 0) == 0
+        place = ctypes.c_void_p(ctypes.addressof(self.semaphore))
+        driver("cuLaunchHostFunc", stream._as_parameter_, ctypes.cast(_c.sem_wait, ctypes.c_void_p), place)
+
+    def open(self) -> None:
+        _c.sem_post(self.semaphore)
 
 
 class Graph:

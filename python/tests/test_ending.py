@@ -29,7 +29,8 @@ def test_threads_at_the_end(program: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "program", ["after_a_call", "after_synchronize", "after_close", "with_matrices_of_tensors"]
+    "program",
+    ["after_a_call", "after_synchronize", "after_close", "with_matrices_of_tensors", "with_a_group_that_ends_late"],
 )
 def test_tensors_at_the_end(program: str) -> None:
     reason = find_gpu()
