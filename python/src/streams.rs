@@ -188,10 +188,11 @@ pub fn of_cupy(py: Python<'_>, group: &dyn AnyGroup) -> PyResult<Option<CallStre
     }))
 }
 
-/// True for an array of CuPy.
+/// True for an array of CuPy, also of a class that is derived from its arrays.
 pub fn is_of_cupy(object: &Bound<'_, PyAny>) -> bool {
-    let module = object.get_type().module();
-    module.is_ok_and(|module| module == "cupy")
+    let py = object.py();
+    let class = loaded(intern!(py, "cupy")).and_then(|cupy| cupy.getattr("ndarray").ok());
+    class.is_some_and(|class| object.is_instance(&class).unwrap_or(false))
 }
 
 /// A module that the program has imported.

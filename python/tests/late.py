@@ -153,6 +153,7 @@ def as_cupy(group: gemmesh.Group) -> Any:
         return CurrentOf(lambda ptr: cupy.cuda.ExternalStream(ptr, device).use())
     current, cupy = Current(), ModuleType("cupy")
     cupy.cuda = SimpleNamespace(get_current_stream=lambda _: current.stream)  # type: ignore[attr-defined]
+    cupy.ndarray = Array  # type: ignore[attr-defined]
     sys.modules["cupy"] = cupy
     return current
 
@@ -171,9 +172,12 @@ class Array:
         return self.matrix.__dlpack_device__()
 
 
-Array.__module__ = "cupy"
-
-
-def array_of_cupy(matrix: gemmesh.Matrix) -> Any:
-    """A matrix as an array of CuPy, without a copy."""
-    return importlib.import_module("cupy").from_dlpack(matrix) if INSTALLED else Array(matrix)
+def array_of_cupy(matrix: gemmesh.Matrix, *, derived: bool = False) -> Any:
+    """A matrix as an array of CuPy, without a copy. `derived`: of a class that is derived from CuPy's."""
+    class_of_arrays = importlib.import_module("cupy").ndarray
+    if derived:
+        class_of_arrays = type("Derived", (class_of_arrays,), {})
+    if not INSTALLED:
+        return class_of_arrays(matrix)
+    array = importlib.import_module("cupy").from_dlpack(matrix)
+    return array.view(class_of_arrays) if derived else array

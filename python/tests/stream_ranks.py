@@ -136,9 +136,9 @@ def arrays_of_cupy_put_calls_on_its_stream(group: gemmesh.Group) -> None:
     current_of_torch.stream, current.stream = Stream(), Stream()
     a, weight, out = of_ones(group, M, K), of_ones(group, N, K), group.zeros(M, N, "f16")
     copy = group.zeros(M, N, "f16")
-    arrays = [array_of_cupy(each) for each in (a, weight, out)]
-    for stream in (Stream(), Stream()):
-        current.stream = stream
+    for derived in (False, False, True):
+        arrays = [array_of_cupy(each, derived=derived) for each in (a, weight, out)]
+        stream = current.stream = Stream()
         stream.fill_late(a, TWOS)
         group.matmul(*arrays)
         stream.copy(copy, 0, out)
