@@ -20,7 +20,7 @@ use crate::errors::{exception, read_only, refused};
 use crate::operands::Reader;
 use crate::streams::{self, CallStream};
 use crate::tensors::{legacy_capsule, managed, memory_of_managed, versioned_capsule};
-use crate::waiting::{is_main_thread, waited, waited_on};
+use crate::waiting::{enqueued_on, is_main_thread, waited, waited_on};
 
 /// Something that is dropped without the GIL. The last part of a group waits for the other ranks, which may be threads
 /// of this process. Once the interpreter ends, it is left to the process's end.
@@ -151,12 +151,24 @@ impl Kept {
         Ok(Kept::new(memory, group.clone(), Arc::from(owner)))
     }
 
-    /// A tensor of another library, without a copy.
+    /// A tensor of another library, without a copy. The library has it ready for the stream that the group is then on, so
+    /// calls on other streams come behind that too.
     pub fn adopted(object: &Bound<'_, PyAny>, group: &Arc<dyn AnyGroup>) -> PyResult<Kept> {
         let (py, call, name) = (object.py(), "Group.matrix", "the tensor");
-        let stream = streams::of_own(py, &**group)?;
-        let stream = stream.map_or_else(|| group.stream(), |stream| stream.raw);
-        let tensor = managed(object, &**group, (call, name), stream)?;
+        let stream = match group.is_in_function() {
+            // The group stays on the operation's stream.
+            true => None,
+            false => streams::of_own(py, &**group)?,
+        };
+        if let Some(stream) = &stream {
+            stream.require_one(py, &**group, call)?;
+        }
+        let told = stream.as_ref().map(|stream| stream.raw);
+        let told = told.unwrap_or_else(|| group.stream());
+        let tensor = managed(object, &**group, (call, name), told)?;
+        if stream.is_some() {
+            enqueued_on(py, &**group, stream, || Ok(()))?;
+        }
         let memory = memory_of_managed(py, &tensor, &**group, call, name)?;
         let read_only = tensor.tensor().is_some_and(Tensor::is_read_only);
         let adopted = Adopted {

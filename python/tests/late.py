@@ -20,6 +20,8 @@ _c = ctypes.CDLL(None)
 _sleep = ctypes.cast(_c.usleep, ctypes.c_void_p)
 NON_BLOCKING = 1
 RELAXED = 2
+#: Two numbers 2 of f16.
+TWOS = 0x40004000
 
 
 def driver(name: str, *arguments: Any) -> None:
@@ -156,6 +158,21 @@ def as_cupy(group: gemmesh.Group) -> Any:
     cupy.ndarray = Array  # type: ignore[attr-defined]
     sys.modules["cupy"] = cupy
     return current
+
+
+class LateArray:
+    """An array of a library that has no current stream. It is twos late, on the stream that the library is told."""
+
+    def __init__(self, matrix: gemmesh.Matrix) -> None:
+        self.matrix, self.told = matrix, list[int]()
+
+    def __dlpack__(self, *, stream: int, max_version: tuple[int, int]) -> Any:
+        self.told.append(stream)
+        Stream(stream).fill_late(self.matrix, TWOS)
+        return self.matrix.__dlpack__(stream=-1, max_version=max_version)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.matrix.__dlpack_device__()
 
 
 class Array:

@@ -111,12 +111,17 @@ impl<B: Backend> Group<B> {
         result
     }
 
+    /// True if this thread runs a function of the caller's that an operation of this group has called.
+    pub(crate) fn is_in_callback(&self) -> bool {
+        let this = Arc::as_ptr(&self.inner).addr();
+        CALLBACKS.with_borrow(|groups| groups.contains(&this))
+    }
+
     /// Fails in a fork of this rank's process, and in a function that an operation has called.
     pub(crate) fn refuse_misplaced(&self) -> Result<()> {
         let members = &self.inner.members;
         members.refuse_fork()?;
-        let this = Arc::as_ptr(&self.inner).addr();
-        match CALLBACKS.with_borrow(|groups| groups.contains(&this)) {
+        match self.is_in_callback() {
             true => {
                 let error = members.named(Error::CallInCallback { rank: self.rank() });
                 members.note_given(&error);

@@ -204,6 +204,8 @@ pub trait AnyGroup: Any + Send + Sync {
     /// Brings the ranks' traces together: [`Timeline::collect`]. Collective.
     fn collect(&self, trace: &Trace) -> Result<Timeline>;
     fn check(&self) -> Result<()>;
+    /// True if this thread runs a function that an operation of this group has called. The group's calls are refused there.
+    fn is_in_function(&self) -> bool;
     fn fail(&self, reason: &str) -> Error;
     /// The error of a collective call that a door refuses, because of an argument that no other method sees:
     /// [`unsuitable`]. The ranks that wait for this rank in the call are told.
@@ -428,6 +430,10 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
 
     fn check(&self) -> Result<()> {
         self.check()
+    }
+
+    fn is_in_function(&self) -> bool {
+        self.is_in_callback()
     }
 
     fn fail(&self, reason: &str) -> Error {
