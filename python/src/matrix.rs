@@ -20,7 +20,7 @@ use crate::errors::{exception, read_only, refused};
 use crate::operands::Reader;
 use crate::streams::{self, CallStream};
 use crate::tensors::{legacy_capsule, managed, memory_of_managed, versioned_capsule};
-use crate::waiting::{enqueued_on, is_main_thread, waited, waited_on};
+use crate::waiting::{enqueued_on, is_main_thread, waited, waited_behind};
 
 /// Something that is dropped without the GIL. The last part of a group waits for the other ranks, which may be threads
 /// of this process. Once the interpreter ends, it is left to the process's end.
@@ -252,7 +252,7 @@ impl Matrix {
         let target = &mut bytes;
         let stream = self.0.reading_stream(py, "tobytes")?;
         // SAFETY: the owner keeps the memory.
-        waited_on(py, &***group, stream, move || unsafe {
+        waited_behind(py, &***group, stream, move || unsafe {
             group.read(*memory, target, in_function)
         })?;
         Ok(pyo3::types::PyBytes::new(py, &bytes))
@@ -265,7 +265,7 @@ impl Matrix {
         let (group, in_function) = (&self.0.group, self.0.is_in_function());
         let stream = self.0.reading_stream(py, "frombytes")?;
         // SAFETY: the owner keeps the memory.
-        waited_on(py, &***group, stream, move || unsafe {
+        waited_behind(py, &***group, stream, move || unsafe {
             group.write(memory, bytes, in_function)
         })
     }

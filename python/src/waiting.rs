@@ -47,17 +47,20 @@ pub fn enqueued_on<R: Send>(
     }
 }
 
-/// As [`waited`], on a stream of the caller's, if there is one.
-pub fn waited_on<R: Send>(
+/// As [`waited`], behind what is on a stream of the caller's, if there is one. Other threads make calls meanwhile: a
+/// stream that they put the group on waits for this one.
+pub fn waited_behind<R: Send>(
     py: Python<'_>,
     group: &dyn AnyGroup,
     stream: Option<CallStream>,
     call: impl FnOnce() -> Result<R> + Send,
 ) -> PyResult<R> {
-    match stream {
-        Some(stream) => waited(py, group, || stream.run(group, call)),
-        None => waited(py, group, call),
-    }
+    waited(py, group, || {
+        if let Some(stream) = stream {
+            stream.run(group, || Ok(()))?;
+        }
+        call()
+    })
 }
 
 /// Makes a call that may wait for other ranks. If a signal's handler raises an exception meanwhile, as that of Ctrl-C

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from late import INSTALLED, TWOS, Graph, LateArray, Stream, array_of_cupy, as_cupy, as_torch, bind
+from late import INSTALLED, TWOS, Gate, Graph, LateArray, Stream, array_of_cupy, as_cupy, as_torch, bind
 
 import gemmesh
 
@@ -160,6 +161,36 @@ def bytes_follow_the_current_stream(group: gemmesh.Group) -> None:
         matrix.frombytes(np.ones((M, K), np.float16).tobytes())
         stream.synchronize()
         all_are(matrix, 1)
+
+
+def calls_go_on_while_bytes_are_read(group: gemmesh.Group) -> None:
+    current = as_torch(group)
+    a, weight, out, late = of_ones(group, M, K), of_ones(group, N, K), group.zeros(M, N, "f16"), group.zeros(M, K, "f16")
+    current.stream = Stream()
+    found, reads = list[np.ndarray](), threading.Event()
+
+    def read() -> None:
+        bind(group)
+        stream = current.stream = Stream()
+        gates.append(Gate(stream))
+        stream.fill(late, TWOS)
+        reads.set()
+        found.append(values(late))
+
+    gates = list[Gate]()
+    thread = threading.Thread(target=read)
+    thread.start()
+    reads.wait()
+    time.sleep(0.2)
+    try:
+        # The thread waits for its stream.
+        group.matmul(a, weight, out)
+        assert not found
+    finally:
+        gates[0].open()
+        thread.join()
+    assert (found[0] == 2).all(), found
+    all_are(out, K)
 
 
 def matrices_of_arrays_are_ready_on_later_streams(group: gemmesh.Group) -> None:

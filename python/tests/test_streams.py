@@ -20,6 +20,7 @@ PROMISES = [
     "calls_follow_cupy",
     "arrays_of_cupy_put_calls_on_its_stream",
     "bytes_follow_the_current_stream",
+    "calls_go_on_while_bytes_are_read",
     "matrices_of_arrays_are_ready_on_later_streams",
     "a_stream_that_was_set_stays",
     "graphs_have_calls_without_tensors",
