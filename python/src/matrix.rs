@@ -18,9 +18,9 @@ use pyo3::types::PyDict;
 use crate::ending::{Lent, through_the_gate};
 use crate::errors::{exception, read_only, refused};
 use crate::operands::Reader;
-use crate::streams::{self, CallStream};
+use crate::streams;
 use crate::tensors::{legacy_capsule, managed, memory_of_managed, versioned_capsule};
-use crate::waiting::{enqueued_on, is_main_thread, waited, waited_behind};
+use crate::waiting::{enqueued_on, is_main_thread, waited, waited_behind, waited_in_function};
 
 /// Something that is dropped without the GIL. The last part of a group waits for the other ranks, which may be threads
 /// of this process. Once the interpreter ends, it is left to the process's end.
@@ -132,12 +132,24 @@ impl Kept {
         chunk.is_some_and(|chunk| chunk.runs.load(Ordering::Relaxed))
     }
 
-    /// The stream on which `call` copies to or from the host. None in an operation's function, whose rows have one.
-    fn reading_stream(&self, py: Python<'_>, call: &'static str) -> PyResult<Option<CallStream>> {
-        match self.is_in_function() {
-            true => Ok(None),
-            false => Reader::alone(&**self.group, call).stream(py),
+    /// Makes a call `name` that copies to or from the host. It is told whether an operation's function makes it with rows
+    /// that it has got, which have a stream of their own.
+    fn on_host<R: Send>(
+        &self,
+        py: Python<'_>,
+        name: &'static str,
+        call: impl FnOnce(bool) -> gemmesh::Result<R> + Send,
+    ) -> PyResult<R> {
+        let group = &**self.group;
+        if self.is_in_function() {
+            return waited_in_function(py, group, || call(true));
         }
+        // First, because the question for the stream must not be refused instead.
+        let stream = match group.is_in_function() {
+            true => None,
+            false => Reader::alone(group, name).stream(py)?,
+        };
+        waited_behind(py, group, stream, || call(false))
     }
 
     /// A matrix of zeros.
@@ -247,12 +259,10 @@ impl Matrix {
     /// operation's function; on GPUs it waits for the chunk's stream.
     fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, pyo3::types::PyBytes>> {
         let Kept { memory, group, .. } = &self.0;
-        let in_function = self.0.is_in_function();
         let mut bytes = vec![0; memory.shape[0] * memory.width()];
         let target = &mut bytes;
-        let stream = self.0.reading_stream(py, "tobytes")?;
         // SAFETY: the owner keeps the memory.
-        waited_behind(py, &***group, stream, move || unsafe {
+        self.0.on_host(py, "tobytes", |in_function| unsafe {
             group.read(*memory, target, in_function)
         })?;
         Ok(pyo3::types::PyBytes::new(py, &bytes))
@@ -262,10 +272,9 @@ impl Matrix {
     /// be overwritten in the operation's function, as `tobytes` reads them.
     fn frombytes(&self, py: Python<'_>, bytes: &[u8]) -> PyResult<()> {
         let memory = self.0.written(py, "frombytes", "the matrix")?;
-        let (group, in_function) = (&self.0.group, self.0.is_in_function());
-        let stream = self.0.reading_stream(py, "frombytes")?;
+        let group = &self.0.group;
         // SAFETY: the owner keeps the memory.
-        waited_behind(py, &***group, stream, move || unsafe {
+        self.0.on_host(py, "frombytes", |in_function| unsafe {
             group.write(memory, bytes, in_function)
         })
     }
@@ -428,7 +437,7 @@ pub fn copy(
     if target.is_in_function() && group.backend() == BackendKind::Host {
         let mut bytes = vec![0; from.shape[0] * from.width()];
         // SAFETY: owners keep both memories. Between them the bytes lie elsewhere, so the two may overlap.
-        return waited(py, &***group, || unsafe {
+        return waited_in_function(py, &***group, || unsafe {
             group.read(from, &mut bytes, true)?;
             group.write(memory, &bytes, true)
         });

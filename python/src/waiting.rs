@@ -26,10 +26,7 @@ pub fn enqueued<R: Send>(
     call: impl FnOnce() -> Result<R> + Send,
 ) -> PyResult<R> {
     match group.backend() {
-        BackendKind::Cuda => {
-            let result = py.detach(|| called_at(None, call));
-            result.map_err(|error| exception(py, &error, Some(group.rank())))
-        }
+        BackendKind::Cuda => made_here(py, group, call),
         BackendKind::Host => waited(py, group, call),
     }
 }
@@ -70,11 +67,23 @@ pub fn waited<R: Send>(
     group: &dyn AnyGroup,
     call: impl FnOnce() -> Result<R> + Send,
 ) -> PyResult<R> {
+    match group.is_in_function() {
+        // The group refuses it. It knows the function by its thread.
+        true => made_here(py, group, call),
+        false => waited_in_function(py, group, call),
+    }
+}
+
+/// As [`waited`], of a call that an operation's function may make.
+pub fn waited_in_function<R: Send>(
+    py: Python<'_>,
+    group: &dyn AnyGroup,
+    call: impl FnOnce() -> Result<R> + Send,
+) -> PyResult<R> {
     let rank = group.rank();
     if !is_main_thread() {
         // Python runs handlers of signals on the main thread only.
-        let result = py.detach(|| called_at(None, call));
-        return result.map_err(|error| exception(py, &error, Some(rank)));
+        return made_here(py, group, call);
     }
     let mut call = Some(call);
     let beside = py.detach(|| watched(group, &mut call));
@@ -88,6 +97,16 @@ pub fn waited<R: Send>(
         Some(error) => Err(error),
         None => result.map_err(|error| exception(py, &error, Some(rank))),
     }
+}
+
+/// Makes a call on this thread.
+fn made_here<R: Send>(
+    py: Python<'_>,
+    group: &dyn AnyGroup,
+    call: impl FnOnce() -> Result<R> + Send,
+) -> PyResult<R> {
+    let result = py.detach(|| called_at(None, call));
+    result.map_err(|error| exception(py, &error, Some(group.rank())))
 }
 
 /// Makes a call on a thread of its own, and looks for signals meanwhile. Returns its result, and the exception of a

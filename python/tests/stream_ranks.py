@@ -286,17 +286,37 @@ def threads_have_streams_of_their_own(group: gemmesh.Group) -> None:
 
 
 def functions_of_operations_are_refused_calls(group: gemmesh.Group) -> None:
-    current, x = as_torch(group), group.sharded(M, K, "f16")
-    current.stream, refused = Stream(), []
+    current, x, other = as_torch(group), group.sharded(M, K, "f16"), of_ones(group, M, K)
+    calls: dict[str, Callable[[], object]] = {
+        "all_gather": lambda: group.all_gather(x),
+        "copy_from": lambda: other.copy_from(other),
+        "tobytes": other.tobytes,
+        "frombytes": lambda: other.frombytes(bytes(2 * M * K)),
+        "synchronize": group.synchronize,
+        "barrier": group.barrier,
+        "all_gather_bytes": lambda: group.all_gather_bytes(b""),
+        "sharded": lambda: group.sharded(M, K, "f16"),
+    }
+    made = set[str]()
 
-    def consume(_: gemmesh.Chunk) -> None:
-        try:
-            group.all_gather(x)
-        except gemmesh.MisuseError as error:
-            refused.append(str(error))
+    def consume(chunk: gemmesh.Chunk) -> None:
+        for name, call in calls.items():
+            try:
+                call()
+            except gemmesh.MisuseError as error:
+                assert "function" in str(error), error
+            else:
+                made.add(name)
+        assert chunk.matrix.tobytes() == bytes(2 * chunk.matrix.shape[0] * K)
 
-    group.all_gather_and_consume(x, consume)
-    assert refused, "a call within an operation of its own was made"
+    for stream in (None, Stream()):
+        current.stream = stream
+        # On the main thread, whose calls that wait are made on other threads, and on one that is not.
+        group.all_gather_and_consume(x, consume)
+        thread = threading.Thread(target=lambda: group.all_gather_and_consume(x, consume))
+        thread.start()
+        thread.join()
+    assert not made, made
 
 
 def graphs_of_pytorch_have_calls_without_tensors(group: gemmesh.Group) -> None:
