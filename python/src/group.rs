@@ -351,10 +351,13 @@ impl Group {
     }
 
     /// Puts the group on a stream, behind what is on the stream before, for an operation that is made of this group's calls
-    /// and of other work on that stream. A stream that was set by hand stays the one of calls without tensors.
-    fn _put_on(&self, py: Python<'_>, stream: usize) -> PyResult<()> {
+    /// and of other work on that stream. A stream that was set by hand stays the one of calls without tensors. If other
+    /// ranks wait for this one in the operation, `awaited` names it.
+    #[pyo3(signature = (stream, awaited=None))]
+    fn _put_on(&self, py: Python<'_>, stream: usize, awaited: Option<&str>) -> PyResult<()> {
         let group = self.get(py)?;
-        enqueued_on(py, &*group, Some(CallStream::lasting(stream)), || Ok(()))
+        let stream = CallStream::lasting(stream);
+        enqueued_on(py, &*group, Some(stream), awaited, || Ok(()))
     }
 
     /// Raises an ArgumentError of an operation that is made of this group's calls, and tells the ranks that wait for this

@@ -144,7 +144,7 @@ impl Kept {
         if self.is_in_function() {
             return waited_in_function(py, group, || call(true));
         }
-        // First, because the question for the stream must not be refused instead.
+        // The group refuses the call in another function, whatever stream it would be put on.
         let stream = match group.is_in_function() {
             true => None,
             false => Reader::alone(group, name).stream(py)?,
@@ -179,7 +179,7 @@ impl Kept {
         let told = told.unwrap_or_else(|| group.stream());
         let tensor = managed(object, &**group, (call, name), told)?;
         if stream.is_some() {
-            enqueued_on(py, &**group, stream, || Ok(()))?;
+            enqueued_on(py, &**group, stream, None, || Ok(()))?;
         }
         let memory = memory_of_managed(py, &tensor, &**group, call, name)?;
         let read_only = tensor.tensor().is_some_and(Tensor::is_read_only);

@@ -280,7 +280,8 @@ impl<'a> Reader<'a> {
         call: impl FnOnce() -> gemmesh::Result<R> + Send,
     ) -> PyResult<R> {
         let stream = self.stream(py).map_err(|error| self.told(error))?;
-        enqueued_on(py, self.group, stream, call)
+        let awaited = self.is_collective.then_some(self.call);
+        enqueued_on(py, self.group, stream, awaited, call)
     }
 
     pub fn optional(

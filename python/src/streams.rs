@@ -60,8 +60,13 @@ impl CallStream {
         ))
     }
 
-    /// Makes a call with the group on this stream.
-    pub fn run<R>(self, group: &dyn AnyGroup, call: impl FnOnce() -> Result<R>) -> Result<R> {
+    /// Makes a call with the group on this stream. `awaited`: its name, if other ranks wait for this one in it.
+    pub fn run<R>(
+        self,
+        group: &dyn AnyGroup,
+        awaited: Option<&str>,
+        call: impl FnOnce() -> Result<R>,
+    ) -> Result<R> {
         let owner = self.owner.map(|owner| owner as Arc<dyn Any + Send + Sync>);
         let (mut call, mut result) = (Some(call), None);
         let mut make = || {
@@ -71,7 +76,7 @@ impl CallStream {
             Ok(())
         };
         // SAFETY: streams of libraries live as long as they are current, or as their owner.
-        unsafe { group.on_stream(self.raw, owner, &mut make)? };
+        unsafe { group.on_stream(self.raw, owner, awaited, &mut make)? };
         result.ok_or_else(|| Error::Internal {
             rank: group.rank(),
             what: "a call was not made on its stream".into(),

@@ -263,6 +263,7 @@ impl Planned {
             group.refuse_because(self.name(), &error.to_string());
             error
         };
+        let awaited = Some(self.name());
         let stream = tensors.stream(py, group, self.name()).map_err(told)?;
         let (made, outputs) = self.outputs(py, group).map_err(told)?;
         let run = |a| {
@@ -278,12 +279,12 @@ impl Planned {
             unsafe { self.prepared.get().planned().run(&call) }
         };
         let Some(matrix) = &self.rows else {
-            enqueued_on(py, group, stream, || run(RowOperand::Own(rows)))?;
+            enqueued_on(py, group, stream, awaited, || run(RowOperand::Own(rows)))?;
             return Ok(made);
         };
         if let Some(lent) = lent {
             let shards = lent.get().read(py).map_err(told)?;
-            enqueued_on(py, group, stream, || {
+            enqueued_on(py, group, stream, awaited, || {
                 run(RowOperand::Sharded(&shards, None))
             })?;
             return Ok(made);
@@ -291,9 +292,10 @@ impl Planned {
         let split = matrix.get().split_evenly(py, rows.values.shape[0]);
         let shards = split.and_then(|()| matrix.get().read(py)).map_err(told)?;
         let place = rows_of(shards.whole(), shards.rows_of(group.rank()));
-        enqueued_on(py, group, stream, || {
+        enqueued_on(py, group, stream, awaited, || {
             // SAFETY: as above. The group orders the copy and the product.
-            unsafe { group.copy(rows.values, place)? };
+            let copied = unsafe { group.copy(rows.values, place) };
+            copied.map_err(|error| group.refuse_for(self.name(), error))?;
             run(RowOperand::Sharded(&shards, None))
         })?;
         Ok(made)

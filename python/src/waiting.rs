@@ -31,15 +31,17 @@ pub fn enqueued<R: Send>(
     }
 }
 
-/// As [`enqueued`], on a stream of the caller's, if there is one.
+/// As [`enqueued`], on a stream of the caller's, if there is one. `awaited`: the name of the call, if other ranks wait for
+/// this one in it. They are told if it cannot be put on the stream.
 pub fn enqueued_on<R: Send>(
     py: Python<'_>,
     group: &dyn AnyGroup,
     stream: Option<CallStream>,
+    awaited: Option<&str>,
     call: impl FnOnce() -> Result<R> + Send,
 ) -> PyResult<R> {
     match stream {
-        Some(stream) => enqueued(py, group, || stream.run(group, call)),
+        Some(stream) => enqueued(py, group, || stream.run(group, awaited, call)),
         None => enqueued(py, group, call),
     }
 }
@@ -54,7 +56,7 @@ pub fn waited_behind<R: Send>(
 ) -> PyResult<R> {
     waited(py, group, || {
         if let Some(stream) = stream {
-            stream.run(group, || Ok(()))?;
+            stream.run(group, None, || Ok(()))?;
         }
         call()
     })

@@ -319,6 +319,40 @@ def functions_of_operations_are_refused_calls(group: gemmesh.Group) -> None:
     assert not made, made
 
 
+def ranks_learn_that_a_call_has_no_turn(group: gemmesh.Group) -> None:
+    """A thread of rank 0 keeps the group's stream, so the rank cannot make its next call."""
+    current, part = as_torch(group), group.split(0, timeout=5.0 if group.rank == 0 else 1000.0)
+    x, y = part.sharded(M, K, "f16"), part.sharded(M, K, "f16")
+    begun, over, errors = threading.Event(), threading.Event(), list[gemmesh.Error]()
+
+    def consume(_: gemmesh.Chunk) -> None:
+        begun.set()
+        if part.rank == 0:
+            over.wait()
+
+    def hold() -> None:
+        bind(part)
+        current.stream = Stream()
+        try:
+            part.all_gather_and_consume(x, consume)
+        except gemmesh.Error as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    begun.wait()
+    current.stream = Stream()
+    try:
+        part.all_gather(y)
+        part.synchronize()
+        raise AssertionError("the call was made")
+    except gemmesh.Error as error:
+        words = str(error)
+    over.set()
+    thread.join()
+    assert "all_gather" in words and "rank 0" in words and "another thread" in words, words
+
+
 def graphs_of_pytorch_have_calls_without_tensors(group: gemmesh.Group) -> None:
     import torch
 

@@ -26,6 +26,7 @@ PROMISES = [
     "graphs_have_calls_without_tensors",
     "threads_have_streams_of_their_own",
     "functions_of_operations_are_refused_calls",
+    "ranks_learn_that_a_call_has_no_turn",
 ]
 OF_LIBRARIES = [
     "graphs_of_pytorch_have_calls_without_tensors",

@@ -212,6 +212,8 @@ pub trait AnyGroup: Any + Send + Sync {
     fn refuse(&self, call: &str, argument: &str, found: [&str; 3]) -> Error;
     /// As [`AnyGroup::refuse`], for what has no property: [`refused`].
     fn refuse_because(&self, call: &str, what: &str) -> Error;
+    /// Tells the other ranks that a collective call is not made because of an error: [`Group::refuse`].
+    fn refuse_for(&self, call: &str, error: Error) -> Error;
     /// An error of this group, with its name and the job's numbers of ranks if it has them.
     fn named(&self, error: Error) -> Error;
     fn split(&self, options: Options, color: usize, key: usize) -> Result<Arc<dyn AnyGroup>>;
@@ -223,11 +225,13 @@ pub trait AnyGroup: Any + Send + Sync {
     /// The stream of the last [`AnyGroup::set_stream`]. Calls by [`AnyGroup::on_stream`] leave it as it is.
     fn stream_that_was_set(&self) -> Option<usize>;
     /// Puts later operations on a stream, which its `owner` keeps, and makes `call`. Threads that do so take turns, so the
-    /// call is on this stream.
+    /// call is on this stream. `awaited`: the name of the call, if other ranks wait for this one in it. They are told if it
+    /// is not made.
     unsafe fn on_stream(
         &self,
         stream: usize,
         owner: Option<Arc<dyn Any + Send + Sync>>,
+        awaited: Option<&str>,
         call: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()>;
     /// Whether what is put on a stream is recorded into a graph. False on the host backend.
@@ -449,6 +453,10 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
         called_at(None, || self.refusal(call)(Refusal::Refused { what }))
     }
 
+    fn refuse_for(&self, call: &str, error: Error) -> Error {
+        called_at(None, || self.refuse(call, error))
+    }
+
     fn named(&self, error: Error) -> Error {
         self.inner().members.named(error)
     }
@@ -473,7 +481,7 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
             Ok(())
         };
         // SAFETY: as this function's.
-        unsafe { self.on_stream(stream, None, &mut note) }
+        unsafe { self.on_stream(stream, None, None, &mut note) }
     }
 
     fn stream_that_was_set(&self) -> Option<usize> {
@@ -486,16 +494,21 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
         &self,
         stream: usize,
         owner: Option<Arc<dyn Any + Send + Sync>>,
+        awaited: Option<&str>,
         call: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
-        let _turn = self.stream_turn()?;
+        let told = |error: Error| match awaited {
+            Some(name) => self.refuse_for(name, error),
+            None => error,
+        };
+        let _turn = self.stream_turn().map_err(told)?;
         #[cfg(feature = "cuda")]
         if let Some(group) = as_cuda(self)
             && group.stream() as usize != stream
         {
             let owner = owner.unwrap_or_else(|| Arc::new(()));
             // SAFETY: as this function's.
-            unsafe { group.set_stream_of(stream as _, owner)? };
+            unsafe { group.set_stream_of(stream as _, owner) }.map_err(told)?;
             return call();
         }
         let _ = (stream, owner);

@@ -99,7 +99,7 @@ class Joined:
         So the steps come after those of an operation on another stream. If the stream is captured, keeps what later work
         uses, and returns true.
         """
-        self.group._put_on(torch._C._cuda_getCurrentRawStream(self.index))
+        self.group._put_on(torch._C._cuda_getCurrentRawStream(self.index), "gemmesh.torch")
         is_captured = self.is_captured()
         if is_captured:
             for each in used:
