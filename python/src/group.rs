@@ -360,6 +360,18 @@ impl Group {
         enqueued_on(py, &*group, Some(stream), awaited, || Ok(()))
     }
 
+    /// As `all_gather`, on a stream on GPUs, whatever was set by hand, for an operation that is made of this call and of
+    /// other work on that stream.
+    fn _all_gather_on(&self, py: Python<'_>, a: &Bound<'_, PyAny>, stream: usize) -> PyResult<()> {
+        let group = self.get(py)?;
+        let mut reader = Reader::collective(&*group, "all_gather");
+        if group.backend() == BackendKind::Cuda {
+            reader = reader.on(CallStream::lasting(stream));
+        }
+        let shards = reader.shards(a, "a")?;
+        reader.enqueued(py, || group.all_gather(&shards))
+    }
+
     /// Raises an ArgumentError of an operation that is made of this group's calls, and tells the ranks that wait for this
     /// one in it. `what` is wrong.
     fn _refuse(&self, py: Python<'_>, call: &str, what: &str) -> PyResult<()> {

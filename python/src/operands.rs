@@ -159,6 +159,14 @@ impl<'a> Reader<'a> {
         }
     }
 
+    /// On this stream, whatever others there are.
+    pub fn on(self, stream: CallStream) -> Reader<'a> {
+        Reader {
+            stream: Some(stream),
+            ..self
+        }
+    }
+
     /// The error of an argument, of which the other ranks are told if they wait for this one in the call.
     pub fn told(&self, error: PyErr) -> PyErr {
         if self.is_collective {

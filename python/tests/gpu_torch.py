@@ -69,6 +69,28 @@ def operations_follow_the_current_stream() -> None:
 
 
 @case
+def operations_follow_the_current_stream_when_another_was_set() -> None:
+    """Also where they gather without a product: of no weights, and of the last dimension."""
+    process_group = dist.new_group(list(range(world())))
+    group, hand = process_group.group_name, torch.cuda.Stream()
+    own = gemmesh.torch.group_of(group, "cuda")
+    own.set_stream(hand.cuda_stream)
+    b, shape = weight(512, 256, seed=1), (64, 512 // world())
+    cases: list[tuple[int, list[Tensor]]] = [(0, []), (1, [b]), (0, []), (1, [b])]
+    for seed, (gather_dim, bs) in enumerate(cases, 2):
+        a, expected = made(*shape, of=rank(), seed=seed), ranks.gathered(*shape, dim=gather_dim, seed=seed)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            later = torch.zeros_like(a)
+            torch.cuda._sleep(100_000_000)
+            later.copy_(a)
+            full, _ = gemmesh.torch.fused_all_gather_matmul(later, bs, gather_dim, group)
+            assert torch.equal(full, expected), (gather_dim, full, expected)
+        torch.cuda.synchronize()
+    assert own.stream == hand.cuda_stream
+
+
+@case
 def threads_have_streams_of_their_own() -> None:
     group, b = alone(), weight(512, 256)
     inputs = [made(64, 512, of=each) for each in range(2)]

@@ -231,6 +231,23 @@ def a_stream_that_was_set_stays(group: gemmesh.Group) -> None:
         hand.fill(a, ONES)
 
 
+def operations_on_a_stream_leave_the_one_that_was_set(group: gemmesh.Group) -> None:
+    """The calls that operations of PyTorch's tensors make without tensors."""
+    current, hand, x = as_torch(group), Stream(), group.sharded(M, K, "f16")
+    copy = group.zeros(M, K, "f16")
+    group.set_stream(hand.ptr)
+    for word, value in ((TWOS, 2), (THREES, 3)):
+        stream = current.stream = Stream()
+        group._put_on(stream.ptr)
+        stream.fill_late(x.shard, word)
+        group._all_gather_on(x, stream.ptr)
+        stream.copy(copy, 0, x.whole)
+        stream.synchronize()
+        all_are(copy, value)
+        assert group.stream == hand.ptr
+        group.barrier()
+
+
 def graphs_have_calls_without_tensors(group: gemmesh.Group) -> None:
     current = as_torch(group)
     x, a, weight, out = group.sharded(M, K, "f16"), *(of_ones(group, *each) for each in ((M, K), (N, K), (M, N)))

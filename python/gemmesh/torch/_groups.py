@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 
-from .. import ArgumentError, Error, Group, MisuseError
+from .. import ArgumentError, Error, Group, MisuseError, Sharded
 from .._native import TensorCalls
 from ..types import Backend
 
@@ -99,12 +99,20 @@ class Joined:
         So the steps come after those of an operation on another stream. If the stream is captured, keeps what later work
         uses, and returns true.
         """
-        self.group._put_on(torch._C._cuda_getCurrentRawStream(self.index), "gemmesh.torch")
+        self.group._put_on(self.stream(), "gemmesh.torch")
         is_captured = self.is_captured()
         if is_captured:
             for each in used:
                 self.kept[id(each)] = each
         return is_captured
+
+    def stream(self) -> int:
+        """PyTorch's current stream. 0 on the host."""
+        return torch._C._cuda_getCurrentRawStream(self.index) if self.cuda else 0
+
+    def all_gather(self, a: Sharded) -> None:
+        """As the group's, on PyTorch's current stream: a call without tensors would follow one that was set by hand."""
+        self.group._all_gather_on(a, self.stream())
 
     def is_captured(self) -> bool:
         """True if PyTorch captures its current stream."""

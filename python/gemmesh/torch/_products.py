@@ -238,7 +238,7 @@ class Gather:
         if self._fused:
             self._multiply_arriving(rows, weights, outputs, biases[self._fused[0]], is_captured)
         else:
-            self._joined.group.all_gather(sharded)
+            self._joined.all_gather(sharded)
         if self._alone:
             rows = whole[: self._own.m]
             if scales is not None:
@@ -358,7 +358,7 @@ def _gather_columns(
     own = Own(shards_of(joined, a.dtype, columns, rows * world), (rows, columns))
     if joined.cuda:
         joined.enter(own.shards.sharded)
-    joined.group.all_gather(own.put(a.reshape(rows, columns)))
+    joined.all_gather(own.put(a.reshape(rows, columns)))
     parts = own.shards.whole[: own.m].view(world, rows, columns)
     full = parts.movedim(0, 1).reshape(*a.shape[:-1], world * columns).contiguous()
     if full.data_ptr() == parts.data_ptr():

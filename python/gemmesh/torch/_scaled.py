@@ -322,5 +322,5 @@ def _sum_of_biases(joined: Joined, bias: Tensor) -> Tensor:
     own = Own(shards_of(joined, bias.dtype, n, joined.world), (1, n))
     if joined.cuda:
         joined.enter(own.shards.sharded)
-    joined.group.all_gather(own.put(bias.reshape(1, n)))
+    joined.all_gather(own.put(bias.reshape(1, n)))
     return own.shards.whole[: joined.world].sum(0, dtype=torch.float32).to(bias.dtype)
