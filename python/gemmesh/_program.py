@@ -46,13 +46,21 @@ def _python_path() -> list[str]:
 def _script() -> tuple[int | None, str | None]:
     """Where the script stands in the command line, if its path is relative, and the folder from which that leads."""
     file = getattr(sys.modules.get("__main__"), "__file__", None) or ""
-    if os.path.isabs(file):
-        # A script may be a folder or an archive, which holds __main__.py.
-        for found in (file, os.path.dirname(file)):
-            for place, argument in enumerate(sys.orig_argv[1:], 1):
-                end = os.sep + argument.removeprefix("./").rstrip(os.sep)
-                if len(end) > 1 and not os.path.isabs(argument) and found.endswith(end):
-                    return place, found.removesuffix(end).removesuffix(os.sep + ".") or os.sep
+    if not os.path.isabs(file):
+        return None, None
+    # A script may be a folder or an archive, which holds __main__.py.
+    folder, inner = os.path.split(file)
+    for found in (file, folder) if inner == "__main__.py" else (file,):
+        for place, argument in enumerate(sys.orig_argv[1:], 1):
+            if sys.orig_argv[place - 1] in ("-X", "-W"):
+                continue
+            if os.path.isabs(argument):
+                if os.path.normpath(argument) == os.path.normpath(found):
+                    return None, None
+                continue
+            end = os.sep + argument.removeprefix("./").rstrip(os.sep)
+            if len(end) > 1 and found.endswith(end):
+                return place, found.removesuffix(end).removesuffix(os.sep + ".") or os.sep
     return None, None
 
 

@@ -264,7 +264,10 @@ with gemmesh.Group.from_env(backend="host") as group:
 """
 
 
-@pytest.mark.parametrize("way", ["script", "dotted", "above", "absolute", "folder", "module", "package", "path"])
+WAYS = ["script", "dotted", "above", "absolute", "folder", "absolute folder", "module", "package", "path"]
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_launch_finds_the_program_after_it_has_changed_its_folder(tmp_path: Path, way: str) -> None:
     began_in, away = tmp_path / "began in", tmp_path / "away"
     for folder in (began_in / "package", began_in / "modules", away):
@@ -281,6 +284,7 @@ def test_launch_finds_the_program_after_it_has_changed_its_folder(tmp_path: Path
         "above": ["../began in/job.py"],
         "absolute": [str(began_in / "job.py")],
         "folder": ["package"],
+        "absolute folder": ["-X", "package", str(began_in / "package") + "/"],
         "module": ["-m", "job"],
         "package": ["-bm", "package"],
         "path": ["job.py"],
@@ -295,6 +299,23 @@ def test_launch_finds_the_program_after_it_has_changed_its_folder(tmp_path: Path
     assert (status, err) == (0, "")
     said = f"in {away}: {[str(away), 'a word']}"
     assert sorted(out.splitlines()) == [f"[{rank}] {said}" for rank in range(2)]
+
+
+@pytest.mark.parametrize("to", [".", "away"])
+def test_launch_leaves_arguments_that_end_the_path_of_the_program(tmp_path: Path, to: str) -> None:
+    folder = tmp_path / "me"
+    for each in (folder / "app", tmp_path / "away"):
+        each.mkdir(parents=True)
+    arguments = [to, "me", "run.py", "me/run.py", "app", "me/app"]
+    for program in (folder / "run.py", folder / "app"):
+        file = program / "__main__.py" if program.is_dir() else program
+        file.write_text(AWAY.format(imports=""))
+        command = [sys.executable, str(program), *arguments]
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        status, out, err = ended(subprocess.Popen(command, cwd=tmp_path, text=True, env=unlaunched(), **pipes))
+        assert (status, err) == (0, "")
+        said = f"in {os.path.normpath(tmp_path / to)}: {arguments}"
+        assert sorted(out.splitlines()) == [f"[{rank}] {said}" for rank in range(2)]
 
 
 def test_launch_finds_an_interpreter_of_a_relative_path(tmp_path: Path) -> None:
