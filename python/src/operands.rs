@@ -131,9 +131,13 @@ pub struct Reader<'a> {
     pub call: &'static str,
     /// True if other ranks wait for this one in the call.
     is_collective: bool,
-    /// The stream of the call, once an argument has said it.
+    /// The stream of the call, once a tensor has been read.
     stream: Option<CallStream>,
+    /// True if that is the current stream of a tensor's library.
+    is_current: bool,
     kept: Vec<Lent>,
+    /// Tensors of libraries without a current stream, which are made ready for `stream` until `is_current`.
+    without_stream: Vec<(Py<PyAny>, String, Memory)>,
     /// What lists hold. Another thread may change the lists.
     listed: Vec<Py<PyAny>>,
 }
@@ -146,7 +150,9 @@ impl<'a> Reader<'a> {
             call,
             is_collective: true,
             stream: None,
+            is_current: false,
             kept: Vec::new(),
+            without_stream: Vec::new(),
             listed: Vec::new(),
         }
     }
@@ -230,43 +236,58 @@ impl<'a> Reader<'a> {
         self.lent(object, name, writes)
     }
 
-    /// The memory of a tensor of a library that has to keep it until the call is complete. The library is told the
-    /// stream of the call, and has the memory ready for it.
+    /// The memory of a tensor of a library that has to keep it until the call is complete.
     fn lent(&mut self, object: &Bound<'_, PyAny>, name: &str, writes: bool) -> PyResult<Memory> {
         let py = object.py();
-        if self.group.backend() == BackendKind::Cuda {
-            let stream = match is_of_cupy(object) {
-                true => streams::of_cupy(py, self.group)?,
-                false => self.stream(py)?,
-            };
+        let is_on_gpu = self.group.backend() == BackendKind::Cuda;
+        if is_on_gpu && is_of_cupy(object) {
+            let stream = streams::of_cupy(py, self.group)?;
             self.goes_on(py, name, stream)?;
+        } else if is_on_gpu {
+            self.stream = self.stream(py)?;
         }
+        let (memory, is_read_only) = self.made_ready(object, name)?;
+        if writes && is_read_only {
+            return Err(read_only(py, self.group, self.call, name));
+        }
+        if is_on_gpu && !self.is_current {
+            let tensor = (object.clone().unbind(), name.into(), memory);
+            self.without_stream.push(tensor);
+        }
+        Ok(memory)
+    }
+
+    /// Tells a tensor's library the stream of the call, so that it has the memory ready there. Returns the memory, and
+    /// whether it is read-only.
+    fn made_ready(&mut self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<(Memory, bool)> {
         let stream = self.stream.as_ref().map(|stream| stream.raw);
         let stream = stream.unwrap_or_else(|| self.group.stream());
         let tensor = managed(object, self.group, (self.call, name), stream)?;
         let is_read_only = tensor.tensor().is_some_and(Tensor::is_read_only);
-        if writes && is_read_only {
-            return Err(read_only(py, self.group, self.call, name));
-        }
-        let memory = memory_of_managed(py, &tensor, self.group, self.call, name)?;
+        let memory = memory_of_managed(object.py(), &tensor, self.group, self.call, name)?;
         self.kept.push(tensor);
-        Ok(memory)
+        Ok((memory, is_read_only))
     }
 
-    /// Puts the call on the stream of the library of the argument `name`. All libraries of a call must have one.
+    /// Puts the call on the stream of the library of the argument `name`. All libraries that have one must have one.
     fn goes_on(&mut self, py: Python<'_>, name: &str, stream: Option<CallStream>) -> PyResult<()> {
         let Some(stream) = stream else { return Ok(()) };
         stream.require_one(py, self.group, self.call)?;
-        match &self.stream {
-            None => self.stream = Some(stream),
-            Some(other) if other.is(&stream) => {}
-            Some(other) => {
-                let what = format!(
-                    "the library of {name} has the current stream {:#x}, and the arguments before are used on {:#x}; \
-                     make one stream current in both libraries, such as by torch.cuda.ExternalStream or \
-                     cupy.cuda.ExternalStream",
-                    stream.raw, other.raw
-                );
+        let other = self.stream.take().filter(|other| !other.is(&stream));
+        if let (Some(other), true) = (&other, self.is_current) {
+            let what = format!(
+                "the library of {name} has the current stream {:#x}, and the arguments before are used on {:#x}; make \
+                 one stream current in both libraries, such as by torch.cuda.ExternalStream or cupy.cuda.ExternalStream",
+                stream.raw, other.raw
+            );
+            return Err(self.refused(py, &what));
+        }
+        self.stream = Some(stream);
+        self.is_current = true;
+        for (object, name, memory) in std::mem::take(&mut self.without_stream) {
+            let (found, _) = self.made_ready(object.bind(py), &name)?;
+            if found != memory {
+                let what = format!("the library of {name} gives other memory each time; copy it");
                 return Err(self.refused(py, &what));
             }
         }

@@ -175,8 +175,8 @@ class LateArray:
         return self.matrix.__dlpack_device__()
 
 
-class Array:
-    """An array in the place of CuPy's."""
+class ArrayWithoutStream:
+    """An array in the place of JAX's."""
 
     def __init__(self, matrix: gemmesh.Matrix) -> None:
         self.matrix, self.told = matrix, list[Any]()
@@ -187,6 +187,10 @@ class Array:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.matrix.__dlpack_device__()
+
+
+class Array(ArrayWithoutStream):
+    """An array in the place of CuPy's."""
 
 
 def array_of_cupy(matrix: gemmesh.Matrix, *, derived: bool = False) -> Any:

@@ -11,7 +11,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from late import INSTALLED, TWOS, Gate, Graph, LateArray, Stream, array_of_cupy, as_cupy, as_torch, bind
+from late import (
+    INSTALLED,
+    TWOS,
+    ArrayWithoutStream,
+    Gate,
+    Graph,
+    LateArray,
+    Stream,
+    array_of_cupy,
+    as_cupy,
+    as_torch,
+    bind,
+)
 
 import gemmesh
 
@@ -148,6 +160,30 @@ def arrays_of_cupy_put_calls_on_its_stream(group: gemmesh.Group) -> None:
         all_are(copy, 2 * K)
         all_are(out, 3)
         assert INSTALLED or {each.told[-1] for each in arrays} == {stream.ptr}
+        stream.fill(a, ONES)
+
+
+def arrays_without_a_stream_come_in_any_order(group: gemmesh.Group) -> None:
+    """A call is put on the stream of the one library that has one, and the other library is told that."""
+    current_of_torch, current = as_torch(group), as_cupy(group)
+    current_of_torch.stream, current.stream = Stream(), Stream()
+    group.set_stream(Stream().ptr)
+    a, weight, out = of_ones(group, M, K), of_ones(group, N, K), group.zeros(M, N, "f16")
+    copy = group.zeros(M, N, "f16")
+    for turn in range(3):
+        given: list[Any] = [ArrayWithoutStream(a), ArrayWithoutStream(weight), ArrayWithoutStream(out)]
+        told = [array.told for array in given]
+        given[turn] = array_of_cupy(given[turn].matrix)
+        stream = current.stream
+        stream.fill_late(a, TWOS)
+        group.matmul(*given)
+        stream.copy(copy, 0, out)
+        stream.fill(out, THREES)
+        stream.synchronize()
+        all_are(copy, 2 * K)
+        all_are(out, 3)
+        assert all(streams[-1] == stream.ptr for streams in told if streams), told
+        assert sum(map(bool, told)) == 2
         stream.fill(a, ONES)
 
 

@@ -19,6 +19,7 @@ PROMISES = [
     "calls_follow_pytorch",
     "calls_follow_cupy",
     "arrays_of_cupy_put_calls_on_its_stream",
+    "arrays_without_a_stream_come_in_any_order",
     "bytes_follow_the_current_stream",
     "calls_go_on_while_bytes_are_read",
     "matrices_of_arrays_are_ready_on_later_streams",
