@@ -4,7 +4,7 @@
 //! that take the GIL for it. Once the interpreter ends, CPython before 3.14 ends a thread that asks for the GIL, amid
 //! frames of Rust, and so the process. So these calls pass a **gate**. A hook of `atexit` waits a moment for tensors that
 //! wait for operations, closes the gate, and waits for the calls that have passed it. What comes later is not called, and
-//! a tensor is left to the process's end.
+//! a tensor is left to the process's end. A fork has a gate and a hook of its own.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use gemmesh::raw::{AnyGroup, BackendKind, Tensor};
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyDict, PyTuple};
 
 /// How long the hook waits for tensors that wait for operations, and then for calls that have passed the gate.
 const LONGEST: Duration = Duration::from_millis(500);
@@ -22,19 +22,38 @@ static CLOSED: AtomicBool = AtomicBool::new(false);
 static UNDER_WAY: AtomicUsize = AtomicUsize::new(0);
 /// Tensors that wait for operations to end.
 static KEPT: AtomicUsize = AtomicUsize::new(0);
+/// How many forks there are from the process that imported the package to this one.
+static FORKS: AtomicUsize = AtomicUsize::new(0);
+
+/// One of a count, as long as this value lives, in the process that made it.
+struct One {
+    count: &'static AtomicUsize,
+    forks: usize,
+}
+
+impl One {
+    fn of(count: &'static AtomicUsize) -> One {
+        count.fetch_add(1, Ordering::SeqCst);
+        One {
+            count,
+            forks: FORKS.load(Ordering::SeqCst),
+        }
+    }
+}
+
+impl Drop for One {
+    fn drop(&mut self) {
+        // A fork counts its own only.
+        if self.forks == FORKS.load(Ordering::SeqCst) {
+            self.count.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+}
 
 /// Makes a call into Python. Does nothing once the gate is closed.
 pub fn through_the_gate<R>(call: impl FnOnce() -> R) -> Option<R> {
-    /// Also if the call panics.
-    struct Passed;
-    impl Drop for Passed {
-        fn drop(&mut self) {
-            UNDER_WAY.fetch_sub(1, Ordering::SeqCst);
-        }
-    }
     // All in one order: either this thread sees the gate closed, or the hook sees the call.
-    UNDER_WAY.fetch_add(1, Ordering::SeqCst);
-    let _passed = Passed;
+    let _counted = One::of(&UNDER_WAY);
     match CLOSED.load(Ordering::SeqCst) {
         true => None,
         false => Some(call()),
@@ -95,8 +114,7 @@ impl Lent {
             // They were complete when they returned.
             BackendKind::Host => drop(self),
             BackendKind::Cuda => {
-                KEPT.fetch_add(1, Ordering::SeqCst);
-                group.keep(Box::new(Waiting(self)));
+                group.keep(Box::new((self, One::of(&KEPT))));
             }
         }
     }
@@ -118,26 +136,25 @@ fn given_back(tensor: Option<Tensor>) -> Result<(), Option<Tensor>> {
     tensor.map_or(Ok(()), Err)
 }
 
-/// A tensor that waits for operations to end.
-struct Waiting(#[allow(dead_code)] Lent);
-
-impl Drop for Waiting {
-    fn drop(&mut self) {
-        KEPT.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
-/// Registers the hook.
+/// Registers the hook, and what a fork does first.
 pub fn register(py: Python<'_>) -> PyResult<()> {
-    let process = std::process::id();
-    let hook = pyo3::types::PyCFunction::new_closure(py, None, None, move |arguments, _| {
-        // A fork has no other threads.
-        if std::process::id() == process {
-            arguments.py().detach(close);
-        }
+    let hook = pyo3::types::PyCFunction::new_closure(py, None, None, |arguments, _| {
+        arguments.py().detach(close);
     })?;
     py.import("atexit")?.call_method1("register", (hook,))?;
+    let forget = pyo3::types::PyCFunction::new_closure(py, None, None, |_, _| forget_counts())?;
+    let options = PyDict::new(py);
+    options.set_item("after_in_child", forget)?;
+    py.import("os")?
+        .call_method("register_at_fork", (), Some(&options))?;
     Ok(())
+}
+
+/// A fork has neither the threads nor the operations that this process counted before.
+fn forget_counts() {
+    FORKS.fetch_add(1, Ordering::SeqCst);
+    UNDER_WAY.store(0, Ordering::SeqCst);
+    KEPT.store(0, Ordering::SeqCst);
 }
 
 fn close() {

@@ -185,6 +185,15 @@ def while_joining() -> None:
         pass
 
 
+def in_a_fork(program: Callable[[], None]) -> None:
+    """The program is a fork of this process, which has imported the package."""
+    child = os.fork()
+    if child:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    program()
+
+
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    program = globals()[sys.argv[1]]
+    in_a_fork(program) if sys.argv[2:] == ["fork"] else program()
     print("ended", flush=True)

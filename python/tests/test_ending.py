@@ -11,15 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import LONG
 from test_cuda import find_gpu
 
 PROGRAMS = Path(__file__).with_name("ending_ranks.py")
 ROUNDS = 8
 
 
-def ends_well(program: str) -> None:
+def ends_well(*arguments: str) -> None:
     for _ in range(ROUNDS):
-        done = subprocess.run([sys.executable, str(PROGRAMS), program], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, str(PROGRAMS), *arguments], capture_output=True, text=True, timeout=LONG)
         assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
 
 
@@ -28,14 +29,24 @@ def test_threads_at_the_end(program: str) -> None:
     ends_well(program)
 
 
-@pytest.mark.parametrize(
-    "program",
-    ["after_a_call", "after_synchronize", "after_close", "with_matrices_of_tensors", "with_a_group_that_ends_late"],
-)
-def test_tensors_at_the_end(program: str) -> None:
+def test_threads_of_a_fork_at_its_end() -> None:
+    ends_well("in_a_callback", "fork")
+
+
+TENSORS = [
+    ["after_a_call"],
+    ["after_synchronize"],
+    ["after_close"],
+    ["with_matrices_of_tensors"],
+    ["with_a_group_that_ends_late"],
+]
+
+
+@pytest.mark.parametrize("arguments", [*TENSORS, ["after_a_call", "fork"]], ids=" in a ".join)
+def test_tensors_at_the_end(arguments: list[str]) -> None:
     reason = find_gpu()
     if reason and os.environ.get("GEMMESH_REQUIRE_GPU") == "1":
         pytest.fail(reason)
     if reason:
         pytest.skip(reason)
-    ends_well(program)
+    ends_well(*arguments)
