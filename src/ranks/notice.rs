@@ -1,16 +1,28 @@
 //! Lines on standard error for whoever watches a job that does not begin.
 
 use std::fmt;
-use std::io::Write;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
+
+use super::poll;
 
 /// A rank that has waited this long says for whom.
 pub const LONG: Duration = Duration::from_secs(10);
 
-/// Writes a line in one piece. If it can't be written, it is lost.
+/// The longest line: a pipe takes it in one piece.
+const LINE: usize = 4096;
+
+/// Writes a line in one piece. If it can't be written at once, it is lost, so that no reader can stop the rendezvous.
 pub fn say(words: impl fmt::Display) {
-    let line = format!("gemmesh: {words}\n");
-    let _ = std::io::stderr().write_all(line.as_bytes());
+    // The lock of Rust's standard error may be held by a thread that waits for a reader.
+    write(io::stderr().as_fd(), &format!("gemmesh: {words}\n"));
+}
+
+fn write(to: BorrowedFd, line: &str) {
+    if line.len() <= LINE && poll::takes_bytes(to) {
+        let _ = rustix::io::write(to, line.as_bytes());
+    }
 }
 
 /// A wait that is told of once.
@@ -32,8 +44,11 @@ impl Wait {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(miri)))]
 mod tests {
+    use std::io::Read;
+    use std::sync::mpsc;
+
     use super::*;
 
     #[test]
@@ -43,5 +58,38 @@ mod tests {
         let after = |ms| begin + Duration::from_millis(ms);
         let told = [0, 9_999, 10_000, 10_001, 60_000].map(|ms| wait.is_to_be_told(after(ms)));
         assert_eq!(told, [false, false, true, false, false]);
+    }
+
+    #[test]
+    fn a_line_that_cannot_be_written_at_once_is_lost() {
+        let (mut read, full) = io::pipe().unwrap();
+        write(full.as_fd(), "a line\n");
+        let mut line = [0; 7];
+        read.read_exact(&mut line).unwrap();
+        assert_eq!(&line, b"a line\n");
+
+        rustix::io::ioctl_fionbio(&full, true).unwrap();
+        while rustix::io::write(&full, &[0; LINE]).is_ok() {}
+        rustix::io::ioctl_fionbio(&full, false).unwrap();
+        let (done, is_done) = mpsc::channel();
+        let writer = std::thread::spawn(move || {
+            write(full.as_fd(), "lost\n");
+            done.send(()).unwrap();
+        });
+        let in_time = is_done.recv_timeout(Duration::from_secs(60));
+        let mut bytes = Vec::new();
+        // This also lets a writer go on that waits.
+        read.read_to_end(&mut bytes).unwrap();
+        writer.join().unwrap();
+        assert_eq!(in_time, Ok(()), "it waits for a reader");
+        assert!(bytes.iter().all(|&byte| byte == 0));
+    }
+
+    #[test]
+    fn an_output_whose_reader_has_gone_takes_no_line() {
+        let (read, write_end) = io::pipe().unwrap();
+        assert!(poll::takes_bytes(write_end.as_fd()));
+        drop(read);
+        assert!(!poll::takes_bytes(write_end.as_fd()));
     }
 }

@@ -8,6 +8,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
 use super::Pipe;
+use crate::ranks::poll;
 
 /// How much is written at once. A pipe that has room takes this much without waiting, and in one piece.
 const PIECE: usize = 4096;
@@ -95,9 +96,7 @@ impl<'a> Sink<'a> {
 
     /// Writes whole lines, as many as can be written at once.
     fn write(&mut self, flags: PollFlags) {
-        let gone = PollFlags::ERR | PollFlags::HUP | PollFlags::NVAL;
-        if flags.intersects(gone) {
-            // A write would raise SIGPIPE, which ends a program that does not ignore it.
+        if flags.intersects(poll::GONE) {
             self.is_gone = true;
             return self.clear();
         }
