@@ -130,7 +130,7 @@ impl<'a> Rendezvous<'a> {
     }
 
     /// Tells all that have come whether there is a group, and makes this rank's end of it.
-    fn tell_all(self, outcome: Result<Outcome>) -> Result<Members> {
+    fn tell_all(mut self, outcome: Result<Outcome>) -> Result<Members> {
         let guests = self.guests.into_iter().flatten();
         match outcome {
             Ok(((memory, fd), mut links)) => {
@@ -156,7 +156,7 @@ impl<'a> Rendezvous<'a> {
                 for guest in guests.chain(self.rejected) {
                     tell(&guest.stream, &Err(error.clone()), &[]);
                 }
-                let leaders = self.leaders.into_iter().map(Leader::into_connections);
+                let leaders = self.leaders.iter_mut().map(Leader::leave);
                 // The mirrors' connections end when all are told.
                 let (leaders, _mirrors): (Vec<_>, Vec<_>) = leaders.unzip();
                 let leaders = leaders.into_iter().flatten();
@@ -279,7 +279,8 @@ impl<'a> Rendezvous<'a> {
 
     /// Tells the ranks and leaders that have come, and closes their connections.
     fn tell_early(&mut self, error: &Error) {
-        let leaders = self.leaders.iter_mut().filter_map(Leader::leave);
+        let leaders = self.leaders.iter_mut();
+        let leaders = leaders.flat_map(|leader| leader.leave().0);
         for stream in leaders.chain(self.rejected_leaders.drain(..)) {
             tell(&stream, &Err(error.clone()), &[]);
         }

@@ -25,7 +25,7 @@ pub struct Leader {
     pid: u32,
     /// True if ranks of its host have not come. It has no connection for the mirror then.
     lacks_ranks: bool,
-    /// What others want who say that they are this leader, and since when.
+    /// Connections of other processes that claim this rank, and since when.
     rivals: Vec<(Instant, Visitor)>,
 }
 
@@ -44,7 +44,7 @@ impl Leader {
         self.seat.has(Line::Messages) && (self.seat.has(Line::Mirror) || self.lacks_ranks)
     }
 
-    /// True if others say that they are this leader.
+    /// True if other processes claim this rank.
     pub fn has_rivals(&self) -> bool {
         !self.rivals.is_empty()
     }
@@ -54,9 +54,17 @@ impl Leader {
         self.seat.into_connections()
     }
 
-    /// Gives up the seat. The connection for messages.
-    pub fn leave(&mut self) -> Option<Connection> {
-        std::mem::take(&mut self.seat).into_connections().0
+    /// Gives up the connections of all processes that claim this rank: those for messages, and those for mirrors.
+    pub fn leave(&mut self) -> (Vec<Connection>, Vec<Connection>) {
+        let (messages, mirror) = std::mem::take(&mut self.seat).into_connections();
+        let mut connections = (Vec::from_iter(messages), Vec::from_iter(mirror));
+        for (_, rival) in self.rivals.drain(..) {
+            match rival.report.map(|report| report.line) {
+                Some(Line::Mirror) => connections.1.push(rival.stream),
+                _ => connections.0.push(rival.stream),
+            }
+        }
+        connections
     }
 
     /// Takes a connection of this leader. `lacks_ranks`: as the field. A connection of another process waits until the

@@ -257,6 +257,25 @@ fn two_hosts_that_are_one_are_told() {
     }
 }
 
+/// They do not share a machine, so they do not meet before they come to rank 0.
+#[test]
+fn two_machines_that_are_one_host_are_told() {
+    let change = |place, identity: &mut Identity| {
+        if place == 2 {
+            identity.address = address::draw().unwrap();
+        }
+    };
+    let errors = errors(&[0, 1, 1], 3, |_| PROTOCOL_VERSION, change);
+    let own = std::process::id();
+    for error in errors {
+        let duplicate = Error::DuplicateRank {
+            rank: 1,
+            pids: [own, own],
+        };
+        assert_eq!(error, duplicate);
+    }
+}
+
 #[test]
 fn rank_0_that_is_silent_at_all_of_its_addresses_is_missing_at_the_deadline() {
     let silent = [(); 8].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
