@@ -27,9 +27,9 @@ use std::net::{SocketAddr, TcpListener};
 use serde::{Deserialize, Serialize};
 
 pub use self::dial::{Limits, report};
-#[cfg(test)]
-pub use self::handshake::Greeting;
 pub use self::handshake::Key;
+#[cfg(test)]
+pub use self::handshake::{Greeting, Nonces, Proof};
 pub use self::lobby::{ANOTHER_KEY, Lobby, Visitor};
 use super::rendezvous::Hello;
 use super::tcp;

@@ -30,7 +30,8 @@ use crate::schedule::layout::MAX_WORLD;
 
 /// How long a connection may take to introduce itself.
 const INTRODUCTION: Duration = Duration::from_secs(2);
-/// After all ranks have come, rank 0 listens this long for a rank that comes twice.
+/// After all ranks have come, rank 0 listens this long for a rank that comes twice. If one does, or if a leader begins
+/// another visit, rank 0 waits again until all have come.
 const LAST_CALL: Duration = Duration::from_millis(20);
 /// How many connections that have not introduced themselves are kept.
 const MAX_STRANGERS: usize = 256;
@@ -178,7 +179,7 @@ impl<'a> Rendezvous<'a> {
     }
 
     /// Receives guests until each rank has come once.
-    fn receive_all(&mut self, begin: Instant) -> Result<()> {
+    pub(super) fn receive_all(&mut self, begin: Instant) -> Result<()> {
         // Leaders that lack a rank at their deadline report it a little later.
         let grace = if self.leaders.is_empty() {
             Duration::ZERO
@@ -188,7 +189,21 @@ impl<'a> Rendezvous<'a> {
         let deadline = begin + self.identity.deadlines.rendezvous() + grace;
         let mut turns = 0;
         let mut wait = Wait::since(begin);
-        while !self.complete() {
+        let mut last_call = None;
+        loop {
+            if self.complete() {
+                if !self.missing_elsewhere.is_empty() {
+                    return Err(self.incomplete(begin));
+                }
+                let until = *last_call.get_or_insert_with(|| Instant::now() + LAST_CALL);
+                self.receive(until)?;
+                let is_over = Instant::now() >= until && self.complete();
+                if is_over && self.missing_elsewhere.is_empty() {
+                    return Ok(());
+                }
+                continue;
+            }
+            last_call = None;
             if wait.is_to_be_told(Instant::now()) {
                 self.tell_of_wait();
             }
@@ -205,14 +220,6 @@ impl<'a> Rendezvous<'a> {
             }
             turns += usize::from(is_late);
         }
-        if !self.missing_elsewhere.is_empty() {
-            return Err(self.incomplete(begin));
-        }
-        let last_call = Instant::now() + LAST_CALL;
-        while Instant::now() < last_call {
-            self.receive(last_call)?;
-        }
-        Ok(())
     }
 
     /// The error that ranks are missing at the deadline.

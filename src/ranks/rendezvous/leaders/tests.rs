@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::unix::net::UnixListener;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use super::*;
 use crate::protocol::seat::Visit;
 use crate::ranks::address;
 use crate::ranks::deadlines::Deadlines;
-use crate::ranks::meeting::{Greeting, Key, Place, Report};
+use crate::ranks::meeting::{Greeting, Key, Nonces, Place, Proof, Report};
 use crate::ranks::rendezvous::{PROTOCOL_VERSION, meet_speaking};
 use crate::ranks::tcp;
 use crate::schedule::Hosts;
@@ -152,23 +153,111 @@ fn what_comes_late_on_one_of_two_connections_is_taken_for_what_it_is() {
     assert_meet(&[Fate::ComesSecond]);
 }
 
-/// What arrives of a leader, and the other end.
-fn visitor(leader: u64, line: Line) -> (Visitor, Connection) {
-    let (stream, other) = tcp::pair().unwrap();
-    let report = Report {
+/// What rank 1, a leader, says of a connection of its first visit.
+fn report(leader: u64, line: Line) -> Report {
+    Report {
         visit: Visit { leader, number: 0 },
         line,
         hello: Hello::new(&Identity::of_test(1, 2, "")).unwrap(),
         ranks: vec![1],
-        outcome: String::new(),
-    };
+        outcome: String::from_utf8_lossy(&json::of_outcome(&Ok(()))).into_owned(),
+    }
+}
+
+/// What arrives of a leader, and the other end.
+fn visitor(leader: u64, line: Line) -> (Visitor, Connection) {
+    let (stream, other) = tcp::pair().unwrap();
     let visitor = Visitor {
         rank: 1,
         version: PROTOCOL_VERSION,
-        report: Some(report),
+        report: Some(report(leader, line)),
         stream,
     };
     (visitor, other)
+}
+
+/// Rank 0 of two hosts, to whose leader `deadline` is left.
+fn rank_0(deadline: Duration) -> Identity {
+    Identity {
+        hosts: Hosts::of(&[0, 1]).unwrap(),
+        meeting: Some(Arc::new(Meeting {
+            key: Key::of("secret", "test"),
+            place: Place::Listening(tcp::listen(0).unwrap()),
+        })),
+        deadlines: Deadlines::new(deadline, Some(deadline)),
+        ..Identity::of_test(0, 2, "")
+    }
+}
+
+/// The attempt of this rank 0, with its lobby open. No rank of its host is expected.
+fn attempt(identity: &Identity) -> Rendezvous<'_> {
+    let address = address::meeting_names(&address::draw().unwrap()).unwrap();
+    let listener = UnixListener::bind_addr(&address[0]).unwrap();
+    let listeners = [listener.try_clone().unwrap(), listener];
+    let hello = Hello::new(identity).unwrap();
+    let mut attempt = Rendezvous::new(identity, hello, listeners, PROTOCOL_VERSION).unwrap();
+    attempt.open_lobby().unwrap();
+    attempt
+}
+
+/// Rank 0's outcome if it hears `last` when all have come: the leader 7 with both connections.
+fn outcome_of_last_call(deadline: Duration, last: &Report) -> Result<()> {
+    let identity = rank_0(deadline);
+    let meeting = identity.meeting.as_ref().unwrap();
+    let mut rank_0 = attempt(&identity);
+    let port = meeting.listener().unwrap().local_addr().unwrap().port();
+    let mut late = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
+    let greeting = Greeting {
+        version: PROTOCOL_VERSION,
+        rank: 1,
+        nonce: [7; 32],
+    };
+    late.write_all(&greeting.encode(&meeting.key)).unwrap();
+    late.set_nonblocking(true).unwrap();
+    let mut answer = [0; Nonces::ANSWER_BYTES];
+    while late.peek(&mut answer).unwrap_or(0) < answer.len() {
+        rank_0.welcome().1.unwrap();
+    }
+    let nonces = Nonces::of_answer(greeting.nonce, &answer, &meeting.key).unwrap();
+    let _ends = [Line::Messages, Line::Mirror].map(|line| {
+        let (visitor, end) = visitor(7, line);
+        rank_0.seat_leader(visitor, Instant::now()).unwrap();
+        end
+    });
+    let last = serde_json::to_vec(last).unwrap();
+    let proof = Proof::encode(&nonces, &last, &meeting.key);
+    late.write_all(&proof).unwrap();
+    rank_0.receive_all(Instant::now())
+}
+
+#[test]
+fn a_rival_that_comes_in_the_last_call_is_a_second_process_of_its_rank() {
+    let own = std::process::id();
+    let duplicate = Error::DuplicateRank {
+        rank: 1,
+        pids: [own, own],
+    };
+    let rival = report(8, Line::Messages);
+    let outcome = outcome_of_last_call(Duration::from_secs(60), &rival);
+    assert_eq!(outcome, Err(duplicate));
+}
+
+#[test]
+fn a_visit_that_begins_in_the_last_call_is_waited_for() {
+    let visit = Visit {
+        leader: 7,
+        number: 1,
+    };
+    let again = Report {
+        visit,
+        ..report(7, Line::Mirror)
+    };
+    // Its connection for messages does not come.
+    let outcome = outcome_of_last_call(Duration::ZERO, &again);
+    let Err(Error::RanksMissing { ranks, .. }) = outcome else {
+        panic!("{outcome:?}");
+    };
+    assert_eq!(ranks[..], [1]);
 }
 
 #[test]
