@@ -249,7 +249,7 @@ pub(crate) mod sealed {
         /// Returns when everything that was begun is complete.
         fn synchronize(&self, members: &Members) -> Result<()>;
 
-        /// As `synchronize`, and waits for the caller's own work on the stream of operations too.
+        /// As `synchronize`, and then waits for all other work on the stream of operations, however long it takes.
         fn settle(&self, members: &Members) -> Result<()>;
     }
 }

@@ -291,7 +291,9 @@ impl<B: Backend> Group<B> {
     /// Waits until all operations of this rank are complete.
     ///
     /// # Errors
-    /// The failure of an operation, if it has not been reported yet.
+    /// The failure of an operation, if it has not been reported yet. On GPUs [`Error::Capturing`] while the group's
+    /// stream is captured, and [`Error::Timeout`], after which the group goes on, if work of the program's own stands
+    /// before an operation and takes longer than [`Builder::timeout`].
     pub fn synchronize(&self) -> Result<()> {
         self.wait(B::synchronize)
     }

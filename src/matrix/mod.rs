@@ -176,10 +176,11 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         Ok(())
     }
 
-    /// Overwrites the matrix with `values`, row by row, when the operations before are complete.
+    /// Overwrites the matrix with `values`, row by row, when the operations before are complete, and on GPUs all other
+    /// work on the group's stream, however long it takes.
     ///
     /// # Errors
-    /// [`Error::Count`] unless there are rows · columns values; the group's failure.
+    /// [`Error::Count`] unless there are rows · columns values; as [`Group::synchronize`].
     #[track_caller]
     pub fn copy_from_host(&mut self, values: &[T]) -> Result<()> {
         self.require_length("Matrix::copy_from_host", values.len())?;
@@ -194,19 +195,19 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         self.group.noted(written)
     }
 
-    /// Copies the matrix to `values`, row by row, when the operations before are complete.
+    /// Copies the matrix to `values`, row by row. It waits as [`Matrix::copy_from_host`].
     ///
     /// # Errors
-    /// [`Error::Count`] unless there are rows · columns values; the group's failure.
+    /// [`Error::Count`] unless there are rows · columns values; as [`Group::synchronize`].
     #[track_caller]
     pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
         self.view().read("Matrix::copy_to_host", values)
     }
 
-    /// Copies the matrix to a new vector, row by row, when the operations before are complete.
+    /// Copies the matrix to a new vector, row by row. It waits as [`Matrix::copy_from_host`].
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; the group's failure.
+    /// [`Error::OutOfMemory`]; as [`Group::synchronize`].
     pub fn to_vec(&self) -> Result<Vec<T>> {
         let mut values = self.group.zeros_of_host(self.rows * self.columns)?;
         self.copy_to_host(&mut values)?;

@@ -341,20 +341,19 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         }
     }
 
-    /// Copies this rank's copy of the whole matrix to `values`, row by row, when the operations before are complete.
+    /// Copies this rank's copy of the whole matrix to `values`, row by row. It waits as [`Matrix::copy_from_host`].
     ///
     /// # Errors
-    /// [`Error::Count`] unless there are M · K values; the group's failure.
+    /// [`Error::Count`] unless there are M · K values; as [`Group::synchronize`].
     #[track_caller]
     pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
         self.view().read("ShardedMatrix::copy_to_host", values)
     }
 
-    /// Copies this rank's copy of the whole matrix to a new vector, row by row, when the operations before are
-    /// complete.
+    /// Copies this rank's copy of the whole matrix to a new vector, row by row. It waits as [`Matrix::copy_from_host`].
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; the group's failure.
+    /// [`Error::OutOfMemory`]; as [`Group::synchronize`].
     pub fn to_vec(&self) -> Result<Vec<T>> {
         let [m, k] = self.shape();
         let mut values = self.group.zeros_of_host(m * k)?;
@@ -378,10 +377,10 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         Ok(())
     }
 
-    /// Overwrites rows from `first_row` on, whichever rank owns them.
+    /// Overwrites rows from `first_row` on, whichever rank owns them. It waits as [`Matrix::copy_from_host`].
     ///
     /// # Errors
-    /// [`Error::Limit`] if there are more values than elements from that row on; the group's failure.
+    /// [`Error::Limit`] if there are more values than elements from that row on; as [`Group::synchronize`].
     #[doc(hidden)]
     #[track_caller]
     pub fn write(&mut self, first_row: usize, values: &[T]) -> Result<()> {
@@ -453,10 +452,10 @@ impl<'a, B: Backend, T: Value> ShardMut<'a, B, T> {
         self.len() == 0
     }
 
-    /// Overwrites the rows with `values`, row by row.
+    /// Overwrites the rows with `values`, row by row. It waits as [`Matrix::copy_from_host`].
     ///
     /// # Errors
-    /// [`Error::Count`] unless there is one value for each element; the group's failure.
+    /// [`Error::Count`] unless there is one value for each element; as [`Group::synchronize`].
     #[track_caller]
     pub fn copy_from_host(&mut self, values: &[T]) -> Result<()> {
         let k = self.0.layout.k();

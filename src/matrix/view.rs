@@ -145,16 +145,16 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
         })
     }
 
-    /// Copies the view to `values`, row by row, when the operations before are complete.
+    /// Copies the view to `values`, row by row. It waits as [`Matrix::copy_from_host`].
     ///
     /// # Errors
-    /// [`Error::Count`] unless there are rows · columns values; the group's failure.
+    /// [`Error::Count`] unless there are rows · columns values; as [`Group::synchronize`].
     #[track_caller]
     pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
         self.read("MatrixView::copy_to_host", values)
     }
 
-    /// Copies the view to a new vector, row by row, when the operations before are complete.
+    /// Copies the view to a new vector, row by row. It waits as [`Matrix::copy_from_host`].
     ///
     /// ```
     /// use gemmesh::{Error, Group, Host};
@@ -168,7 +168,7 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; the group's failure.
+    /// [`Error::OutOfMemory`]; as [`Group::synchronize`].
     pub fn to_vec(&self) -> Result<Vec<T>> {
         let [rows, columns] = self.shape;
         let mut values = self.group.zeros_of_host(rows * columns)?;

@@ -1,7 +1,9 @@
 //! Operations on streams of the caller's.
 
+use std::ffi::c_void;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 use gemmesh::{Error, Matmul, Route, bf16};
@@ -220,6 +222,79 @@ fn copies_of_the_host_come_after_the_callers_work_on_the_stream() {
         // SAFETY: nobody uses the stream any more.
         unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
         Ok(String::new())
+    }));
+}
+
+/// No rank is late because of it, so the timeout does not count.
+#[test]
+fn copies_of_the_host_wait_for_work_of_the_callers_that_takes_longer_than_the_timeout() {
+    // The library adds two seconds to the timeout.
+    const LONG: Duration = Duration::from_secs(2 * (2 + SHORT.as_secs() + 1));
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 1, |rank| {
+        let (_context, group) = connect_short(rank)?;
+        let mut matrix = group.zeros::<bf16>(64, 64)?;
+        let rows = group.sharded::<bf16>(64, 64)?;
+        let stream: sys::CUstream = group.stream().cast();
+        let value = bf16::from_bits(0x4040);
+        let fill = |ptr: u64| {
+            pause(stream, LONG);
+            // SAFETY: each matrix has as many bytes, without padding, and lives until the stream has passed.
+            unsafe { driver(sys::cuMemsetD8Async(ptr, 0x40, 64 * 64 * 2, stream)) };
+        };
+        fill(matrix.as_device_ptr().0);
+        assert!(matrix.to_vec()?.iter().all(|&x| x == value));
+        fill(rows.as_device_ptr());
+        assert!(rows.to_vec()?.iter().all(|&x| x == value));
+        fill(matrix.as_device_ptr().0);
+        let ones = vec![bf16::ONE; 64 * 64];
+        matrix.copy_from_host(&ones)?;
+        assert_eq!(matrix.to_vec()?, ones);
+        Ok(String::new())
+    }));
+}
+
+/// The work on the stream ends after the copy has.
+#[test]
+fn a_failure_of_the_group_ends_a_copy_that_waits_for_work_of_the_callers() {
+    static IS_OVER: AtomicBool = AtomicBool::new(false);
+    unsafe extern "C" fn wait_until_it_is_over(_: *mut c_void) {
+        // It ends also if the test fails.
+        let begin = Instant::now();
+        while !IS_OVER.load(Ordering::Relaxed) && begin.elapsed() < 3 * TIMEOUT {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let _context = Context::retain(rank.rank);
+        let group = connect(rank, TIMEOUT)?;
+        let steps = host_group(rank)?;
+        let matrix = group.zeros::<bf16>(64, 64)?;
+        if rank.rank == 1 {
+            steps.barrier()?;
+            let _failure = group.fail("no more work");
+            steps.barrier()?;
+            return Ok("failed".into());
+        }
+        let (stream, no_data) = (group.stream().cast(), std::ptr::null_mut());
+        // SAFETY: the function makes no CUDA call.
+        unsafe {
+            driver(sys::cuLaunchHostFunc(
+                stream,
+                Some(wait_until_it_is_over),
+                no_data,
+            ));
+        }
+        steps.barrier()?;
+        let error = matrix.to_vec().unwrap_err();
+        IS_OVER.store(true, Ordering::Relaxed);
+        assert!(
+            matches!(error.cause(), Error::ProgramFailed { rank: 1, .. }),
+            "{error}"
+        );
+        steps.barrier()?;
+        Ok("told".into())
     }));
 }
 

@@ -60,8 +60,8 @@ const MOST_STORED: usize = 16 << 20;
 ///
 /// Operations are put on a stream and return at once. [`Group::synchronize`](crate::Group::synchronize) waits for them
 /// and reports what failed. Their matrices may be dropped before that: the memory is freed when the operations have
-/// ended. Calls that read or write a matrix from the host wait for the operations before them. A program that uses a
-/// matrix by its address ([`Matrix::as_device_ptr`](crate::Matrix::as_device_ptr)) uses it on that stream, or after
+/// ended. Calls that read or write a matrix from the host wait for all that is on the stream: for operations, and for
+/// the program's own kernels, however long these take. A program that uses a matrix by its address ([`Matrix::as_device_ptr`](crate::Matrix::as_device_ptr)) uses it on that stream, or after
 /// [`Group::synchronize`](crate::Group::synchronize).
 ///
 /// ```no_run
@@ -369,8 +369,7 @@ impl sealed::Implementation for Cuda {
         if self.gpu.main().is_capturing()? {
             return Err(Error::Capturing { rank: members.rank });
         }
-        self.gpu.reclaimer.mark()?;
-        wait::for_operations(&self.gpu, &self.shared, members)
+        wait::for_all_work(&self.gpu, &self.shared, members)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::backend::cuda::driver::Stream;
+use crate::backend::cuda::driver::{Event, Stream};
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::shared::Shared;
 use crate::backend::cuda::shared::monitor::Monitor;
@@ -36,32 +36,67 @@ fn report(shared: &Shared, members: &Members) -> Result<()> {
     members.fault().map_or(Ok(()), Err)
 }
 
+/// Waits until everything that is on the main stream now is done: operations, and then the caller's own work.
+///
+/// Operations have their deadline. Work of the caller's own has none, because only the caller knows how long it may
+/// take, and no rank is late meanwhile. This adds no hang:
+/// - Graphs, and operations that other threads put on the stream meanwhile, may wait for other ranks. If such a wait
+///   takes too long or its rank has gone, the monitor fails the group and lets the wait run through.
+/// - A failure of the group ends this wait, whoever reports it, and so does an error of the device.
+/// - Then only a kernel of the caller's own that never ends is left. cuStreamSynchronize would wait for it, too.
+pub fn for_all_work(gpu: &Gpu, shared: &Shared, members: &Members) -> Result<()> {
+    for_operations(gpu, shared, members)?;
+    let main = gpu.main();
+    if main.is_idle().map_err(|e| members.fail(e))? {
+        return report(shared, members);
+    }
+    // Not the stream itself, because other threads may put work there for ever.
+    let mark = Event::new(&gpu.device, false)?;
+    mark.record(&main)?;
+    let check = || report(shared, members);
+    poll_while(members, || mark.is_done(), check)?;
+    check()
+}
+
 /// Polls until `is_done`. Fails if nothing moves on the device for longer than the timeout, although all ranks have
 /// begun what runs there.
 pub fn poll(shared: &Shared, members: &Members, is_done: impl Fn() -> Result<bool>) -> Result<()> {
-    const SPINS: u32 = 1000;
-    const NAP: Duration = Duration::from_micros(50);
     let mut progress = Progress::of(&shared.monitor);
-    let mut turn = 0;
-    while !is_done().map_err(|e| members.fail(e))? {
-        turn += 1;
-        if turn > SPINS {
-            std::thread::sleep(NAP);
-        }
+    poll_while(members, is_done, || {
         if shared.monitor.awaits_a_rank() {
             progress = Progress::of(&shared.monitor);
         }
         let waited = progress.still_for(&shared.monitor);
-        if waited > members.deadlines.call() + GRACE {
-            // The group goes on, and this rank may wait again.
-            return Err(Error::Timeout {
-                rank: members.rank,
-                waiting: members.rank,
-                what: "the work that its own program has put on the stream before".into(),
-                waited_ms: waited.as_millis() as u64,
-                deadline: Deadline::Call,
-            });
+        if waited <= members.deadlines.call() + GRACE {
+            return Ok(());
         }
+        // The group goes on, and this rank may wait again.
+        Err(Error::Timeout {
+            rank: members.rank,
+            waiting: members.rank,
+            what: "the work that its own program has put on the stream before".into(),
+            waited_ms: waited.as_millis() as u64,
+            deadline: Deadline::Call,
+        })
+    })
+}
+
+/// Polls until `is_done`, or until `check` fails.
+fn poll_while(
+    members: &Members,
+    is_done: impl Fn() -> Result<bool>,
+    mut check: impl FnMut() -> Result<()>,
+) -> Result<()> {
+    const SPINS: u32 = 1000;
+    const NAP: Duration = Duration::from_micros(50);
+    let mut turn = 0;
+    while !is_done().map_err(|e| members.fail(e))? {
+        if turn < SPINS {
+            turn += 1;
+        } else {
+            std::thread::sleep(NAP);
+        }
+        check()?;
     }
     Ok(())
 }
