@@ -144,7 +144,7 @@ impl Kept {
         if self.is_in_function() {
             return waited_in_function(py, group, || call(true));
         }
-        // The group refuses the call in another function, whatever stream it would be put on.
+        // In a function of an operation the group refuses the call, whatever its stream would be.
         let stream = match group.is_in_function() {
             true => None,
             false => Reader::alone(group, name).stream(py)?,
