@@ -15,6 +15,7 @@ from late import (
     INSTALLED,
     TWOS,
     ArrayWithoutStream,
+    Current,
     Gate,
     Graph,
     LateArray,
@@ -282,6 +283,45 @@ def operations_on_a_stream_leave_the_one_that_was_set(group: gemmesh.Group) -> N
         all_are(copy, value)
         assert group.stream == hand.ptr
         group.barrier()
+
+
+def operations_end_before_what_comes_next(group: gemmesh.Group) -> None:
+    """Also if another thread makes a call of the group on another stream, while an operation of PyTorch's tensors has its
+    turn."""
+    import torch
+
+    if INSTALLED:
+        current = as_torch(group)
+    else:
+        current = Current()
+        torch.cuda.is_initialized = lambda: current.stream is not None
+        torch._C._cuda_getCurrentRawStream = lambda _: current.stream.ptr
+    from gemmesh.torch._groups import Turn
+
+    turn = Turn(group, group.device[1])
+    rows, copy, twos = of_ones(group, M, K), group.zeros(M, K, "f16"), group.zeros(M, K, "f16")
+    twos.frombytes(np.full((M, K), 2, np.float16).tobytes())
+    a, weight, out = of_ones(group, M, K), of_ones(group, N, K), group.zeros(M, N, "f16")
+
+    def call() -> None:
+        bind(group)
+        current.stream = Stream()
+        group.matmul(a, weight, out)
+
+    stream = current.stream = Stream()
+    with turn:
+        group._put_on(stream.ptr)
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        # The operation's last step reads rows.
+        stream.sleep()
+        stream.copy(copy, 0, rows)
+    current.stream = Stream()
+    rows.copy_from(twos)
+    stream.synchronize()
+    all_are(copy, 1)
+    all_are(rows, 2)
 
 
 def graphs_have_calls_without_tensors(group: gemmesh.Group) -> None:

@@ -25,6 +25,7 @@ PROMISES = [
     "matrices_of_arrays_are_ready_on_later_streams",
     "a_stream_that_was_set_stays",
     "operations_on_a_stream_leave_the_one_that_was_set",
+    "operations_end_before_what_comes_next",
     "graphs_have_calls_without_tensors",
     "threads_have_streams_of_their_own",
     "functions_of_operations_are_refused_calls",

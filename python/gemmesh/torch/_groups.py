@@ -25,8 +25,38 @@ if TYPE_CHECKING:
     from ._shards import Shards
 
 
+class Turn:
+    """A thread's turn to make an operation of a group on a GPU.
+
+    When it ends, the group is on PyTorch's current stream. So whatever comes next waits for the operation's last step, also
+    if another thread has put the group on a different stream meanwhile, by a call of the group's own.
+    """
+
+    __slots__ = ("_group", "_index", "_lock")
+
+    def __init__(self, group: Group, index: int) -> None:
+        self._group = group
+        #: The ordinal of the GPU.
+        self._index = index
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        try:
+            if failed is None:
+                self._group._put_on(torch._C._cuda_getCurrentRawStream(self._index))
+        finally:
+            self._lock.release()
+
+
 class Joined:
     """A group, and what the operations keep for it."""
+
+    #: Held by a thread from the first step of an operation to the last, because steps share memory of the group: rows are
+    #: copied to it, and out of it. A thread that holds it may take it again.
+    turn: contextlib.AbstractContextManager[object]
 
     __slots__ = (
         "cuda",
@@ -51,10 +81,6 @@ class Joined:
         #: The name under which operations find it.
         self.name = name
         self.group = group
-        #: Held by a thread from the first step of an operation to the last, because steps share memory of the group:
-        #: rows are copied to it, and out of it. If the next operation has a different stream, that waits for the last
-        #: step's work.
-        self.turn = threading.RLock()
         #: The process group that had the name. None if there was none. It ends when the program drops it: the threads
         #: of its backend must not outlive the interpreter.
         self.process_group: weakref.ref[ProcessGroup] | None = None
@@ -66,6 +92,7 @@ class Joined:
         self.cuda: bool = group.backend == "cuda"
         #: The ordinal of the GPU.
         self.index: int = group.device[1]
+        self.renew_turn()
         #: Planned calls, by shapes, types and strides.
         self.gathers: dict[tuple[Any, ...], Gather] = {}
         self.scatters: dict[tuple[Any, ...], Scatter] = {}
@@ -78,6 +105,10 @@ class Joined:
         self.shards: dict[tuple[torch.dtype, int], Shards] = {}
         #: What CUDA graphs use.
         self.kept: dict[int, object] = {}
+
+    def renew_turn(self) -> None:
+        """Makes the turn, which no thread has."""
+        self.turn = Turn(self.group, self.index) if self.cuda else threading.RLock()
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
@@ -163,7 +194,7 @@ def _renew_locks() -> None:
     """In a fork, a thread that the fork lacks may hold a lock. Calls of the fork are refused, and must come to that."""
     for groups in (_ON_HOST, _ON_CUDA):
         for each in groups.values():
-            each.turn = threading.RLock()
+            each.renew_turn()
     _JOINING.clear()
 
 
