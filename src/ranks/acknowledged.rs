@@ -5,10 +5,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-/// The most of the time between two looks that counts as watched.
-///
-/// A thread that has not run for longer, or a machine that stood still, has not received what was acknowledged meanwhile.
-const MOST_OF_A_LOOK: Duration = Duration::from_millis(250);
+use super::silence::Silence;
 
 /// How long another system has acknowledged nothing of what it was sent.
 ///
@@ -20,20 +17,17 @@ const MOST_OF_A_LOOK: Duration = Duration::from_millis(250);
 pub struct Acknowledged {
     /// The bytes that were acknowledged when that was last seen to change.
     bytes: u64,
-    /// Since when something is to be acknowledged and nothing was. None if nothing is.
-    since: Option<Instant>,
-    /// How much of that time was watched.
-    watched: Duration,
-    looked: Instant,
+    /// True if something was to be acknowledged at the last look.
+    awaits: bool,
+    silence: Silence,
 }
 
 impl Acknowledged {
     pub fn new() -> Acknowledged {
         Acknowledged {
             bytes: 0,
-            since: None,
-            watched: Duration::ZERO,
-            looked: Instant::now(),
+            awaits: false,
+            silence: Silence::new(),
         }
     }
 
@@ -49,21 +43,14 @@ impl Acknowledged {
 
     /// Notes a look at `now`: whether something is to be acknowledged, and whether something was since the last look.
     fn note(&mut self, awaits: bool, has_changed: bool, now: Instant) {
-        let between = now.duration_since(self.looked).min(MOST_OF_A_LOOK);
-        self.looked = now;
-        let goes_on = self.since.filter(|_| awaits && !has_changed);
-        self.watched = goes_on.map_or(Duration::ZERO, |_| self.watched + between);
-        self.since = goes_on.or(awaits.then_some(now));
+        self.silence
+            .look(self.awaits && awaits && !has_changed, now);
+        self.awaits = awaits;
     }
 
-    /// How long that is, by the clock.
+    /// How long that is, as far as it was watched.
     pub fn silence(&self) -> Duration {
-        self.since.map_or(Duration::ZERO, |since| since.elapsed())
-    }
-
-    /// How much of it was watched, until the last look.
-    pub fn watched_silence(&self) -> Duration {
-        self.watched
+        self.silence.watched()
     }
 }
 
@@ -164,20 +151,33 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_seldom_runs_counts_a_part_of_each_gap() {
+    fn silence_begins_at_a_look_that_awaits_something_and_ends_when_anything_is_acknowledged() {
+        const WATCHED: Duration = Duration::from_millis(100);
         let mut acknowledged = Acknowledged::new();
-        let begin = acknowledged.looked;
-        let mut look = |seconds, awaits, has_changed| {
-            acknowledged.note(awaits, has_changed, begin + Duration::from_secs(seconds));
-            acknowledged.watched_silence()
+        let begin = Instant::now() + WATCHED;
+        let mut look = |number, awaits, has_changed| {
+            acknowledged.note(awaits, has_changed, begin + number * WATCHED);
+            acknowledged.silence()
         };
-        assert_eq!(look(10, true, false), Duration::ZERO);
-        // One gap says nothing, however long it is.
-        assert_eq!(look(3600, true, false), MOST_OF_A_LOOK);
-        assert_eq!(look(3610, true, false), 2 * MOST_OF_A_LOOK);
-        assert_eq!(look(3620, true, true), Duration::ZERO);
-        assert_eq!(look(3630, true, false), MOST_OF_A_LOOK);
-        assert_eq!(look(3640, false, false), Duration::ZERO);
+        assert_eq!(look(0, true, false), Duration::ZERO);
+        assert_eq!(look(1, true, false), WATCHED);
+        assert_eq!(look(2, true, false), 2 * WATCHED);
+        assert_eq!(look(3, true, true), Duration::ZERO);
+        assert_eq!(look(4, true, false), WATCHED);
+        assert_eq!(look(5, false, false), Duration::ZERO);
+        assert_eq!(look(6, true, false), Duration::ZERO);
+    }
+
+    #[test]
+    fn time_in_which_no_one_looked_is_no_silence() {
+        let hours_ago = Instant::now().checked_sub(Duration::from_secs(7200));
+        let Some(begin) = hours_ago else {
+            return;
+        };
+        let mut acknowledged = Acknowledged::new();
+        acknowledged.note(true, false, begin);
+        acknowledged.note(true, false, begin + Duration::from_millis(40));
+        assert_eq!(acknowledged.silence(), Duration::from_millis(40));
     }
 
     #[test]

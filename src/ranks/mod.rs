@@ -36,6 +36,7 @@ pub mod reports;
 mod search;
 mod secret;
 pub mod shared_state;
+mod silence;
 pub mod split;
 mod surroundings;
 pub mod tcp;

@@ -8,9 +8,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 /// What is true of an output whose reader has gone. A write would raise SIGPIPE, which ends a program that does not ignore
 /// it.
-pub const GONE: PollFlags = PollFlags::ERR
-    .union(PollFlags::HUP)
-    .union(PollFlags::NVAL);
+pub const GONE: PollFlags = PollFlags::ERR.union(PollFlags::HUP).union(PollFlags::NVAL);
 
 /// Waits until something happens on one of `fds`, or `timeout` has passed.
 pub fn poll(fds: &mut [PollFd], timeout: Duration) -> io::Result<()> {

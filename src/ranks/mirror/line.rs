@@ -222,13 +222,15 @@ impl Line {
     /// Ends if the other system has acknowledged nothing for `longest`.
     pub fn listen_for_silence(&mut self, longest: Duration) {
         self.acknowledged.look(&self.stream);
-        if self.acknowledged.watched_silence() > longest {
+        if self.acknowledged.silence() > longest {
             self.end = Some(End::CutOff);
         }
     }
 
     /// True if the other system did not acknowledge this one's beats any more, before the connection ended. If frames are
     /// lost in one direction, the first of both ends that sees it closes the connection.
+    ///
+    /// Time in which this thread did not run says nothing: what was acknowledged then was not seen.
     pub fn was_silent(&self) -> bool {
         self.acknowledged.silence() >= 2 * BEAT
     }
