@@ -31,6 +31,7 @@ pub enum Record {
     /// The rank has waited for a peer, `age` ms ago. `peer` is 0 if it has not waited, or 1 + its number.
     Wait { rank: usize, peer: u8, age: u64 },
     /// The rank has waited for rank `peer` in a part of the group, `age` ms ago. `call`: the part and its call in words.
+    /// Empty if the rank's note tells of a different wait, as that of another thread.
     PartWait {
         rank: usize,
         peer: u8,

@@ -229,7 +229,8 @@ impl SharedState {
                 call,
             } => {
                 let looked = now_ms().saturating_sub(*age);
-                block.part_waits[*rank].note((*peer).into(), looked, Some(call));
+                let call = (!call.is_empty()).then_some(&call[..]);
+                block.part_waits[*rank].note((*peer).into(), looked, call);
             }
             Record::Proposal { rank, failure } | Record::Fault { rank, failure } => {
                 block.fault.write(*rank, failure);
