@@ -6,6 +6,7 @@
 
 mod blame;
 mod calls;
+mod leaders;
 mod mirrored;
 mod refusals;
 #[cfg(test)]
@@ -20,6 +21,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use self::leaders::Leaders;
 use super::call::{FIXED, WORDS};
 use super::family::{Family, GotError};
 use super::last_panic;
@@ -107,6 +109,8 @@ pub struct SharedState {
     rank: usize,
     world: usize,
     hosts: Hosts,
+    /// What this rank has seen of leaders' mirrors.
+    leaders: Mutex<Leaders>,
     /// By call, how often this rank was refused it.
     refused: Mutex<BTreeMap<u64, u64>>,
     /// Where this rank's program makes its latest calls.
@@ -158,6 +162,7 @@ impl SharedState {
             rank,
             world,
             hosts: Hosts::default(),
+            leaders: Mutex::default(),
             refused: Mutex::default(),
             places: Mutex::new([Placed::default(); POSTS as usize].into()),
             made: AtomicU64::new(0),
@@ -182,7 +187,12 @@ impl SharedState {
 
     /// Of a group whose ranks run on `hosts`.
     pub fn on_hosts(self, hosts: Hosts) -> SharedState {
-        SharedState { hosts, ..self }
+        let leaders = Mutex::new(Leaders::of(&hosts, self.world));
+        SharedState {
+            hosts,
+            leaders,
+            ..self
+        }
     }
 
     /// Which ranks share a host.

@@ -2,15 +2,18 @@
 //! split from the same one, and through leaders that pass nothing on.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::leaders::Leaders;
 use super::{FRESH, PART_BYTES, SharedState, now_ms};
 use crate::error::{Deadline, Error};
-use crate::protocol::waits::{Blame, blame};
+use crate::protocol::waits::{Blame, LastWait, blame};
 use crate::ranks::deadlines::Deadlines;
 
 /// A leader whose thread has not run for this long passes nothing on. It says four times a second that it runs.
+///
+/// A rank that stood still has not seen that: only what it has watched counts.
 const SILENT: Duration = Duration::from_millis(750);
 /// The words of a wait in a part are noted again this often.
 const WORDS: Duration = Duration::from_millis(50);
@@ -44,7 +47,7 @@ impl PartOf {
 pub struct NotedWords(Mutex<Option<Instant>>);
 
 /// A rank to blame, of the whole group, and the wait for it in a part of that, in words.
-struct Found {
+struct Culprit {
     rank: usize,
     in_part: Option<String>,
 }
@@ -54,6 +57,7 @@ impl SharedState {
     /// the call and what `peer` has not done.
     pub fn note_wait(&self, peer: usize, what: impl FnOnce() -> String) {
         self.block().waits[self.rank].note(peer, now_ms());
+        self.whole().look_at_leaders();
         if let Some(of) = &self.part_of {
             self.note_wait_in_part(of, peer, what);
         }
@@ -89,16 +93,34 @@ impl SharedState {
     }
 
     /// The rank to blame for a wait for `peer` that was in vain. A wait counts if it was noted during the last `fresh`.
-    fn found(&self, peer: usize, fresh: Duration) -> Found {
-        let Some(of) = &self.part_of else {
-            let Blame {
-                rank,
-                waiting_in_part,
-            } = blame(peer, self.rank, |rank| self.waits_of(rank, fresh));
-            let in_part = waiting_in_part.and_then(|waiting| self.words_of(waiting, rank));
-            return Found { rank, in_part };
-        };
-        of.whole.found(of.ranks[peer], fresh)
+    ///
+    /// A rank has one note of its waits in all parts, so threads of it that wait in two parts overwrite it in turn. In
+    /// this group's own memory it shows for which rank it waits here.
+    fn find_culprit(&self, peer: usize, fresh: Duration) -> Culprit {
+        let whole = self.whole();
+        let Blame {
+            rank,
+            waiting_in_part,
+        } = blame(self.in_whole(peer), whole.rank, |rank| {
+            let [in_whole, in_part] = whole.waits_of(rank, fresh);
+            let here = self.wait_here(rank, fresh);
+            [here.or(in_whole), in_part]
+        });
+        let in_part = waiting_in_part.and_then(|waiting| whole.words_of(waiting, rank));
+        Culprit { rank, in_part }
+    }
+
+    /// For which rank `rank` waits in this part. Both are ranks of the whole group.
+    fn wait_here(&self, rank: usize, fresh: Duration) -> Option<usize> {
+        let of = self.part_of.as_ref()?;
+        let rank = of.ranks.iter().position(|&its| its == rank)?;
+        let peer = self.peer_of(&self.block().waits[rank], fresh)?;
+        Some(of.ranks[peer])
+    }
+
+    /// The rank of the whole group that is `rank` of this one.
+    fn in_whole(&self, rank: usize) -> usize {
+        self.part_of.as_ref().map_or(rank, |of| of.ranks[rank])
     }
 
     /// For which rank `rank` waits in this group, and for which in a part of it. A rank of which no news can come waits
@@ -111,13 +133,15 @@ impl SharedState {
     }
 
     fn noted_waits_of(&self, rank: usize, fresh: Duration) -> [Option<usize>; 2] {
-        let (now, fresh) = (now_ms(), fresh.as_millis() as u64);
-        let waits = [
-            &self.block().waits[rank],
-            self.block().part_waits[rank].wait(),
-        ];
-        let known = |peer: &usize| *peer < self.world;
-        waits.map(|wait| wait.peer(now, fresh).filter(known))
+        let block = self.block();
+        let waits = [&block.waits[rank], block.part_waits[rank].wait()];
+        waits.map(|wait| self.peer_of(wait, fresh))
+    }
+
+    /// The rank for which a rank of this group waits, if it has noted that during the last `fresh`.
+    fn peer_of(&self, wait: &LastWait, fresh: Duration) -> Option<usize> {
+        let peer = wait.peer(now_ms(), fresh.as_millis() as u64);
+        peer.filter(|&peer| peer < self.world)
     }
 
     /// The wait of `rank` for `peer` in a part, in words.
@@ -140,18 +164,35 @@ impl SharedState {
 
     /// True if the mirror of `leader` has not run lately, and the leader itself shows no wait, if this rank can see that.
     fn is_silent(&self, leader: usize) -> bool {
-        let ran = self.block().running[leader].load(Ordering::Relaxed);
-        let is_old = now_ms().saturating_sub(ran) >= SILENT.as_millis() as u64;
+        self.look_at_leaders();
+        let is_long = self.leaders().silence(leader) >= SILENT;
         let is_near = self.hosts.share(leader, self.rank);
         let waits = || is_near && self.noted_waits_of(leader, FRESH) != [None; 2];
-        // 0: it has not run yet, as far as is known.
-        ran != 0 && is_old && !self.has_left(leader) && !waits()
+        is_long && !self.has_left(leader) && !waits()
+    }
+
+    /// Looks whether leaders' mirrors have run. A rank that waits does so again and again.
+    fn look_at_leaders(&self) {
+        if self.hosts.count() > 1 {
+            let ran = |leader: usize| self.block().running[leader].load(Ordering::Relaxed);
+            self.leaders().look(ran);
+        }
+    }
+
+    fn leaders(&self) -> MutexGuard<'_, Leaders> {
+        // A panic while it was held has left no leader half-changed.
+        self.leaders.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// This rank's view of the whole group.
+    fn whole(&self) -> &SharedState {
+        self.part_of.as_ref().map_or(self, |of| &of.whole)
     }
 
     /// True if `rank` has shown lately that it waits for a different rank.
     pub fn is_waiting(&self, rank: usize, deadlines: &Deadlines) -> bool {
-        let of_whole = self.part_of.as_ref().map_or(rank, |of| of.ranks[rank]);
-        self.found(rank, FRESH.min(deadlines.call() / 2)).rank != of_whole
+        let fresh = FRESH.min(deadlines.call() / 2);
+        self.find_culprit(rank, fresh).rank != self.in_whole(rank)
     }
 
     /// The error if this rank has waited for `rank` this long in vain. `passed` is the deadline and its length. `what`
@@ -163,14 +204,21 @@ impl SharedState {
         waited: Duration,
         what: String,
     ) -> Error {
-        let found = self.found(rank, FRESH.min(longest / 2));
-        let (whole, of) = match &self.part_of {
-            Some(of) => (&*of.whole, Some(of)),
-            None => (self, None),
-        };
-        let own = of.map_or(rank, |of| of.ranks[rank]);
-        let its = whole.job_rank(found.rank);
-        let what = match (&found.in_part, found.rank == own) {
+        self.blame_for(deadline, rank, FRESH.min(longest / 2), waited, what)
+    }
+
+    /// The error of a wait for `rank` that was in vain, in which a wait counts if it was noted during the last `fresh`.
+    pub(super) fn blame_for(
+        &self,
+        deadline: Deadline,
+        rank: usize,
+        fresh: Duration,
+        waited: Duration,
+        what: String,
+    ) -> Error {
+        let culprit = self.find_culprit(rank, fresh);
+        let its = self.whole().job_rank(culprit.rank);
+        let what = match (&culprit.in_part, culprit.rank == self.in_whole(rank)) {
             (_, true) => what,
             (Some(wait), false) => format!("{what}, held up by rank {its}, for which {wait}"),
             (None, false) => format!("{what}, held up by rank {its}"),
@@ -182,10 +230,10 @@ impl SharedState {
             waited_ms: waited.as_millis() as u64,
             deadline,
         };
-        let Some(of) = of else {
-            return error(found.rank, self.rank);
+        let Some(of) = &self.part_of else {
+            return error(culprit.rank, self.rank);
         };
-        match of.ranks.iter().position(|&rank| rank == found.rank) {
+        match of.ranks.iter().position(|&rank| rank == culprit.rank) {
             Some(culprit) => error(culprit, self.rank),
             // It is no rank of this part, so the error has ranks of the job already.
             None => self.with_job_ranks(error(its, self.job_rank(self.rank))),
@@ -207,6 +255,6 @@ impl SharedState {
     /// The rank of this group that is to blame for a wait for `peer`.
     #[cfg(test)]
     pub(super) fn culprit(&self, peer: usize, fresh: Duration) -> usize {
-        self.found(peer, fresh).rank
+        self.find_culprit(peer, fresh).rank
     }
 }

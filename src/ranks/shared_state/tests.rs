@@ -6,6 +6,7 @@ use crate::protocol::flag::Awaited;
 use crate::ranks::call::PostedCall;
 use crate::ranks::deadlines::Deadlines;
 use crate::ranks::memfd::memfd;
+use crate::ranks::mirror::record::Record;
 use crate::schedule::Agreed;
 
 fn ranks(world: usize) -> Vec<SharedState> {
@@ -427,7 +428,7 @@ fn what_a_rank_writes_is_seen_on_the_other_host() {
     assert!(ranks[0].has_begun(3, 1) && !ranks[0].has_begun(2, 1));
     let refused = Some(Error::Capturing { rank: 3 });
     assert_eq!(ranks[0].refusal(3, 2), refused);
-    assert_eq!(ranks[0].culprit(2, FRESH), 1);
+    assert_eq!(ranks[0].culprit(2, LONG), 1);
     // A withdrawal is news too.
     ranks[3].withdraw_refusal(2);
     mirror(&ranks[2], &mut known, &ranks[0]);
@@ -544,8 +545,8 @@ fn a_host_that_hears_nothing_of_rank_0_s_decides_alone() {
     assert_eq!(ranks[0].fault(), None);
 }
 
-/// A mirror that last ran longer ago is silent.
-const SILENCE: Duration = Duration::from_millis(800);
+/// A wait that was noted in the same test is fresh, however busy the machine is.
+const LONG: Duration = Duration::from_secs(3600);
 
 #[test]
 fn a_leader_that_passes_nothing_on_is_to_blame_for_ranks_of_other_hosts() {
@@ -557,21 +558,49 @@ fn a_leader_that_passes_nothing_on_is_to_blame_for_ranks_of_other_hosts() {
         ranks[0].note_running(2);
     };
     run();
-    std::thread::sleep(SILENCE);
-    assert_eq!(ranks[3].silent_leader(0), Some(2));
+    await_silence(&ranks[3], 0, 2);
     assert_eq!(ranks[3].culprit(1, FRESH), 2);
     // Nor is anything known of its host, on the other one.
+    await_silence(&ranks[1], 3, 2);
     assert_eq!(ranks[1].culprit(3, FRESH), 2);
     // It says nothing of ranks of one host, nor blames itself.
     assert_eq!(ranks[1].culprit(0, FRESH), 0);
     assert_eq!(ranks[3].culprit(2, FRESH), 2);
     assert_eq!(ranks[2].silent_leader(0), None);
-    // A leader that waits is not stopped.
-    ranks[2].note_wait(0, String::new);
-    assert_eq!(ranks[3].silent_leader(0), None);
-    assert_eq!(ranks[3].culprit(0, Duration::from_secs(60)), 0);
+    // A leader that waits is not stopped. A busy machine may hold this thread up, but not each time.
+    let is_in_time = (0..20).any(|_| {
+        let begin = Instant::now();
+        ranks[2].note_wait(0, String::new);
+        let told = (ranks[3].silent_leader(0), ranks[3].culprit(0, LONG));
+        let in_time = begin.elapsed() < FRESH;
+        assert!(!in_time || told == (None, 0), "{told:?}");
+        in_time
+    });
+    assert!(is_in_time);
     run();
     assert_eq!(ranks[1].culprit(3, FRESH), 3);
+}
+
+/// Looks as a rank does that waits for `peer`, until it sees that `leader` is silent.
+fn await_silence(rank: &SharedState, peer: usize, leader: usize) {
+    let begin = Instant::now();
+    while rank.silent_leader(peer) != Some(leader) {
+        assert!(begin.elapsed() < Duration::from_secs(60), "it is not seen");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_leader_is_not_silent_because_a_rank_stood_still() {
+    let ranks = ranks_of_two_hosts();
+    ranks[2].note_running(2);
+    ranks[3].note_wait(0, String::new);
+    // The whole machine, with the leader.
+    std::thread::sleep(Duration::from_millis(800));
+    ranks[3].note_wait(0, String::new);
+    let passed = (Deadline::Arrival, LONG);
+    let error = ranks[3].timed_out(passed, 0, LONG, "barrier()".into());
+    assert_eq!(error.at_fault(), [0]);
 }
 
 /// Rank r of a part of `ranks` of a group, for each of them.
@@ -595,17 +624,18 @@ fn split(group: &[Arc<SharedState>], ranks: &[usize], name: &str) -> Vec<Arc<Sha
     ranks.iter().enumerate().map(part).collect()
 }
 
+/// The error of a wait for `rank` that was in vain.
+fn error(of: &SharedState, rank: usize) -> Error {
+    let error = of.blame_for(Deadline::Arrival, rank, LONG, LONG, "barrier()".into());
+    of.named(error)
+}
+
 #[test]
 fn waits_are_followed_through_all_groups_of_a_family() {
     let world: Vec<Arc<SharedState>> = ranks(6).into_iter().map(Arc::new).collect();
     let upper = split(&world, &[2, 3, 4, 5], "upper");
     let tensor = split(&upper, &[1, 2], "tensor");
     let data = split(&world, &[0, 3], "data");
-    let passed = (Deadline::Arrival, Duration::from_secs(60));
-    let error = |of: &SharedState, rank: usize| {
-        let error = of.timed_out(passed, rank, Duration::from_secs(60), "barrier()".into());
-        of.named(error)
-    };
     // Ranks 0 and 3 of the job wait for the next one, each in another group. Rank 4 waits for none.
     data[0].note_wait(1, || "all_gather()".into());
     tensor[0].note_wait(1, || "barrier(): rank 4 has not come".into());
@@ -630,8 +660,29 @@ fn waits_are_followed_through_all_groups_of_a_family() {
     let at_fault = error(&data[0], 1).at_fault();
     assert_eq!(at_fault, [5]);
     assert_eq!(error(&tensor[0], 1).at_fault(), [5]);
-    let deadlines = Deadlines::new(Duration::from_secs(60), None);
-    assert!(world[0].is_waiting(4, &deadlines) && !world[0].is_waiting(5, &deadlines));
+    // A busy machine may hold this thread up, but not each time.
+    let deadlines = Deadlines::new(LONG, None);
+    let is_waiting = (0..20).any(|_| {
+        world[4].note_wait(5, String::new);
+        world[0].is_waiting(4, &deadlines)
+    });
+    assert!(is_waiting && !world[0].is_waiting(5, &deadlines));
+}
+
+#[test]
+fn a_rank_whose_threads_wait_in_two_parts_is_held_up_in_each_by_its_wait_there() {
+    let world: Vec<Arc<SharedState>> = ranks(5).into_iter().map(Arc::new).collect();
+    let first = split(&world, &[0, 1, 2], "first");
+    let second = split(&world, &[4, 1, 3], "second");
+    for _ in 0..2 {
+        first[1].note_wait(2, || "all_gather()".into());
+        assert_eq!(error(&first[0], 1).at_fault(), [2]);
+        second[1].note_wait(2, || "barrier()".into());
+        assert_eq!(error(&first[0], 1).at_fault(), [2]);
+        assert_eq!(error(&second[0], 1).at_fault(), [3]);
+        first[1].note_wait(2, || "all_gather()".into());
+        assert_eq!(error(&second[0], 1).at_fault(), [3]);
+    }
 }
 
 #[test]
@@ -640,13 +691,34 @@ fn what_a_rank_waits_for_in_a_part_is_told_to_other_hosts() {
     let part = split(&ranks, &[2, 3], "pair");
     let mut known = Known::new(&ranks[2]);
     part[0].note_wait(1, || "barrier(): rank 3 has not come".into());
-    assert_eq!(ranks[0].culprit(2, FRESH), 2);
+    assert_eq!(ranks[0].culprit(2, LONG), 2);
     mirror(&ranks[2], &mut known, &ranks[0]);
-    let passed = (Deadline::Arrival, Duration::from_secs(60));
-    let error = ranks[0].timed_out(passed, 2, Duration::ZERO, "barrier()".into());
+    let its = |call: &str| {
+        let error = error(&ranks[0], 2);
+        assert_eq!(error.at_fault(), [3]);
+        assert!(error.to_string().contains(call), "{error}");
+    };
+    its("group \"pair\" in barrier()");
+    // News of the wait without its words take none of them away.
+    ranks[0].take_news(&Record::PartWait {
+        rank: 2,
+        peer: 3,
+        age: 0,
+        call: Vec::new(),
+    });
+    its("group \"pair\" in barrier()");
+}
+
+#[test]
+fn a_wait_in_a_part_whose_words_are_those_of_another_thread_s_is_told_without_them() {
+    let ranks: Vec<Arc<SharedState>> = ranks_of_two_hosts().into_iter().map(Arc::new).collect();
+    let note = &ranks[2].block().part_waits[2];
+    note.note(1, now_ms(), Some(b"group \"other\" in all_gather()"));
+    note.note(3, now_ms(), None);
+    mirror(&ranks[2], &mut Known::new(&ranks[2]), &ranks[0]);
+    let error = error(&ranks[0], 2);
     assert_eq!(error.at_fault(), [3]);
-    assert!(
-        error.to_string().contains("group \"pair\" in barrier()"),
-        "{error}"
-    );
+    let end = "barrier(), held up by rank 3";
+    assert!(error.to_string().contains(end), "{error}");
+    assert!(!error.to_string().contains("waits in"), "{error}");
 }
