@@ -8,41 +8,17 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from deadlines import LONG as LONG
+from deadlines import stretched as stretched
 
 import gemmesh
 
-
-def _stretch() -> float:
-    """How many times longer deadlines are than on an idle machine: a third of what a nap and some work take longer."""
-    worked = took = 0.0
-    for _ in range(5):
-        due = time.monotonic() + 0.005
-        time.sleep(0.005)
-        begin = time.thread_time()
-        while time.thread_time() - begin < 0.004:
-            pass
-        worked += time.thread_time() - begin
-        took += time.monotonic() - due
-    return min(max(took / worked / 3, 1.0), 30.0)
-
-
-_STRETCH = _stretch()
-
-
-def stretched(seconds: float) -> float:
-    """As many seconds on an idle machine, and more on a busy one."""
-    return seconds * _STRETCH
-
-
-#: Seconds that nothing here takes unless it hangs.
-LONG = stretched(60.0)
 
 _numbers = itertools.count()
 
