@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import gemmesh
+from ranks import LONG
 
 RANKS = Path(__file__).with_name("cuda_ranks.py")
 
@@ -44,7 +45,7 @@ def test_on_gpus(promise: str, world: int) -> None:
         [sys.executable, str(RANKS), promise, str(world)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LONG,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("kept") == world, done.stdout

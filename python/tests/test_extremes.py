@@ -31,6 +31,7 @@ def test_shapes_are_checked() -> None:
         x = group.sharded(4, 8, "f16")
         a, b = np.ones((4, 8), np.float16), np.ones((16, 8), np.float16)
         f8, scale = group.zeros(16, 128, "f8e4m3"), group.zeros(1, 1, "f32")
+        wide = group.zeros(16, 128, "bf16")
         for one in EXTREMES:
             for other in EXTREMES:
                 told(lambda: group.zeros(one, other, "u8"))
@@ -53,9 +54,12 @@ def test_shapes_are_checked() -> None:
             told(lambda: group.matmul_reduce_scatter(a, b, rows=[one]))
             told(lambda: group.prepare("all_gather_matmul", x, b, stages=one))
             told(lambda: group.prepare("matmul_reduce_scatter", a, b, rows=[one]))
-            told(lambda: group.matmul(f8, gemmesh.Scaled(f8, scale, "blocks", first_row=one)))
-            options: dict[str, Any] = {"b_scaling": "blocks", "a_scaling": "blocks", "first_row": one}
-            told(lambda: group.check_support("matmul", 16, 128, 16, "f8e4m3", **options))
+            for first in ("first_row", "first_column"):
+                told(lambda: group.matmul(f8, gemmesh.Scaled(f8, scale, "blocks", **{first: one})))
+                options: dict[str, Any] = {"b_scaling": "blocks", "a_scaling": "blocks", first: one}
+                told(lambda: group.check_support("matmul", 16, 128, 16, "f8e4m3", **options))
+                told(lambda: group.matmul(gemmesh.Scaled(f8, scale, "blocks", **{first: one}), f8))
+            told(lambda: group.quantize(wide, gemmesh.Quantized(f8, scale, first_column=one)))
             told(lambda: group.all_gather_and_consume(x, lambda _: None, chunks=one))
             told(lambda: group.all_gather_and_consume(x, lambda _: None, stages=one))
             out = np.ones((4, 8), np.float32)
@@ -71,7 +75,7 @@ def test_shapes_are_checked() -> None:
     ranks(1, body)
 
 
-@pytest.mark.parametrize("name", ["timeout", "arrival_timeout"])
+@pytest.mark.parametrize("name", ["timeout", "arrival_timeout", "host_timeout"])
 @pytest.mark.parametrize("seconds", TIMES)
 def test_times_are_checked(name: str, seconds: float) -> None:
     def join() -> None:

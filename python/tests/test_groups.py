@@ -243,7 +243,7 @@ def test_launch_raises_what_a_rank_failed_of(tmp_path: Path) -> None:
 def test_launch_refuses_a_program_that_no_rank_could_read(arguments: list[str]) -> None:
     program = "import gemmesh\ngemmesh.launch(2)\n"
     found = subprocess.run(
-        [sys.executable, *arguments], input=program, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, *arguments], input=program, capture_output=True, text=True, timeout=LONG, check=False
     )
     assert found.returncode == 1
     assert "MisuseError: gemmesh.launch: the program comes from standard input" in found.stderr
@@ -352,7 +352,7 @@ def test_launch_gives_rank_0_the_input_if_it_is_to(tmp_path: Path, argument: str
     path.write_text(INPUT)
     command = [sys.executable, str(path), argument]
     found = subprocess.run(
-        command, input="two\nlines", capture_output=True, text=True, timeout=60, check=True, env=unlaunched()
+        command, input="two\nlines", capture_output=True, text=True, timeout=LONG, check=True, env=unlaunched()
     )
     assert sorted(found.stdout.splitlines()) == [f"[0] input {input!r}", "[1] input ''"]
 
@@ -363,7 +363,7 @@ def test_launch_raises_if_what_ranks_print_cannot_be_written(tmp_path: Path) -> 
     command = [sys.executable, str(path)]
     with open("/dev/full", "w") as full:
         found = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False, env=unlaunched()
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LONG, check=False, env=unlaunched()
         )
     assert found.returncode == 1
     assert "gemmesh: standard output fails: No space left on device" in found.stderr

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import LONG
 from test_cuda import gpu  # noqa: F401
 
 RANKS = Path(__file__).with_name("stream_ranks.py")
@@ -54,7 +55,7 @@ def is_kept(promise: str) -> None:
         [sys.executable, str(RANKS), promise, "2"],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=LONG,
         # JAX would take most of the GPU's memory.
         env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
     )
