@@ -360,8 +360,8 @@ impl Group {
         enqueued_on(py, &*group, Some(stream), awaited, || Ok(()))
     }
 
-    /// As `all_gather`, on a stream on GPUs, whatever was set by hand, for an operation that is made of this call and of
-    /// other work on that stream.
+    /// As `all_gather`, on a stream on GPUs, whatever was set by hand, for an operation that is made of this call and
+    /// of other work on that stream.
     fn _all_gather_on(&self, py: Python<'_>, a: &Bound<'_, PyAny>, stream: usize) -> PyResult<()> {
         let group = self.get(py)?;
         let mut reader = Reader::collective(&*group, "all_gather");

@@ -132,8 +132,8 @@ impl Kept {
         chunk.is_some_and(|chunk| chunk.runs.load(Ordering::Relaxed))
     }
 
-    /// Makes a call `name` that copies to or from the host. It is told whether an operation's function makes it with rows
-    /// that it has got, which have a stream of their own.
+    /// Makes a call `name` that copies to or from the host. It is told whether an operation's function makes it with
+    /// rows that it has got, which have a stream of their own.
     fn on_host<R: Send>(
         &self,
         py: Python<'_>,
@@ -163,8 +163,8 @@ impl Kept {
         Ok(Kept::new(memory, group.clone(), Arc::from(owner)))
     }
 
-    /// A tensor of another library, without a copy. The library has it ready for the stream that the group is then on, so
-    /// calls on other streams come behind that too.
+    /// A tensor of another library, without a copy. The library has it ready for the stream that the group is then on,
+    /// so calls on other streams come behind that too.
     pub fn adopted(object: &Bound<'_, PyAny>, group: &Arc<dyn AnyGroup>) -> PyResult<Kept> {
         let (py, call, name) = (object.py(), "Group.matrix", "the tensor");
         let stream = match group.is_in_function() {

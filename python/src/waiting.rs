@@ -31,8 +31,8 @@ pub fn enqueued<R: Send>(
     }
 }
 
-/// As [`enqueued`], on a stream of the caller's, if there is one. `awaited`: the name of the call, if other ranks wait for
-/// this one in it. They are told if it cannot be put on the stream.
+/// As [`enqueued`], on a stream of the caller's, if there is one. `awaited`: the name of the call, if other ranks wait
+/// for this one in it. They are told if it cannot be put on the stream.
 pub fn enqueued_on<R: Send>(
     py: Python<'_>,
     group: &dyn AnyGroup,
@@ -70,7 +70,7 @@ pub fn waited<R: Send>(
     call: impl FnOnce() -> Result<R> + Send,
 ) -> PyResult<R> {
     match group.is_in_function() {
-        // The group refuses it. It knows the function by its thread.
+        // The group knows by its thread that a function makes the call, and refuses it.
         true => made_here(py, group, call),
         false => waited_in_function(py, group, call),
     }

@@ -202,7 +202,8 @@ def bytes_follow_the_current_stream(group: gemmesh.Group) -> None:
 
 def calls_go_on_while_bytes_are_read(group: gemmesh.Group) -> None:
     current = as_torch(group)
-    a, weight, out, late = of_ones(group, M, K), of_ones(group, N, K), group.zeros(M, N, "f16"), group.zeros(M, K, "f16")
+    a, weight, out = of_ones(group, M, K), of_ones(group, N, K), group.zeros(M, N, "f16")
+    late = group.zeros(M, K, "f16")
     current.stream = Stream()
     found, reads = list[np.ndarray](), threading.Event()
 
@@ -286,8 +287,8 @@ def operations_on_a_stream_leave_the_one_that_was_set(group: gemmesh.Group) -> N
 
 
 def operations_end_before_what_comes_next(group: gemmesh.Group) -> None:
-    """Also if another thread makes a call of the group on another stream, while an operation of PyTorch's tensors has its
-    turn."""
+    """Also if another thread makes a call of the group on another stream, within the turn of an operation of PyTorch's
+    tensors."""
     import torch
 
     if INSTALLED:

@@ -204,7 +204,7 @@ pub trait AnyGroup: Any + Send + Sync {
     /// Brings the ranks' traces together: [`Timeline::collect`]. Collective.
     fn collect(&self, trace: &Trace) -> Result<Timeline>;
     fn check(&self) -> Result<()>;
-    /// True if this thread runs a function that an operation of this group has called. The group's calls are refused there.
+    /// True if this thread runs a function that an operation of this group has called. Calls are refused there.
     fn is_in_function(&self) -> bool;
     fn fail(&self, reason: &str) -> Error;
     /// The error of a collective call that a door refuses, because of an argument that no other method sees:
@@ -225,8 +225,8 @@ pub trait AnyGroup: Any + Send + Sync {
     /// The stream of the last [`AnyGroup::set_stream`]. Calls by [`AnyGroup::on_stream`] leave it as it is.
     fn stream_that_was_set(&self) -> Option<usize>;
     /// Puts later operations on a stream, which its `owner` keeps, and makes `call`. Threads that do so take turns, so the
-    /// call is on this stream. `awaited`: the name of the call, if other ranks wait for this one in it. They are told if it
-    /// is not made.
+    /// call is on this stream. `awaited`: the name of the call, if other ranks wait for this one in it. They are told if
+    /// it is not made.
     unsafe fn on_stream(
         &self,
         stream: usize,

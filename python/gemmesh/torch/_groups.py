@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Turn:
     """A thread's turn to make an operation of a group on a GPU.
 
-    When it ends, the group is on PyTorch's current stream. So whatever comes next waits for the operation's last step, also
-    if another thread has put the group on a different stream meanwhile, by a call of the group's own.
+    When it ends, the group is on PyTorch's current stream. So whatever comes next waits for the operation's last step,
+    also if another thread has put the group on a different stream meanwhile, by a call of the group's own.
     """
 
     __slots__ = ("_group", "_index", "_lock")
@@ -54,8 +54,8 @@ class Turn:
 class Joined:
     """A group, and what the operations keep for it."""
 
-    #: Held by a thread from the first step of an operation to the last, because steps share memory of the group: rows are
-    #: copied to it, and out of it. A thread that holds it may take it again.
+    #: Held by a thread from the first step of an operation to the last, because steps share memory of the group: rows
+    #: are copied to it, and out of it. A thread that holds it may take it again.
     turn: contextlib.AbstractContextManager[object]
 
     __slots__ = (
