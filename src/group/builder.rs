@@ -108,7 +108,8 @@ impl<B: Backend> Builder<B> {
     /// How long a rank waits for another in a call that all ranks have begun, before it gives up with
     /// [`Error::Timeout`]. The default is [`DEFAULT_TIMEOUT`].
     ///
-    /// Ranks that are threads of one process open their group without it.
+    /// Ranks that are threads of one process open their group without it, as they do parts of it ([`Group::split`]). A
+    /// wait for another thread there may take ten minutes, or this time if it is longer.
     ///
     /// The clock starts when the last rank begins the call. The time in which the other rank multiplies what it will
     /// send counts. On GPUs a rank begins a call when it enqueues it, and a replay of a graph has no beginning that
@@ -142,6 +143,9 @@ impl<B: Backend> Builder<B> {
     ///
     /// It also bounds the rendezvous, in which a process that was never started cannot be seen to be dead. There the
     /// default is ten minutes, after which ranks get [`Error::RanksMissing`].
+    ///
+    /// Ranks that are threads of one process have no rendezvous. While they open their group, or parts of it
+    /// ([`Group::split`]), a wait for another thread may take ten minutes, or this time if it is longer.
     ///
     /// ```
     /// use std::time::Duration;
