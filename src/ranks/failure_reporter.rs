@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::deadlines::Deadlines;
 use super::shared_state::SharedState;
-use super::waits::WaitTimes;
+use super::wait_times::WaitTimes;
 use crate::error::{Deadline, Error};
 use crate::protocol::epoch::Epoch;
 

@@ -93,8 +93,8 @@ pub fn is_secret(variable: &str) -> bool {
 /// Starts this program again, `world` times, as ranks, and returns when all of them have ended.
 ///
 /// Each process has this process's arguments, environment and current folder, and joins the group by
-/// [`Group::from_env`](crate::Group::from_env). A program that has changed its folder finds its file all the same;
-/// arguments that are relative paths are then meant from the new folder.
+/// [`Group::from_env`](crate::Group::from_env). If the program has changed its folder, its own file is found all the
+/// same, and ranks look for arguments that are relative paths in the new folder.
 ///
 /// What ranks print comes out here in whole lines, with the rank before each line, such
 /// as `[2] text`: their standard output on this process's, their error output on this process's. So ranks write to
@@ -407,7 +407,7 @@ fn wait(
             ranks.iter().for_each(|rank| rank.process.kill());
             let ends: Vec<_> = ranks.iter().map(|rank| rank.ended).collect();
             return failing.map_or(Ok(()), |failure| {
-                Err(failure.blame(&ends, receiver.reports()))
+                Err(failure.error(&ends, receiver.reports()))
             });
         }
         events.push(PollFd::new(&receiver, PollFlags::IN));
@@ -442,7 +442,7 @@ impl Failure {
 
     /// The error that names the rank at fault: the one that the ranks blame, or else the rank of this failure. `ends`
     /// are by rank. A rank that still runs has none.
-    fn blame(&self, ends: &[Option<ExitStatus>], reports: &[FailureReport]) -> Error {
+    fn error(&self, ends: &[Option<ExitStatus>], reports: &[FailureReport]) -> Error {
         let done = |rank: usize| ends[rank].is_some_and(|status| status.success());
         let blamed = reports.iter().find_map(|report| {
             let error = report.error.as_ref()?;
@@ -514,7 +514,7 @@ mod tests {
             status: Some(ExitStatus::from_raw(ONE)),
             since: Instant::now(),
         };
-        match failure.blame(ends, reports) {
+        match failure.error(ends, reports) {
             Error::RankFailed {
                 rank,
                 status,

@@ -17,7 +17,7 @@ use super::naming::Naming;
 use super::reports::ReportSender;
 use super::shared_state::SharedState;
 use super::tree::Tree;
-use super::waits::WaitTimes;
+use super::wait_times::WaitTimes;
 use super::watcher::{Watched, Watcher};
 use super::{last_panic, panics};
 use crate::error::{Error, MadeCall, Result};

@@ -41,6 +41,6 @@ pub mod split;
 mod surroundings;
 pub mod tcp;
 pub mod tree;
-pub mod waits;
+pub mod wait_times;
 pub mod watcher;
 pub mod wire;
