@@ -149,16 +149,18 @@ fn verdict_on(
         rank: identity.rank as u32,
         length: hello.len() as u32,
     };
-    // The leader of a host that is not rank 0's waits for rank 0's verdict, which may wait for other leaders.
-    let patience = if identity.hosts.count() > 1 {
-        3 * LINGER
-    } else {
-        LINGER
+    let longest = identity.deadlines.rendezvous();
+    // Those that are waited for may have begun later than this rank, and they know which ranks are missing.
+    let patience = match identity.leader() {
+        _ if identity.hosts.count() == 1 => longest + LINGER,
+        // Rank 0 waits for leaders a little longer.
+        0 => longest + 3 * LINGER,
+        // Another leader waits for its host's ranks, and then for rank 0.
+        _ => 2 * longest + 3 * LINGER,
     };
     let channel = Channel {
         stream,
-        // Rank 0 may have begun later than this rank, and it knows which ranks are missing.
-        deadline: Instant::now() + identity.deadlines.rendezvous() + patience,
+        deadline: Instant::now() + patience,
         check: || pidfd::check(stream),
     };
     channel.send_raw(&[prefix.encode().as_slice(), &hello].concat())?;

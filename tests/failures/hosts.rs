@@ -11,7 +11,7 @@ use rustix::process::{Resource, Signal};
 
 use crate::limits::{Limited, limit_for};
 use crate::support::forks::{end, fork};
-use crate::support::patience::stretched;
+use crate::support::patience::{agreed, stretched};
 use crate::support::processes::{
     Outcome, Processes, Rank, Setting, is_rank, start_with, this_program,
 };
@@ -366,6 +366,27 @@ fn ranks_that_are_missing_on_any_hosts_are_named_on_all_hosts() {
             panic!("{}", outcome.error());
         };
         assert_eq!(ranks[..], away, "rank {}", outcome.rank);
+    }
+}
+
+/// Its host's ranks begin when the others have waited for a while. Only they learn which host is missing.
+#[test]
+fn ranks_that_a_late_rank_0_misses_are_named_on_all_hosts() {
+    let mut ranks = Job::new(3, 2).start(test_name!(), |rank| {
+        rank.come_together();
+        match rank.rank / 2 {
+            0 => std::thread::sleep(Duration::from_secs(3)),
+            1 => {}
+            _ => return Ok("away".into()),
+        }
+        join(agreed(Duration::from_secs(7))).map(|_| "met".into())
+    });
+    ranks.let_all_go();
+    for outcome in &ranks.outcomes()[..4] {
+        let Error::RanksMissing { ranks, .. } = outcome.error() else {
+            panic!("rank {}: {}", outcome.rank, outcome.error());
+        };
+        assert_eq!(ranks[..], [4], "rank {}", outcome.rank);
     }
 }
 

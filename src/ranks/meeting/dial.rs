@@ -16,7 +16,8 @@ use crate::ranks::identity::Identity;
 use crate::ranks::mirror::Link;
 use crate::ranks::notice::{self, Wait};
 use crate::ranks::rendezvous::{Hello, MAX_VERDICT};
-use crate::ranks::wire::{self, Channel, Connection};
+use crate::ranks::wire::{self, Channel, Connection, WireError};
+use crate::resources;
 
 /// How long a leader waits for a verdict after the end of the connection for the mirror. If there is a verdict, it may be
 /// late, because connections are not in step.
@@ -27,14 +28,14 @@ const LATE_VERDICT: Duration = Duration::from_secs(3);
 pub struct Limits {
     /// When it began to look for the other ranks.
     pub begin: Instant,
-    /// It looks for rank 0 until then,
+    /// It looks for rank 0 until then.
     pub reach: Instant,
-    /// and waits for a verdict until then, which comes after rank 0's own deadline.
-    pub verdict: Instant,
+    /// How long it waits for a verdict when rank 0 has answered.
+    pub verdict: Duration,
 }
 
-/// Reports to rank 0 whether the ranks of this leader's host have come, and waits for the verdict. There is a link if
-/// they have.
+/// Reports to rank 0 whether the ranks of this leader's host have come, and waits for the verdict. A good one is a link
+/// to rank 0.
 ///
 /// # Errors
 /// The verdict, if it is one; [`Error::KeyRefused`]; [`Error::System`] if a name has no address;
@@ -46,7 +47,7 @@ pub fn report(
     version: u32,
     outcome: &Result<()>,
     limits: Limits,
-) -> Result<Option<Link>> {
+) -> Result<Link> {
     let system = |action| Error::system(identity.rank, action);
     let drawn = handshake::nonce().map_err(system("draw a random number"))?;
     let caller = Caller {
@@ -56,13 +57,16 @@ pub fn report(
         version,
         outcome,
         limits,
+    };
+    let mut visit = Visit {
         leader: u64::from_le_bytes(*drawn.first_chunk().unwrap_or(&[0; 8])),
+        number: 0,
     };
     let mut lookup =
         Lookup::of(&meeting.place, lookup::resolve).map_err(system("look for rank 0"))?;
     let mut reach = Reach::new(&meeting.key, version, identity.rank);
     let mut wait = Wait::since(Instant::now());
-    for number in 0.. {
+    loop {
         let reached = reach.reach(&mut lookup, limits.reach, |reach| {
             caller.tell_of_wait(&mut wait, reach);
             false
@@ -78,13 +82,13 @@ pub fn report(
                 return Err(caller.not_reached(lookup, &reach));
             }
         };
-        let (address, leader) = (answered.address, caller.leader);
-        match caller.visit(answered, Visit { leader, number }) {
-            Some(verdict) => return verdict,
-            None => reach.was_left(address),
+        let address = answered.address;
+        match caller.visit(answered, visit) {
+            Ok(verdict) => return verdict,
+            Err(Left(reason)) => reach.was_left(address, reason),
         }
+        visit.number += 1;
     }
-    Err(caller.missing(reach.failures()))
 }
 
 /// A leader that looks for rank 0.
@@ -95,50 +99,75 @@ struct Caller<'a> {
     version: u32,
     outcome: &'a Result<()>,
     limits: Limits,
-    /// Its random number.
-    leader: u64,
 }
 
-/// Why a wait for a verdict ended.
+/// Why a visit ended without a verdict.
+struct Left(String);
+
+/// The end of the connection for the mirror.
 struct MirrorEnded;
 
+impl From<WireError<MirrorEnded>> for Left {
+    fn from(error: WireError<MirrorEnded>) -> Left {
+        Left(match error {
+            WireError::Late => "rank 0 has answered, and has given no verdict in time".into(),
+            WireError::Closed | WireError::Stopped(MirrorEnded) => {
+                "rank 0 ended the connection without a verdict".into()
+            }
+            WireError::Garbage(reason) => format!("rank 0 has sent no verdict, but {reason}"),
+            WireError::Io(error) => resources::explain(&error),
+        })
+    }
+}
+
 impl Caller<'_> {
-    /// Visits rank 0, which has `answered`. None if it has ended the visit without a verdict.
-    fn visit(&self, answered: Answered, visit: Visit) -> Option<Result<Option<Link>>> {
+    /// Visits rank 0, which has `answered`. Returns the verdict.
+    fn visit(&self, answered: Answered, visit: Visit) -> Result<Result<Link>, Left> {
+        // Rank 0 may have begun later than this rank, and it knows which ranks are missing.
+        let until = Instant::now() + self.limits.verdict;
         let address = answered.address;
-        let messages = self.prove(answered, visit, Line::Messages)?;
+        let messages = self.prove(answered, visit, Line::Messages, until)?;
         // A leader whose ranks have not all come needs nothing but the verdict.
         let mirror = match self.outcome {
             Ok(()) => {
                 // Rank 0 may have a verdict before.
                 let mut reach = Reach::new(&self.meeting.key, self.version, self.identity.rank);
                 let place = Place::At(vec![address]);
-                let mut lookup = Lookup::of(&place, lookup::resolve).ok()?;
+                let mut lookup = Lookup::of(&place, lookup::resolve).map_err(WireError::Io)?;
                 let is_heard = |_: &Reach| wire::has_something(&messages);
-                match reach.reach(&mut lookup, self.limits.verdict, is_heard) {
+                match reach.reach(&mut lookup, until, is_heard) {
                     Reached::Answered(answered) => {
-                        Some(self.prove(answered, visit, Line::Mirror)?)
+                        Some(self.prove(answered, visit, Line::Mirror, until)?)
                     }
                     Reached::Stopped => None,
-                    _ => return None,
+                    Reached::Refused(_) | Reached::Nameless | Reached::Late => {
+                        let failure = reach.failure_at(address).unwrap_or("no answer in time");
+                        return Err(Left(format!("the second connection failed: {failure}")));
+                    }
                 }
             }
             Err(_) => None,
         };
-        self.verdict(messages, mirror)
+        self.verdict(messages, mirror, until)
     }
 
     /// Proves that this leader has the key, and says what the connection is for.
-    fn prove(&self, answered: Answered, visit: Visit, line: Line) -> Option<Connection> {
+    fn prove(
+        &self,
+        answered: Answered,
+        visit: Visit,
+        line: Line,
+        until: Instant,
+    ) -> Result<Connection, Left> {
         let report = serde_json::to_vec(&self.report(visit, line)).unwrap_or_default();
         let proof = Proof::encode(&answered.nonces, &report, &self.meeting.key);
         let channel = Channel {
             stream: &answered.stream,
-            deadline: self.limits.verdict,
+            deadline: until,
             check: || Ok::<(), MirrorEnded>(()),
         };
-        channel.send_raw(&proof).ok()?;
-        Some(answered.stream)
+        channel.send_raw(&proof)?;
+        Ok(answered.stream)
     }
 
     fn report(&self, visit: Visit, line: Line) -> Report {
@@ -154,12 +183,13 @@ impl Caller<'_> {
         }
     }
 
-    /// Waits for the verdict. None if there is none.
+    /// Waits for the verdict. A good one is for a leader with both connections.
     fn verdict(
         &self,
         messages: Connection,
         mirror: Option<Connection>,
-    ) -> Option<Result<Option<Link>>> {
+        until: Instant,
+    ) -> Result<Result<Link>, Left> {
         let since = Cell::new(None);
         let check = || {
             if !mirror
@@ -178,21 +208,19 @@ impl Caller<'_> {
         };
         let channel = Channel {
             stream: &messages,
-            deadline: self.limits.verdict,
+            deadline: until,
             check,
         };
-        let (verdict, _) = channel.receive(MAX_VERDICT).ok()?;
-        let verdict = json::outcome::<()>(&verdict).map_err(|error| Error::Message {
-            rank: 0,
-            reason: error.to_string(),
-        });
-        let verdict = verdict.and_then(|verdict| verdict);
-        Some(verdict.map(|()| {
-            let messages = Arc::new(messages);
-            mirror.map(|mirror| Link {
+        let (verdict, _) = channel.receive(MAX_VERDICT)?;
+        let unexpected = |reason| Error::Message { rank: 0, reason };
+        let verdict = json::outcome::<()>(&verdict);
+        let verdict = verdict.map_err(|error| unexpected(error.to_string()));
+        Ok(verdict.and_then(|verdict| verdict).and_then(|()| {
+            let reason = || unexpected("a good verdict before both connections".into());
+            Ok(Link {
                 rank: 0,
-                messages,
-                mirror,
+                mirror: mirror.ok_or_else(reason)?,
+                messages: Arc::new(messages),
             })
         }))
     }

@@ -156,11 +156,17 @@ impl<'a> Reach<'a> {
         (!words.is_empty()).then(|| words.join("; "))
     }
 
-    /// Notes that the process at `address`, which had answered, has ended the connection.
-    pub fn was_left(&mut self, address: SocketAddr) {
+    /// How the latest try at `address` failed.
+    pub fn failure_at(&self, address: SocketAddr) -> Option<&str> {
+        let mut tries = self.tries.iter();
+        tries.find(|one| one.address == address)?.failure.as_deref()
+    }
+
+    /// Notes why the process at `address`, which had answered, has given no verdict.
+    pub fn was_left(&mut self, address: SocketAddr, reason: String) {
         let mut tries = self.tries.iter_mut();
         if let Some(one) = tries.find(|one| one.address == address) {
-            one.failure = Some("rank 0 ended the connection without a verdict".into());
+            one.failure = Some(reason);
         }
     }
 

@@ -98,8 +98,8 @@ impl Leader {
     }
 }
 
-/// Reports the outcome on this leader's host to rank 0, as part of a search that began at `begin`. Returns the verdict,
-/// with a link to rank 0 if both are good.
+/// Reports the outcome on this leader's host to rank 0, as part of a search that began at `begin`. Returns the verdict:
+/// a link to rank 0 if both are good.
 pub fn report_to_rank_0(
     identity: &Identity,
     meeting: &Meeting,
@@ -107,18 +107,21 @@ pub fn report_to_rank_0(
     version: u32,
     outcome: &Result<()>,
     begin: Instant,
-) -> Result<Option<Link>> {
+) -> Result<Link> {
     let now = Instant::now();
     let longest = identity.deadlines.rendezvous();
-    // Rank 0 that is not there delays an error that is known only for a moment.
-    let [reach, verdict] = match outcome {
-        Ok(()) => [begin + longest, begin + longest + 2 * LINGER],
-        Err(_) => [now + 2 * LINGER; 2],
-    };
-    let limits = Limits {
-        begin,
-        reach: reach.max(now + LINGER),
-        verdict: verdict.max(now + 2 * LINGER),
+    let limits = match outcome {
+        Ok(()) => Limits {
+            begin,
+            reach: (begin + longest).max(now + LINGER),
+            verdict: longest + 2 * LINGER,
+        },
+        // An error that is known is delayed only for a moment.
+        Err(_) => Limits {
+            begin,
+            reach: now + 2 * LINGER,
+            verdict: 2 * LINGER,
+        },
     };
     report(identity, meeting, hello, version, outcome, limits)
 }
@@ -157,7 +160,7 @@ impl Rendezvous<'_> {
             Err(error @ Error::RanksMissing { ranks, .. }) if !ranks.contains(&0) => error.clone(),
             _ => own,
         })?;
-        Ok((memory, link?.into_iter().collect()))
+        Ok((memory, vec![link?]))
     }
 
     /// Gives leaders that have come by TCP their places. Returns how many connections were accepted.

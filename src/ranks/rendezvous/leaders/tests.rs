@@ -395,6 +395,71 @@ fn rank_0_that_is_silent_at_all_of_its_addresses_is_missing_at_the_deadline() {
     assert_eq!(reason.as_ref().unwrap().matches(words).count(), 8);
 }
 
+/// The error of a leader that rank 0 answers on so many connections, and then sends this on the first.
+fn error_after(connections: usize, verdict: Option<Result<()>>) -> Error {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let key = Key::of("secret", "test");
+    let rank_0_s = key.clone();
+    std::thread::spawn(move || {
+        let mut listener = Some(listener);
+        let answered = (1..=connections).map(|number| {
+            let (mut leader, _) = listener.as_ref().unwrap().accept().unwrap();
+            listener = listener.take().filter(|_| number < connections);
+            let mut greeting = [0; Greeting::BYTES];
+            leader.read_exact(&mut greeting).unwrap();
+            let nonces = Nonces {
+                leaders: Greeting::decode(&greeting, &rank_0_s).unwrap().nonce,
+                first: [8; 32],
+            };
+            leader.write_all(&nonces.answer(&rank_0_s)).unwrap();
+            leader
+        });
+        let mut answered: Vec<TcpStream> = answered.collect();
+        if let Some(verdict) = verdict {
+            let words = json::of_outcome(&verdict);
+            let length = (words.len() as u32).to_le_bytes();
+            answered[0]
+                .write_all(&[&length, &words[..]].concat())
+                .unwrap();
+        }
+        // The connections stay until the leader has gone.
+        let _ = std::io::copy(&mut answered[0], &mut std::io::sink());
+    });
+    let deadline = Duration::from_secs(2);
+    let change = |_, identity: &mut Identity| {
+        identity.deadlines = Deadlines::new(deadline, Some(deadline));
+        identity.meeting = Some(Arc::new(Meeting {
+            key: key.clone(),
+            place: Place::At(vec![(Ipv4Addr::LOCALHOST, port).into()]),
+        }));
+    };
+    errors(&[1], 2, |_| PROTOCOL_VERSION, change).remove(0)
+}
+
+#[track_caller]
+fn assert_no_verdict(connections: usize, words: &str) {
+    let error = error_after(connections, None);
+    let Error::RanksMissing { ranks, reason, .. } = &error else {
+        panic!("{error}");
+    };
+    assert_eq!(ranks[..], [0]);
+    let reason = reason.as_ref().unwrap();
+    assert!(reason.contains(words), "{reason}");
+}
+
+#[test]
+fn rank_0_that_has_answered_and_gives_no_verdict_is_not_said_to_have_ended() {
+    assert_no_verdict(2, "rank 0 has answered, and has given no verdict in time");
+    assert_no_verdict(1, "the second connection failed: Connection refused");
+}
+
+#[test]
+fn a_good_verdict_for_a_leader_with_one_connection_is_refused() {
+    let error = error_after(1, Some(Ok(())));
+    assert!(matches!(error, Error::Message { rank: 0, .. }), "{error}");
+}
+
 #[test]
 fn hosts_that_disagree_about_hosts_are_told() {
     let change = |place, identity: &mut Identity| {
