@@ -12,6 +12,7 @@ use crate::ranks::identity::Identity;
 use crate::ranks::meeting::{ANOTHER_KEY, Limits, Lobby, Meeting, Visitor, report};
 use crate::ranks::mirror::Link;
 use crate::ranks::notice;
+use crate::ranks::search::RETRY;
 use crate::ranks::wire::{self, Connection};
 
 /// How long two processes of one rank may both seem to be there. The end of the first one's connections may be late.
@@ -170,9 +171,7 @@ impl Rendezvous<'_> {
         };
         let (accepted, visitors) = match lobby.receive(self.version) {
             Ok(received) => received,
-            // One of this host's strangers may free its descriptor.
-            Err(_) if self.has_strangers() => return (0, Ok(())),
-            Err(error) => return (0, Err(error)),
+            Err(error) => return (0, self.without_descriptor(error)),
         };
         let rivals = self.leaders.iter_mut();
         let mut all: Vec<_> = rivals.flat_map(|leader| leader.rivals.drain(..)).collect();
@@ -182,6 +181,17 @@ impl Rendezvous<'_> {
             .into_iter()
             .map(|(since, visitor)| self.seat_leader(visitor, since));
         (accepted, verdicts.fold(Ok(()), Result::and))
+    }
+
+    /// `error`, which is that there is no descriptor for a connection of another host, if that keeps a leader away.
+    fn without_descriptor(&self, error: Error) -> Result<()> {
+        let is_missing = self.leaders.iter().any(|leader| !leader.has_come());
+        // One of this host's strangers may free its descriptor.
+        if is_missing && !self.has_strangers() {
+            return Err(error);
+        }
+        std::thread::sleep(RETRY);
+        Ok(())
     }
 
     /// Gives a leader its place, or says why it has none, or why there is no group.

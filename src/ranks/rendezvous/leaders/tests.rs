@@ -461,6 +461,20 @@ fn a_good_verdict_for_a_leader_with_one_connection_is_refused() {
 }
 
 #[test]
+fn rank_0_without_descriptors_fails_only_if_a_leader_is_missing() {
+    let identity = rank_0(Duration::ZERO);
+    let mut rank_0 = attempt(&identity);
+    let refused = || Error::system(0, "accept")(std::io::ErrorKind::Other.into());
+    assert_eq!(rank_0.without_descriptor(refused()), Err(refused()));
+    let _ends = [Line::Messages, Line::Mirror].map(|line| {
+        let (visitor, end) = visitor(7, line);
+        rank_0.seat_leader(visitor, Instant::now()).unwrap();
+        end
+    });
+    assert_eq!(rank_0.without_descriptor(refused()), Ok(()));
+}
+
+#[test]
 fn hosts_that_disagree_about_hosts_are_told() {
     let change = |place, identity: &mut Identity| {
         if place == 1 {
