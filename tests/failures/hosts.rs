@@ -518,11 +518,15 @@ fn hosts_that_wait_say_for_whom() {
         _ => Vec::new(),
     };
     let patience = Duration::from_secs(11);
-    let ranks = Job::new(4, 1).start_with(test_name!(), &others, |rank| match rank.rank {
-        2 => Ok("away".into()),
-        // Its key is refused before it has waited for long.
-        _ => join(patience).map(|_| "met".into()),
+    let mut ranks = Job::new(4, 1).start_with(test_name!(), &others, |rank| {
+        rank.come_together();
+        match rank.rank {
+            2 => Ok("away".into()),
+            // The key of rank 3 is refused before it has waited for long.
+            _ => join(patience).map(|_| "met".into()),
+        }
     });
+    ranks.let_all_go();
     let outcomes = ranks.outcomes();
     let [text, reason] = [&outcomes[0].text, &outcomes[1].error().to_string()];
     let waited = "gemmesh: rank 0 has waited for 10 s at ";
