@@ -187,38 +187,19 @@ impl<B: Backend, T: Value> Matrix<B, T> {
             true => [columns as i64, 1],
             false => pair(given.strides),
         };
-        let alignment = B::ROW_ALIGNMENT.max(align_of::<T>());
-        let pitch = match rows {
-            // Without a second row, the tensor's own stride does not matter.
-            0 | 1 => width.next_multiple_of(alignment),
-            _ => usize::try_from(strides[0])
-                .unwrap_or(0)
-                .saturating_mul(size_of::<T>()),
-        };
-        require_rows([rows, columns], strides, pitch < width)?;
-        let ptr = (given.data as u64).wrapping_add(given.byte_offset);
-        for (what, value) in [
-            ("the tensor's first element", ptr as usize),
-            ("the tensor's pitch", pitch),
-        ] {
-            if rows > 0 && columns > 0 && !value.is_multiple_of(alignment) {
-                return Err(Refusal::Unaligned {
-                    what: what.into(),
-                    value,
-                    multiple: alignment,
-                });
-            }
-        }
+        let pitch = usize::try_from(strides[0]).unwrap_or(0);
         let memory = Memory {
-            address: ptr,
+            address: (given.data as u64).wrapping_add(given.byte_offset),
             dtype: T::DTYPE,
             shape: [rows, columns],
-            pitch,
+            pitch: pitch.saturating_mul(size_of::<T>()),
         };
+        let pitch = memory.effective_pitch::<B>();
+        require_rows([rows, columns], strides, pitch < width)?;
         memory.check::<B>("the tensor")?;
         let owner = Owner::new(Managed(tensor));
         // SAFETY: as this function's.
-        let memory = unsafe { backend.adopt(ptr, [rows, width], pitch, Some(owner)) };
+        let memory = unsafe { backend.adopt(memory.address, [rows, width], pitch, Some(owner)) };
         Ok(Matrix::new(group.clone(), memory, rows, columns))
     }
 

@@ -17,7 +17,6 @@ use crate::matrix::{
 };
 use crate::refusal::{self, Refusal};
 use crate::schedule::Config;
-use crate::schedule::limits::limit;
 
 /// CU_STREAM_PER_THREAD, which is a different stream on each thread.
 pub(super) const PER_THREAD: usize = 2;
@@ -60,9 +59,9 @@ impl Group<Cuda> {
     ///
     /// # Errors
     /// [`Error::Unsuitable`] while a [`StreamGuard`] or a matrix in cudarc's memory holds the current stream, and for
-    /// CU_STREAM_PER_THREAD, which is a different stream on each thread; [`Error::QueuedTogether`] if the stream shares a queue of the device with the library's streams, as all streams
-    /// of one priority do under CUDA_DEVICE_MAX_CONNECTIONS=1; [`Error::Cuda`] if the driver refuses; the group's
-    /// failure.
+    /// CU_STREAM_PER_THREAD, which is a different stream on each thread; [`Error::QueuedTogether`] if the stream shares
+    /// a queue of the device with the library's streams, as all streams of one priority do under
+    /// CUDA_DEVICE_MAX_CONNECTIONS=1; [`Error::Cuda`] if the driver refuses; the group's failure.
     ///
     /// # Safety
     /// The stream lives until the group uses a different one or has ended.
@@ -308,7 +307,8 @@ impl<T: Value> Matrix<Cuda, T> {
     /// # Errors
     /// [`Error::Unaligned`] unless `ptr` and `pitch` are multiples of 16; [`Error::Limit`] if a row is longer
     /// than the pitch, if there are no columns and the type is not f32, or if there are more rows or columns than
-    /// 2³¹ - 1. Without elements, `ptr` and `pitch` do not matter and may be 0.
+    /// 2³¹ - 1; [`Error::Unsuitable`] if `ptr` is null, or if the memory would not end within the address space. The
+    /// pitch of one row does not matter. Without elements, neither `ptr` nor `pitch` matters, and both may be 0.
     ///
     /// # Safety
     /// - `ptr` is memory of the group's device, with at least `(rows - 1) * pitch` bytes and a row, in whole pieces of
@@ -340,19 +340,6 @@ impl<T: Value> Matrix<Cuda, T> {
     ) -> refusal::Result<Matrix<Cuda, T>> {
         bytes_of::<T>(rows, columns)?;
         let width = bytes_of::<T>(1, columns)?;
-        let has_elements = rows > 0 && columns > 0;
-        for (what, value) in [("the device pointer", ptr as usize), ("the pitch", pitch)] {
-            if has_elements && !value.is_multiple_of(16) {
-                return Err(Refusal::Unaligned {
-                    what: what.into(),
-                    value,
-                    multiple: 16,
-                });
-            }
-        }
-        if has_elements {
-            limit("the pitch, in bytes,", pitch, width, usize::MAX)?;
-        }
         let memory = Memory {
             address: ptr,
             dtype: T::DTYPE,
@@ -360,6 +347,7 @@ impl<T: Value> Matrix<Cuda, T> {
             pitch,
         };
         memory.check::<Cuda>("the matrix")?;
+        let pitch = memory.effective_pitch::<Cuda>();
         let gpu = group.inner().backend.gpu();
         // SAFETY: as this function's.
         let buffer = unsafe { gpu.view(ptr, [rows, width], pitch, None) };

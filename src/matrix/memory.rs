@@ -48,6 +48,16 @@ impl Memory {
         }
     }
 
+    /// The bytes from row to row of memory that has been checked. The pitch of a single row says nothing, and that of
+    /// no elements neither, so these have a pitch that fits their width.
+    pub(crate) fn effective_pitch<B: Backend>(&self) -> usize {
+        let [rows, columns] = self.shape;
+        if rows > 1 && columns > 0 {
+            return self.pitch;
+        }
+        self.width().next_multiple_of(B::ROW_ALIGNMENT.max(1))
+    }
+
     /// Checks that calls can use the memory. `argument`: its name in messages.
     pub(crate) fn check<B: Backend>(&self, argument: &str) -> Result<()> {
         let [rows, columns] = self.shape;
@@ -126,6 +136,15 @@ mod tests {
         // A single row has no pitch, and no rows lie nowhere.
         assert_eq!(checked(4096, [1, 8], usize::MAX), Ok(()));
         assert_eq!(checked(u64::MAX, [0, 8], usize::MAX), Ok(()));
+        for (shape, counts) in [([1, 8], 16), ([0, 8], 16), ([8, 0], 0), ([8, 8], 48)] {
+            let memory = Memory {
+                address: 4096,
+                dtype: DType::Bf16,
+                shape,
+                pitch: 48,
+            };
+            assert_eq!(memory.effective_pitch::<Host>(), counts, "{shape:?}");
+        }
         for address in [0, u64::MAX - 15, u64::MAX - 1] {
             let refused = checked(address, [8, 8], 16);
             let is_told = matches!(refused, Err(Refusal::Unsuitable { .. }));

@@ -89,7 +89,7 @@ impl<'a, B: Backend> RawView<'a, B> {
             group,
             dtype: memory.dtype,
             shape: memory.shape,
-            memory: RawMemory::Place(memory.address, pitch_of::<B>(&memory)),
+            memory: RawMemory::Place(memory.address, memory.effective_pitch::<B>()),
         })
     }
 
@@ -99,15 +99,6 @@ impl<'a, B: Backend> RawView<'a, B> {
             RawMemory::View(memory, offset) => memory.input(offset),
             RawMemory::Place(address, pitch) => Bound::Place(address, pitch),
         }
-    }
-}
-
-/// The bytes from row to row of memory that has been checked.
-fn pitch_of<B: Backend>(memory: &Memory) -> usize {
-    // A single row has no pitch of its own.
-    match memory.shape[0] {
-        0 | 1 => memory.width().next_multiple_of(B::ROW_ALIGNMENT.max(1)),
-        _ => memory.pitch,
     }
 }
 
@@ -147,7 +138,7 @@ impl<'a, B: Backend> RawOutput<'a, B> {
             group,
             dtype: memory.dtype,
             shape: memory.shape,
-            bound: Bound::Place(memory.address, pitch_of::<B>(&memory)),
+            bound: Bound::Place(memory.address, memory.effective_pitch::<B>()),
         })
     }
 

@@ -232,7 +232,7 @@ fn tensors_that_do_not_fit_are_refused_and_stay_the_callers() -> Result<()> {
         ("the distance of a row's elements", |t| t.strides = [1, 4]),
         ("the distance of rows", |t| t.strides = [3, 1]),
         ("the distance of rows", |t| t.strides = [-4, 1]),
-        ("the tensor's first element", |t| {
+        ("the address of the tensor", |t| {
             t.tensor.dl_tensor.byte_offset = 1;
         }),
     ];
@@ -271,7 +271,12 @@ fn tensors_that_do_not_fit_are_refused_and_stay_the_callers() -> Result<()> {
 fn of_a_tensor_without_elements_strides_say_nothing() -> Result<()> {
     let given_back = AtomicUsize::new(0);
     Group::<Host>::threads(1, |group| {
-        for (shape, strides) in [([0, 4], [-3, 7]), ([1, 0], [5, -2]), ([3, 0], [-1, 0])] {
+        for (shape, strides) in [
+            ([0, 4], [-3, 7]),
+            ([1, 0], [5, -2]),
+            ([3, 0], [-1, 0]),
+            ([3, 0], [i64::MAX, i64::MAX]),
+        ] {
             let tensor = foreign(&[], 0, [0, 0], 0, &given_back);
             // SAFETY: as `foreign` made it.
             unsafe {
@@ -284,10 +289,13 @@ fn of_a_tensor_without_elements_strides_say_nothing() -> Result<()> {
             let a = unsafe { Matrix::<Host, f32>::from_dlpack(&group, tensor)? };
             assert_eq!(a.shape(), shape.map(|extent| extent as usize));
             assert_eq!(a.to_vec()?, [0f32; 0]);
+            let last = a.shape()[0];
+            let part = a.rows(last.saturating_sub(1)..last)?;
+            assert_eq!(part.to_vec()?, [0f32; 0]);
         }
         Ok::<_, Error>(())
     })?;
-    assert_eq!(given_back.load(Ordering::Relaxed), 3);
+    assert_eq!(given_back.load(Ordering::Relaxed), 4);
     Ok(())
 }
 

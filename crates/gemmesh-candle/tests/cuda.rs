@@ -350,7 +350,7 @@ fn refusals(Rank { ranks, device, .. }: &Rank) -> Result<()> {
     assert_says(ColumnParallelLinear::new(ranks, odd.clone(), None), says);
     assert_says(RowParallelLinear::new(ranks, odd, None), says);
     let shifted = shifted(own.len(), device)?;
-    assert_says(layer.forward_replicated(&shifted), "device pointer");
+    assert_says(layer.forward_replicated(&shifted), "the address of");
     Ok(())
 }
 
