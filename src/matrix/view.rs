@@ -392,11 +392,12 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
         from.require_copied(CALL, group, VIEW, [rows, columns])?;
         let (from, to) = (from.memory.input(from.offset), self.output());
         let spec = MatrixSpec::new(T::DTYPE, rows, columns);
-        if group.judged(CALL, check_copy(&from, &to, &spec))? {
-            return Ok(());
-        }
+        let is_done = group.judged(CALL, check_copy(&from, &to, &spec))?;
         let backend = &group.inner().backend;
-        group.exclusively(|_| backend.copy(&from, &to, rows, spec.row_bytes()))
+        group.exclusively(|_| match is_done {
+            true => Ok(()),
+            false => backend.copy(&from, &to, rows, spec.row_bytes()),
+        })
     }
 
     #[cfg(feature = "cuda")]

@@ -46,7 +46,8 @@ fn may_be_written(number: usize) -> bool {
     matches!(number, A | BESIDE | OUT..A_SCALES | OUT_SCALES..MATRICES)
 }
 
-/// Checks that a matrix can be copied. Returns true if there is nothing to do, because target and source are the same.
+/// Checks that a matrix can be copied. Returns true if there is nothing to copy, because target and source are the
+/// same. The copy is a call of the group all the same.
 ///
 /// # Errors
 /// `Refusal::Unsuitable` if they overlap otherwise.

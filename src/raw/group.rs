@@ -636,14 +636,15 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
             let [rows, columns] = from.shape;
             let spec = MatrixSpec::new(from.dtype, rows, columns);
             let is_done = check_copy(&source, &target, &spec)?;
-            Ok((!is_done).then_some((source, target)))
+            Ok((source, target, is_done))
         });
-        let Some((source, target)) = self.judged("Matrix::copy_from", checked)? else {
-            return Ok(());
-        };
+        let (source, target, is_done) = self.judged("Matrix::copy_from", checked)?;
         let (rows, width) = (from.shape[0], from.width());
         let backend = &self.inner().backend;
-        self.exclusively(|_| backend.copy(&source, &target, rows, width))
+        self.exclusively(|_| match is_done {
+            true => Ok(()),
+            false => backend.copy(&source, &target, rows, width),
+        })
     }
 
     unsafe fn run(&self, product: &Product, call: &ProductCall) -> Result<()> {

@@ -224,3 +224,26 @@ fn copies_do_not_overlap() -> Result<()> {
     })?;
     Ok(())
 }
+
+#[test]
+fn a_copy_of_a_matrix_onto_itself_reports_the_failure_of_its_group() -> Result<()> {
+    let result = Group::<Host>::threads(1, |group| {
+        let memory = Memory::new(N * N);
+        let square = || memory.matrix::<bf16>(&group, 0, [N, N], N);
+        let (from, mut to) = (square()?, square()?);
+        to.view_mut().copy_from(&from)?;
+        let failure = group.fail("no more work");
+        let error = to.view_mut().copy_from(&from).expect_err("a failed group");
+        assert!(
+            matches!(error.cause(), Error::ProgramFailed { .. }),
+            "{error}"
+        );
+        Err::<(), _>(failure)
+    });
+    let error = result.expect_err("a failed group");
+    assert!(
+        matches!(error.cause(), Error::ProgramFailed { rank: 0, .. }),
+        "{error}"
+    );
+    Ok(())
+}
