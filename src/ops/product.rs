@@ -148,8 +148,8 @@ impl ProductOptions {
         CallForm {
             weights: self.planned_weights(),
             output: self.planned_output(),
-            a_scaling: self.scaling.0,
-            b_scaling: self.scaling.1.clone(),
+            a_scaling: self.scaling.0.normalised(),
+            b_scaling: self.scaling.1.iter().map(|of| of.normalised()).collect(),
         }
     }
 

@@ -33,7 +33,7 @@ pub enum Scaling {
     /// [⌈(row + N)/128⌉, ⌈(column + K)/128⌉], and those of `a`, whose blocks have one row, [M, ⌈(column + K)/128⌉].
     ///
     /// Both operands begin at the same column, so that each part of K has one scale of either. Row and column are
-    /// multiples of 16 below 128.
+    /// multiples of 16 below 128. If both are 0, this is [`Scaling::Blocks`].
     BlocksFrom {
         /// The place of the first row in its block. 0 for `a`.
         row: usize,
@@ -73,6 +73,14 @@ impl Scaling {
         match [row, column] {
             [0, 0] => Scaling::Blocks,
             [row, column] => Scaling::BlocksFrom { row, column },
+        }
+    }
+
+    /// The same by the name that scales have: blocks that begin at row 0 and column 0 are [`Scaling::Blocks`].
+    pub(crate) fn normalised(self) -> Scaling {
+        match self {
+            Scaling::BlocksFrom { row, column } => Scaling::blocks_from(row, column),
+            other => other,
         }
     }
 

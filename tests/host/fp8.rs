@@ -5,7 +5,7 @@ use crate::support::shared::{fp8, quantized_products};
 use crate::test_name;
 use gemmesh::{
     Accumulation, AllGatherAndConsume, Chunking, Config, Error, F8E4M3, Group, Host, Matmul, Route,
-    TileShape, all_gather_matmul, bf16,
+    Scales, Scaling, TileShape, all_gather_matmul, bf16,
 };
 
 const ROUTES: [Route; 3] = [Route::Pull, Route::Push, Route::Store];
@@ -136,4 +136,33 @@ crate::support::shared::on_backend! {
         scales_of_staged_rows_are_staged
         scales_have_as_many_rows_as_their_operand
     };
+}
+
+/// A rank's part may begin with a block, whose first row and column are 0.
+#[test]
+fn calls_prepared_for_blocks_from_their_beginning_take_scales_of_blocks() {
+    const N: usize = 16;
+    const K: usize = 128;
+    let from_0 = Scaling::BlocksFrom { row: 0, column: 0 };
+    let result = Group::<Host>::threads(1, |group| {
+        let ones = vec![F8E4M3::from_f32(1.0); N * K];
+        let (a, b) = (group.upload(&ones, N, K)?, group.upload(&ones, N, K)?);
+        let of_a = group.upload(&[2.0f32; N], N, 1)?;
+        let of_b = group.upload(&[0.5f32], 1, 1)?;
+        let mut out = group.zeros::<bf16>(N, N)?;
+        for (rows, weights) in [
+            (from_0, from_0),
+            (from_0, Scaling::Blocks),
+            (Scaling::Blocks, from_0),
+        ] {
+            let prepared = Matmul::new().scaling(rows, weights);
+            let prepared = prepared.prepare(&group, [N, K], N)?;
+            let a = a.scaled(Scales::blocks(&of_a));
+            let b = b.scaled(Scales::blocks(&of_b).first_row(0).first_column(0));
+            prepared.run(a, b, &mut out)?;
+            assert!(out.to_vec()?.iter().all(|x| x.to_f32() == K as f32));
+        }
+        Ok::<_, Error>(())
+    });
+    result.unwrap();
 }

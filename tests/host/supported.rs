@@ -109,6 +109,7 @@ impl Rule {
 fn cases() -> impl Strategy<Value = Case> {
     use Scaling::{Blocks, Rows, Tensor, TransposedBlocks};
     let from = Scaling::blocks_from;
+    let from_0 = Scaling::BlocksFrom { row: 0, column: 0 };
     let operations = [
         Operation::Matmul,
         Operation::Gather,
@@ -139,6 +140,7 @@ fn cases() -> impl Strategy<Value = Case> {
         2 => Just((Blocks, vec![Blocks])),
         1 => Just((Rows, vec![Tensor])),
         1 => Just((from(0, 96), vec![from(0, 96)])),
+        1 => Just((from_0, vec![from_0])),
         3 => (
             select(vec![
                 Scaling::None,
