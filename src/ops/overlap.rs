@@ -131,14 +131,8 @@ impl<B: Backend> CallMemory<'_, '_, B> {
         if let Bound::Nothing = self.bound[OUT_SCALES] {
             return false;
         }
-        let product = self.schedule.product();
-        let of_blocks = product.into_iter().flat_map(|product| &product.blocks);
-        let of_blocks = of_blocks.map(|block| &block.sum);
-        let mut sums = of_blocks.chain(self.schedule.reductions().map(|reduction| &reduction.sum));
-        sums.any(|sum| {
-            sum.scales
-                .is_some_and(|scales| scales.quantization.scaling.has_blocks())
-        })
+        let mut scales = self.schedule.sums().filter_map(|sum| sum.scales);
+        scales.any(|scales| scales.quantization.scaling.has_blocks())
     }
 
     /// Checks that an output is apart from all other arguments.

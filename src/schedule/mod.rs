@@ -341,15 +341,17 @@ impl Schedule {
         self.parts.reduction.as_ref()
     }
 
+    /// All sums: those of the product's blocks, and those that are not of a product.
+    pub fn sums(&self) -> impl Iterator<Item = &Sum> {
+        let product = self.product().into_iter();
+        let blocks = product.flat_map(|product| &product.blocks);
+        let of_blocks = blocks.map(|block| &block.sum);
+        of_blocks.chain(self.reductions().map(|reduction| &reduction.sum))
+    }
+
     /// True if a sum is quantised.
     pub fn quantizes(&self) -> bool {
-        let blocks = self
-            .product()
-            .into_iter()
-            .flat_map(|product| &product.blocks);
-        let of_blocks = blocks.map(|block| &block.sum);
-        let mut sums = of_blocks.chain(self.reductions().map(|reduction| &reduction.sum));
-        sums.any(|sum| sum.scales.is_some())
+        self.sums().any(|sum| sum.scales.is_some())
     }
 
     /// True if all ranks make all rows, by the same tiles in the same order, before partials are stored and added. An
