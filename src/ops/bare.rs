@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::call::{self, Added, require_same_group};
+use super::call::{self, Added, Arguments, require_same_group};
 use crate::backend::Backend;
 use crate::backend::sealed::{Bound, Implementation};
 use crate::element::Element;
@@ -46,8 +46,13 @@ pub unsafe fn run_schedule<B: Backend, T: Element>(
     let bound = bind(group, schedule, shared, product);
     let (program, matrices) = bound.map_err(Refusal::of(rank, "run_schedule"))?;
     let numbers: Vec<u32> = shared.iter().map(|matrix| matrix.id()).collect();
-    let bound = (&matrices[..], &numbers[..]);
-    call::run_bound(group, None, &program, bound, Added::default(), None, None)
+    let arguments = Arguments {
+        call: "run_schedule",
+        matrices: &matrices[..],
+        shared: &numbers,
+        added: Added::default(),
+    };
+    call::run_bound(group, None, &program, arguments, None, None)
 }
 
 /// The program of a schedule, and its matrices by number.

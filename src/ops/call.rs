@@ -237,12 +237,12 @@ pub struct Added {
     pub residual: bool,
 }
 
-/// The arguments of a call.
-pub struct Arguments<'c, 'm, B: Backend> {
+/// The arguments of a call, whose matrices are an array or a slice `M`.
+pub struct Arguments<'c, M: ?Sized> {
     /// The call's name.
     pub call: &'static str,
     /// The matrices, by number in the schedule.
-    pub matrices: &'c [Bound<'m, B>; MATRICES],
+    pub matrices: &'c M,
     /// The numbers of the sharded matrices among them.
     pub shared: &'c [u32],
     pub added: Added,
@@ -257,7 +257,7 @@ pub fn run<B: Backend>(
     group: &Group<B>,
     before: Option<&Arc<B::Program>>,
     program: &Arc<B::Program>,
-    arguments: Arguments<B>,
+    arguments: Arguments<[Bound<B>; MATRICES]>,
     trace: Option<&mut Vec<Span>>,
 ) -> Result<()> {
     run_with(group, before, program, arguments, trace, None)
@@ -269,7 +269,7 @@ pub fn run_with<'c, B: Backend>(
     group: &Group<B>,
     before: Option<&Arc<B::Program>>,
     program: &Arc<B::Program>,
-    arguments: Arguments<'c, '_, B>,
+    arguments: Arguments<'c, [Bound<'_, B>; MATRICES]>,
     trace: Option<&'c mut Vec<Span>>,
     callback: Option<Callback<'c>>,
 ) -> Result<()> {
@@ -286,30 +286,32 @@ pub fn run_with<'c, B: Backend>(
             None => group.judged(call, Err(refusal)),
         };
     }
-    run_bound(
-        group,
-        before,
-        program,
-        (matrices, shared),
+    let arguments = Arguments {
+        call,
+        matrices: &matrices[..],
+        shared,
         added,
-        trace,
-        callback,
-    )
+    };
+    run_bound(group, before, program, arguments, trace, callback)
 }
 
-/// [`run_with`], without a check of the memory. `matrices`: by number in the schedule, and the sharded ones' numbers in
-/// the group.
+/// [`run_with`], without a check of the memory, of as many matrices as the schedule has.
 #[track_caller]
 pub fn run_bound<'c, B: Backend>(
     group: &Group<B>,
     before: Option<&Arc<B::Program>>,
     program: &Arc<B::Program>,
-    (matrices, shared): (&'c [Bound<B>], &[u32]),
-    added: Added,
+    arguments: Arguments<'c, [Bound<'_, B>]>,
     mut trace: Option<&'c mut Vec<Span>>,
     callback: Option<Callback<'c>>,
 ) -> Result<()> {
     let traced = trace.is_some();
+    let Arguments {
+        matrices,
+        shared,
+        added,
+        ..
+    } = arguments;
     let Inner {
         backend, members, ..
     } = group.inner();
