@@ -251,5 +251,9 @@ pub(crate) mod sealed {
 
         /// As `synchronize`, and then waits for all other work on the stream of operations, however long it takes.
         fn settle(&self, members: &Members) -> Result<()>;
+
+        /// Frees what was dropped while the device used it, and is used no longer. This calls functions of other
+        /// libraries, which give back their tensors, so the caller holds no turn of the group.
+        fn free_dropped(&self);
     }
 }

@@ -308,7 +308,10 @@ impl<B: Backend> Group<B> {
         let _range = range(|| "gemmesh synchronize".into());
         let evicted = std::mem::take(&mut *self.evicted());
         drop(evicted);
-        self.noted(wait(&self.inner.backend, &self.inner.members))
+        let waited = self.noted(wait(&self.inner.backend, &self.inner.members));
+        // Here no turn is held, for which functions of other libraries might wait.
+        self.inner.backend.free_dropped();
+        waited
     }
 
     /// Waits until every rank has called it. Collective.

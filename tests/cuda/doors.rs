@@ -309,6 +309,70 @@ fn tensors_of_dlpack_go_out_and_come_back_on_gpus() {
     }));
 }
 
+/// What [`call_and_count`] finds with a tensor.
+struct Lender {
+    group: Group<gemmesh::Cuda>,
+    /// How often a tensor was given back, and how often the call failed that its library then made.
+    counts: [AtomicUsize; 2],
+}
+
+/// A deleter that calls the group.
+unsafe extern "C" fn call_and_count(tensor: *mut DLManagedTensor) {
+    // SAFETY: it lives until the test ends.
+    let lender = unsafe { &*(*tensor).manager_ctx.cast::<Lender>() };
+    let group = &lender.group;
+    // SAFETY: it is the group's own stream.
+    let held = unsafe { group.hold_stream_of(group.stream(), Arc::new(())) };
+    lender.counts[1].fetch_add(usize::from(held.is_err()), Ordering::Relaxed);
+    lender.counts[0].fetch_add(1, Ordering::Relaxed);
+}
+
+/// The library that gets its tensor back may call the group, or wait for a thread that does.
+#[test]
+fn tensors_are_given_back_by_calls_that_hold_no_turn_of_the_group() {
+    const ROUNDS: usize = 20;
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 1, |rank| {
+        let _context = Context::retain(rank.rank);
+        let group = connect(rank, TIMEOUT)?;
+        let lent = group.zeros::<bf16>(N, K)?.into_dlpack();
+        let rows = group.sharded::<bf16>(N, K)?;
+        let lender = Lender {
+            group: group.clone(),
+            counts: Default::default(),
+        };
+        let mut tensor = DLManagedTensor {
+            // SAFETY: it lives until it is given back below.
+            dl_tensor: unsafe { (*lent).dl_tensor },
+            manager_ctx: (&raw const lender).cast_mut().cast(),
+            deleter: Some(call_and_count),
+        };
+        for _ in 0..ROUNDS {
+            // SAFETY: nobody else uses the memory.
+            let matrix =
+                unsafe { Matrix::<gemmesh::Cuda, bf16>::from_dlpack(&group, &raw mut tensor)? };
+            // It is in use when it is dropped, and then the copy waits.
+            pause(group.stream().cast(), Duration::from_millis(5));
+            drop(matrix);
+            rows.to_vec()?;
+        }
+        let counts = || {
+            lender
+                .counts
+                .each_ref()
+                .map(|of| of.load(Ordering::Relaxed))
+        };
+        let begin = Instant::now();
+        while counts()[0] < ROUNDS && begin.elapsed() < TIMEOUT {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(counts(), [ROUNDS, 0]);
+        // SAFETY: once, and nobody uses it.
+        unsafe { (*lent).deleter.unwrap()(lent) };
+        Ok("given back".into())
+    }));
+}
+
 /// Tells the CPU's driver what to say of any event, and of any stream, instead of the truth. None on a GPU.
 fn answers() -> Option<impl Fn(CUresult, CUresult)> {
     // SAFETY: the driver is loaded already.

@@ -360,9 +360,7 @@ impl sealed::Implementation for Cuda {
         if self.recorded.load(Ordering::Relaxed) {
             self.gpu.reclaimer.mark()?;
         }
-        wait::for_operations(&self.gpu, &self.shared, members)?;
-        self.gpu.reclaimer.settle();
-        Ok(())
+        wait::for_operations(&self.gpu, &self.shared, members)
     }
 
     fn settle(&self, members: &Members) -> Result<()> {
@@ -370,6 +368,10 @@ impl sealed::Implementation for Cuda {
             return Err(Error::Capturing { rank: members.rank });
         }
         wait::for_all_work(&self.gpu, &self.shared, members)
+    }
+
+    fn free_dropped(&self) {
+        self.gpu.reclaimer.settle();
     }
 }
 

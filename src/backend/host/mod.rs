@@ -355,4 +355,6 @@ impl sealed::Implementation for Host {
     fn settle(&self, _members: &Members) -> Result<()> {
         Ok(())
     }
+
+    fn free_dropped(&self) {}
 }
