@@ -228,7 +228,7 @@ fn copies_do_not_overlap() -> Result<()> {
 #[test]
 fn a_copy_of_a_matrix_onto_itself_reports_the_failure_of_its_group() -> Result<()> {
     let result = Group::<Host>::threads(1, |group| {
-        let memory = Memory::new(N * N);
+        let memory = Memory::new(2 * N * N);
         let square = || memory.matrix::<bf16>(&group, 0, [N, N], N);
         let (from, mut to) = (square()?, square()?);
         to.view_mut().copy_from(&from)?;
