@@ -22,8 +22,8 @@ class GroupOptions(TypedDict, total=False):
     timeout: float | None
     #: Seconds for a rank that has not begun a call. There is no such deadline by default.
     arrival_timeout: float | None
-    #: Seconds for which the system of another host may acknowledge nothing before the host is lost. 1.25 by default, and
-    #: at least 0.5.
+    #: Seconds for which the system of another host may acknowledge nothing before the host is lost. 1.25 by default;
+    #: less than 0.5 is taken for 0.5.
     host_timeout: float | None
     #: Threads of a rank on the host backend.
     workers: int | None

@@ -334,8 +334,8 @@ typedef struct gemmesh_group_options {
   // How long a rank waits for ranks that have not come to a call, in milliseconds. 0: as long as they live, and ten
   // minutes until all have joined.
   uint64_t arrival_timeout_ms;
-  // How long the system of another host may acknowledge nothing before the host is lost, in milliseconds. 0: 1250. At
-  // least 500.
+  // How long the system of another host may acknowledge nothing before the host is lost, in milliseconds. 0: 1250.
+  // Less than 500 is taken for 500.
   uint64_t host_timeout_ms;
   // Threads that work for this rank on the host backend. 0: this rank's part of the cores.
   size_t workers;

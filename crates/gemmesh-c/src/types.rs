@@ -196,8 +196,8 @@ pub struct gemmesh_group_options {
     /// How long a rank waits for ranks that have not come to a call, in milliseconds. 0: as long as they live, and ten
     /// minutes until all have joined.
     pub arrival_timeout_ms: u64,
-    /// How long the system of another host may acknowledge nothing before the host is lost, in milliseconds. 0: 1250. At
-    /// least 500.
+    /// How long the system of another host may acknowledge nothing before the host is lost, in milliseconds. 0: 1250.
+    /// Less than 500 is taken for 500.
     pub host_timeout_ms: u64,
     /// Threads that work for this rank on the host backend. 0: this rank's part of the cores.
     pub workers: usize,
