@@ -34,8 +34,15 @@ pub type QuantizationKindNumber = u32;
 /// What a number stands for.
 macro_rules! meaning {
     ($number:expr, $argument:expr, $enumeration:ident { $($name:ident => $value:expr,)* }) => {
+        named!($number, $argument, $enumeration { $($name => $value,)* }).map(|(value, _)| value)
+    };
+}
+
+/// What a number stands for, and its name.
+macro_rules! named {
+    ($number:expr, $argument:expr, $enumeration:ident { $($name:ident => $value:expr,)* }) => {
         match $number {
-            $(number if number == $enumeration::$name as u32 => Ok($value),)*
+            $(number if number == $enumeration::$name as u32 => Ok(($value, stringify!($name))),)*
             other => Err(Failure::unsuitable(
                 $argument,
                 concat!("the ", stringify!($enumeration)),
@@ -146,7 +153,7 @@ pub(crate) fn route(number: RouteNumber) -> Result<Option<Route>> {
 
 /// How `argument` is scaled.
 pub(crate) fn scaling(argument: &str, scaling: gemmesh_scaling) -> Result<Scaling> {
-    let kind = meaning!(scaling.kind, argument, gemmesh_scaling_kind {
+    let (kind, name) = named!(scaling.kind, argument, gemmesh_scaling_kind {
         GEMMESH_SCALING_NONE => Scaling::None,
         GEMMESH_SCALING_TENSOR => Scaling::Tensor,
         GEMMESH_SCALING_ROWS => Scaling::Rows,
@@ -158,27 +165,36 @@ pub(crate) fn scaling(argument: &str, scaling: gemmesh_scaling) -> Result<Scalin
     match (kind, scaling.first_row, scaling.first_column) {
         (Scaling::Blocks, row, column) => Ok(Scaling::blocks_from(row, column)),
         (kind, 0, 0) => Ok(kind),
-        (kind, ..) => Err(Failure::unsuitable(
+        _ => Err(Failure::unsuitable(
             argument,
             "the kind of scales that begin inside a block (first_row, first_column)",
             "GEMMESH_SCALING_BLOCKS",
-            format!("{kind:?}"),
+            name,
         )),
     }
 }
 
 /// How an output is quantised, if it is.
 pub(crate) fn quantization(how: gemmesh_quantization) -> Result<Option<Quantization>> {
-    let kind = meaning!(how.kind, "out", gemmesh_quantization_kind {
+    let (kind, name) = named!(how.kind, "out", gemmesh_quantization_kind {
         GEMMESH_QUANTIZATION_NONE => None,
         GEMMESH_QUANTIZATION_TENSOR => Some(Quantization::tensor()),
         GEMMESH_QUANTIZATION_BLOCKS => Some(Quantization::blocks()),
         GEMMESH_QUANTIZATION_TRANSPOSED_BLOCKS => Some(Quantization::transposed_blocks()),
-    });
-    let kind = kind?.map(|kind| match how.first_column {
+    })?;
+    let is_blocks = how.kind == gemmesh_quantization_kind::GEMMESH_QUANTIZATION_BLOCKS as u32;
+    let kind = match how.first_column {
         0 => kind,
-        first => kind.first_column(first),
-    });
+        first if is_blocks => kind.map(|kind| kind.first_column(first)),
+        _ => {
+            return Err(Failure::unsuitable(
+                "out",
+                "the kind of scales that begin inside a block (first_column)",
+                "GEMMESH_QUANTIZATION_BLOCKS",
+                name,
+            ));
+        }
+    };
     Ok(match how.power_of_two {
         0 => kind,
         _ => kind.map(Quantization::power_of_two),

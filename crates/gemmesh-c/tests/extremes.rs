@@ -403,6 +403,14 @@ fn options_and_numbers_of_ranks_are_checked() {
                     ..defaults
                 },
             );
+            open(
+                0,
+                1,
+                gemmesh_group_options {
+                    host_timeout_ms: time,
+                    ..defaults
+                },
+            );
         }
         open(
             0,

@@ -201,6 +201,18 @@ fn sizes_and_numbers_are_checked() {
             "the gemmesh_quantization_kind",
         );
         supported(
+            &changed(|p| p.scaling.first_column = 16),
+            "(first_row, first_column) of a is GEMMESH_SCALING_NONE and must be GEMMESH_SCALING_BLOCKS",
+        );
+        supported(
+            &changed(|p| p.quantization.first_column = 16),
+            "(first_column) of out is GEMMESH_QUANTIZATION_NONE and must be GEMMESH_QUANTIZATION_BLOCKS",
+        );
+        supported(
+            &changed(|p| (p.quantization.kind, p.quantization.first_column) = (3, 16)),
+            "of out is GEMMESH_QUANTIZATION_TRANSPOSED_BLOCKS and must be GEMMESH_QUANTIZATION_BLOCKS",
+        );
+        supported(
             &changed(|p| p.weight_scaling_count = 1),
             "the pointer of weight_scaling is null",
         );

@@ -176,7 +176,8 @@ impl QkvParallelLinear {
         let parts = || {
             let [queries, keys] = ranks.heads(heads, kv_heads)?;
             let weight = |whole: &Weight, count, heads| {
-                whole.rows(ranks.rows_of_heads(&whole.values, count, heads)?)
+                let rows = ranks.rows_of_heads(&whole.values, count, heads)?;
+                whole.rows(ranks.rank(), rows)
             };
             let [q, k, v] = &weights;
             let parts = [

@@ -68,6 +68,7 @@ fn with_scales<B: Device, T: Multiplied>(
     weight: Weight,
     [n, k]: [usize; 2],
 ) -> Result<(Parameter<B, T>, Option<(Parameter<B, f32>, [usize; 2])>), Failure> {
+    let is_placed = weight.check_first(ranks.group.rank());
     let Weight {
         values,
         scales,
@@ -92,8 +93,9 @@ fn with_scales<B: Device, T: Multiplied>(
             found,
         }));
     }
+    is_placed?;
     let weight = Parameter::new(ranks, "weight [N, K]", values, [n, k])?;
-    let blocks = |first: usize, extent: usize| first.saturating_add(extent).div_ceil(BLOCK);
+    let blocks = |first: usize, extent: usize| (first + extent).div_ceil(BLOCK);
     let shape = [blocks(first[0], n), blocks(first[1], k)];
     let scales = scales.map(|scales| Parameter::new(ranks, name, scales, shape));
     let scales = scales.transpose()?;

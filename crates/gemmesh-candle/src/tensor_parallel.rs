@@ -119,13 +119,13 @@ impl TensorParallel {
     /// A copy of this rank's rows of a whole weight, for a column-parallel layer.
     #[track_caller]
     pub(crate) fn rows_of(&self, whole: &Weight) -> Result<Weight> {
-        whole.rows(self.part_of(&whole.values, 0)?)
+        whole.rows(self.rank(), self.part_of(&whole.values, 0)?)
     }
 
     /// A copy of this rank's columns of a whole weight, for a row-parallel layer.
     #[track_caller]
     pub(crate) fn columns_of(&self, whole: &Weight) -> Result<Weight> {
-        whole.columns(self.part_of(&whole.values, 1)?)
+        whole.columns(self.rank(), self.part_of(&whole.values, 1)?)
     }
 
     /// Checks that the ranks can share a dimension of `weight` evenly.

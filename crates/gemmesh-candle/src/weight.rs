@@ -3,7 +3,10 @@
 use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
-use gemmesh::{F8E4M3, Quantization};
+use gemmesh::{Call, Error, F8E4M3, Quantization};
+
+use crate::error;
+use crate::products::MAKE;
 
 /// Rows and columns of a weight that share a scale.
 pub const BLOCK: usize = 128;
@@ -55,7 +58,8 @@ impl Weight {
 
     /// Says that the first row is row `first` of the first block of 128 rows: a multiple of 16 below 128.
     ///
-    /// A rank's part of a weight may begin inside a block. Its scales are then [⌈(first + N)/128⌉, ⌈K/128⌉].
+    /// A rank's part of a weight may begin inside a block. Its scales are then [⌈(first + N)/128⌉, ⌈K/128⌉]. A layer
+    /// refuses another `first`, and of a weight without scales each but 0.
     pub fn first_row(mut self, first: usize) -> Weight {
         self.first[0] = first;
         self
@@ -64,7 +68,8 @@ impl Weight {
     /// Says that the first column is column `first` of the first block of 128 columns: a multiple of 16 below 128.
     ///
     /// A rank's part of K may begin inside a block. Its scales are then [⌈N/128⌉, ⌈(first + K)/128⌉], and tokens are
-    /// quantised in the same blocks. It is for row-parallel layers, whose ranks have parts of K.
+    /// quantised in the same blocks. It is for row-parallel layers, whose ranks have parts of K. A layer refuses another
+    /// `first`, and of a weight without scales each but 0.
     pub fn first_column(mut self, first: usize) -> Weight {
         self.first[1] = first;
         self
@@ -138,8 +143,28 @@ impl Weight {
         Ok(weight.first_column(first % BLOCK))
     }
 
-    /// A copy of some rows.
-    pub(crate) fn rows(&self, rows: Range<usize>) -> Result<Weight> {
+    /// Checks that the place at which it begins in its first block is one, on this rank.
+    pub(crate) fn check_first(&self, rank: usize) -> Result<(), Error> {
+        const STEP: usize = 16;
+        let [without, expected] = match &self.scales {
+            None if self.first != [0, 0] => [" without scales", "[0, 0]"],
+            Some(_) if self.first.iter().any(|at| at % STEP != 0 || *at >= BLOCK) => {
+                ["", "multiples of 16 below 128"]
+            }
+            _ => return Ok(()),
+        };
+        Err(Error::Unsuitable {
+            rank,
+            call: Call::here(MAKE),
+            what: format!("[first row, first column] of a weight{without} in its first block"),
+            expected: expected.into(),
+            found: format!("{:?}", self.first),
+        })
+    }
+
+    /// A copy of some rows, for this rank.
+    pub(crate) fn rows(&self, rank: usize, rows: Range<usize>) -> Result<Weight> {
+        self.check_first(rank).map_err(error::of(MAKE))?;
         let values = self.values.narrow(0, rows.start, rows.len())?;
         let values = values.force_contiguous()?;
         let Some(scales) = &self.scales else {
@@ -150,8 +175,9 @@ impl Weight {
         Ok(weight.first_column(column))
     }
 
-    /// A copy of some columns.
-    pub(crate) fn columns(&self, columns: Range<usize>) -> Result<Weight> {
+    /// A copy of some columns, for this rank.
+    pub(crate) fn columns(&self, rank: usize, columns: Range<usize>) -> Result<Weight> {
+        self.check_first(rank).map_err(error::of(MAKE))?;
         let values = self.values.narrow(1, columns.start, columns.len())?;
         let values = values.force_contiguous()?;
         let Some(scales) = &self.scales else {
