@@ -144,7 +144,7 @@ impl Weight {
     }
 
     /// Checks that the place at which it begins in its first block is one, on this rank.
-    pub(crate) fn check_first(&self, rank: usize) -> Result<(), Error> {
+    pub(crate) fn check_first(&self, rank: usize) -> std::result::Result<(), Error> {
         const STEP: usize = 16;
         let [without, expected] = match &self.scales {
             None if self.first != [0, 0] => [" without scales", "[0, 0]"],
