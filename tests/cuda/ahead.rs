@@ -28,7 +28,7 @@ fn run_ahead(
     }
     let result = ahead(&group, &mut arguments).and_then(|()| group.synchronize());
     let took = begin.elapsed();
-    assert!(took < 2 * SHORT + NOTICED, "{took:?}");
+    assert!(took < 2 * Cuda::short_and_slack(), "{took:?}");
     steps.barrier()?;
     assert_timeout_names(&poisoned(&group, result).unwrap_err(), 1);
     Ok(format!("told after {took:?}"))

@@ -86,7 +86,7 @@ fn drop_while_a_rank_does_not_come(test: &str, route: Route) {
             drop((arguments, group));
             let took = begin.elapsed();
             steps.barrier()?;
-            assert!(took < SHORT + NOTICED, "{took:?}");
+            assert!(took < Cuda::short_and_slack(), "{took:?}");
             return Ok(format!("dropped in {took:?}"));
         }
         steps.barrier()?;
@@ -116,17 +116,18 @@ fn ranks_that_come_one_after_the_other_are_waited_for_until_the_timeout() {
     all_done(ranks(test_name!(), 3, |rank| {
         let _context = Context::retain(rank.rank);
         let steps = host_group(rank)?;
+        let short = Cuda::short();
         for route in ROUTES {
-            for last in [SHORT * 4 / 5, SHORT * 8 / 5] {
+            for last in [short * 4 / 5, short * 8 / 5] {
                 steps.barrier()?;
-                let group = another_group(rank, format!("{route:?}-{last:?}"), SHORT)?;
+                let group = another_group(rank, format!("{route:?}-{last:?}"), short)?;
                 let mut arguments = Arguments::new(&group, 300, 72, 264)?;
                 arguments.verify_by(&group, route)?;
                 arguments.fill(&group, 5)?;
                 group.barrier()?;
                 std::thread::sleep(last * rank.rank as u32 / 2);
                 let result = arguments.verify_by(&group, route);
-                if last < SHORT {
+                if last < short {
                     result?;
                 } else {
                     assert_timeout_names(&poisoned(&group, result).unwrap_err(), 2);

@@ -181,7 +181,7 @@ pub fn miss(
     let took = begin.elapsed();
     if rank.rank == 0 {
         steps.barrier()?;
-        assert!(took < SHORT + NOTICED, "{took:?}");
+        assert!(took < Cuda::short_and_slack(), "{took:?}");
     }
     let error = poisoned(group, result).unwrap_err();
     assert_timeout_names(&error, 1);
