@@ -143,14 +143,11 @@ impl Weight {
         Ok(weight.first_column(first % BLOCK))
     }
 
-    /// Checks that the place at which it begins in its first block is one, on this rank.
-    pub(crate) fn check_first(&self, rank: usize) -> std::result::Result<(), Error> {
-        const STEP: usize = 16;
+    /// Checks that the place at which it begins in its first block is in one, on this rank. Products check its step.
+    pub(crate) fn check_first(&self, rank: usize) -> gemmesh::Result<()> {
         let [without, expected] = match &self.scales {
             None if self.first != [0, 0] => [" without scales", "[0, 0]"],
-            Some(_) if self.first.iter().any(|at| at % STEP != 0 || *at >= BLOCK) => {
-                ["", "multiples of 16 below 128"]
-            }
+            Some(_) if self.first.iter().any(|&at| at >= BLOCK) => ["", "below 128"],
             _ => return Ok(()),
         };
         Err(Error::Unsuitable {

@@ -383,9 +383,14 @@ fn weights_that_do_not_fit_are_refused_when_the_layer_is_made() -> Result<(), Fa
         assert_says(ranks, made, said)?;
 
         let weight = Weight::blocks(values.clone(), scales.clone());
-        for first in [8, 128, usize::MAX] {
+        let made = ColumnParallelLinear::new(ranks, weight.clone().first_row(8), None);
+        let said = "not supported: the first row of a weight in its first block must be a multiple of 16, not 8";
+        assert_says(ranks, made, said)?;
+        let made = RowParallelLinear::new(ranks, weight.clone().first_row(8), None);
+        assert_says(ranks, made, said)?;
+        for first in [128, usize::MAX] {
             let said = format!(
-                "[first row, first column] of a weight in its first block is [{first}, 0] and must be multiples of 16 below 128"
+                "[first row, first column] of a weight in its first block is [{first}, 0] and must be below 128"
             );
             let inside = weight.clone().first_row(first);
             let made = ColumnParallelLinear::new(ranks, &inside, None);
@@ -399,8 +404,13 @@ fn weights_that_do_not_fit_are_refused_when_the_layer_is_made() -> Result<(), Fa
             assert_says(ranks, made, &said)?;
         }
         let half = Weight::from(values.to_dtype(DType::BF16)?);
-        for inside in [half.clone().first_row(64), half.first_column(64)] {
-            let said = "of a weight without scales in its first block is [";
+        for (inside, first) in [
+            (half.clone().first_row(64), [64, 0]),
+            (half.first_column(64), [0, 64]),
+        ] {
+            let said = &format!(
+                "[first row, first column] of a weight without scales in its first block is {first:?} and must be [0, 0]"
+            );
             assert_says(ranks, ColumnParallelLinear::new(ranks, &inside, None), said)?;
             assert_says(ranks, RowParallelLinear::new(ranks, &inside, None), said)?;
             let made = ColumnParallelLinear::from_whole(ranks, &inside, None);
