@@ -761,7 +761,13 @@ CUresult cuStreamSynchronize(CUstream stream) {
 }
 
 CUresult cuEventCreate(CUevent* event, unsigned) { return *event = new CUevent_st, CUDA_SUCCESS; }
-CUresult cuEventDestroy(CUevent) { return CUDA_SUCCESS; }
+
+// Work that waits for the event has its place.
+CUresult cuEventDestroy(CUevent event) {
+    std::lock_guard<std::mutex> lock(capturing);
+    delete event;
+    return CUDA_SUCCESS;
+}
 
 CUresult cuEventRecord(CUevent event, CUstream stream) {
     std::lock_guard<std::mutex> lock(capturing);
