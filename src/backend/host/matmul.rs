@@ -124,8 +124,13 @@ pub fn step(dtype: DType, tile_k: usize) -> usize {
 
 /// The parts of K that are multiplied in one step each. The first one ends `first` columns before a whole step would.
 fn parts(k: usize, step: usize, first: usize) -> impl Iterator<Item = Range<usize>> {
-    let edge = move |number: usize| (number * step).saturating_sub(first).min(k);
-    (0..(first + k).div_ceil(step)).map(move |number| edge(number)..edge(number + 1))
+    let begin = move |number: usize| begin_of_part(number * step, first).min(k);
+    (0..(first + k).div_ceil(step)).map(move |number| begin(number)..begin(number + 1))
+}
+
+/// The column at `place` of steps that begin `first` columns in front of the operands.
+fn begin_of_part(place: usize, first: usize) -> usize {
+    place.saturating_sub(first)
 }
 
 impl<T, W> TileOperands<'_, T, W> {

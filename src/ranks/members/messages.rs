@@ -367,9 +367,7 @@ impl Members {
                     true => GRACE,
                     false => Duration::ZERO,
                 };
-                // The news of a late rank may be what is late.
-                let silent = late.and_then(|late| self.shared.silent_leader(late));
-                let rank = silent.or(late).unwrap_or(rank);
+                let (silent, rank) = self.silent_or_late(late, rank);
                 let has_come = self.shared.has_begun(rank, messages.number);
                 let what = || match silent.filter(|_| has_come) {
                     Some(leader) => messages.held_back(self.shared.job_rank(leader)),
@@ -385,6 +383,13 @@ impl Members {
                 })
             },
         }
+    }
+
+    /// The leader that passes nothing on, if there is one, and the rank that is to blame for a wait for `rank`. The news of
+    /// a `late` rank may be what is late.
+    fn silent_or_late(&self, late: Option<usize>, rank: usize) -> (Option<usize>, usize) {
+        let silent = late.and_then(|late| self.shared.silent_leader(late));
+        (silent, silent.or(late).unwrap_or(rank))
     }
 
     fn wire_failure(&self, rank: usize, messages: &MessageCall, error: WireError<Error>) -> Error {
