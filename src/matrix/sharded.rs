@@ -11,6 +11,8 @@ use crate::element::{DType, Value};
 use crate::error::Error;
 use crate::error::{MadeCall, Result};
 use crate::group::Group;
+#[cfg(doc)]
+use crate::matrix::Matrix;
 use crate::matrix::{MatrixView, MatrixViewMut, ViewMemory, bytes_of};
 use crate::ranks::members::Members;
 use crate::refusal::{self, Refusal, require_count};
