@@ -31,6 +31,15 @@ impl Acknowledged {
         }
     }
 
+    /// Another system that has been silent for a time.
+    #[cfg(test)]
+    pub fn nothing_for(silence: Silence) -> Acknowledged {
+        Acknowledged {
+            silence,
+            ..Acknowledged::new()
+        }
+    }
+
     /// Looks at `stream`, on every look at the same one.
     pub fn look(&mut self, stream: &UnixStream) {
         let Some(told) = TcpState::of(stream) else {

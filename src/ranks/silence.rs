@@ -22,6 +22,15 @@ impl Silence {
         }
     }
 
+    /// A silence of `watched` until now.
+    #[cfg(test)]
+    pub fn of(watched: Duration) -> Silence {
+        Silence {
+            watched,
+            ..Silence::new()
+        }
+    }
+
     /// Notes a look at `now`. `goes_on`: true if it has not happened since the look before.
     pub fn look(&mut self, goes_on: bool, now: Instant) {
         let between = now.duration_since(self.looked);

@@ -642,15 +642,15 @@ gemmesh_status gemmesh_matrix_memory(const struct gemmesh_matrix *matrix, struct
 // Frees a matrix; NULL is none. Its memory is freed when the operations that use it are complete.
 gemmesh_status gemmesh_matrix_free(struct gemmesh_matrix *matrix);
 
-// Copies from the host, when the operations before are complete. The host's rows lie one behind the other, `bytes`
-// bytes in all.
+// Copies from the host, when all work on the group's stream is complete. The host's rows lie one behind the other,
+// `bytes` bytes in all.
 gemmesh_status gemmesh_copy_from_host(const struct gemmesh_group *group,
                                       const struct gemmesh_memory *to,
                                       const void *from,
                                       size_t bytes);
 
-// Copies to the host, when the operations before are complete. The host's rows lie one behind the other, `bytes` bytes
-// in all.
+// Copies to the host, when all work on the group's stream is complete. The host's rows lie one behind the other,
+// `bytes` bytes in all.
 gemmesh_status gemmesh_copy_to_host(const struct gemmesh_group *group,
                                     const struct gemmesh_memory *from,
                                     void *to,

@@ -74,8 +74,8 @@ pub unsafe extern "C" fn gemmesh_matrix_free(matrix: *mut gemmesh_matrix) -> gem
     })
 }
 
-/// Copies from the host, when the operations before are complete. The host's rows lie one behind the other, `bytes`
-/// bytes in all.
+/// Copies from the host, when all work on the group's stream is complete. The host's rows lie one behind the other,
+/// `bytes` bytes in all.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_copy_from_host(
     group: *const gemmesh_group,
@@ -92,8 +92,8 @@ pub unsafe extern "C" fn gemmesh_copy_from_host(
     })
 }
 
-/// Copies to the host, when the operations before are complete. The host's rows lie one behind the other, `bytes` bytes
-/// in all.
+/// Copies to the host, when all work on the group's stream is complete. The host's rows lie one behind the other,
+/// `bytes` bytes in all.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_copy_to_host(
     group: *const gemmesh_group,

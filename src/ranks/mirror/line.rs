@@ -40,7 +40,7 @@ pub struct Line {
     heard: Option<Record>,
     /// When this line last said that this leader runs.
     beat: Option<Instant>,
-    acknowledged: Acknowledged,
+    pub acknowledged: Acknowledged,
     /// Why it has ended, if it has.
     pub end: Option<End>,
 }

@@ -5,8 +5,10 @@ use std::io::Write;
 use super::line::{CROWDED, READ};
 use super::record::MAX_RECORD;
 use super::*;
+use crate::ranks::acknowledged::Acknowledged;
 use crate::ranks::call::WORDS;
 use crate::ranks::memfd::{Mapping, memfd};
+use crate::ranks::silence::Silence;
 use crate::schedule::Hosts;
 
 /// Rank 0's teller of three hosts with two ranks each, and the other ends of its lines, those of ranks 2 and 4.
@@ -75,6 +77,27 @@ fn calls_that_a_rank_cannot_have_made_end_the_group() {
             panic!("{last:?} was taken");
         };
     }
+}
+
+/// The first of both ends that sees a silence closes the connection.
+#[test]
+fn a_connection_that_closes_after_a_silence_is_a_lost_host_and_otherwise_a_lost_rank() {
+    let failure = |silence| {
+        let (mut teller, [two, _four]) = teller();
+        teller.lines[0].acknowledged = Acknowledged::nothing_for(Silence::of(silence));
+        drop(two);
+        teller.look();
+        teller.shared.fault()
+    };
+    let (short, long) = (BEAT, 2 * BEAT);
+    assert!(matches!(
+        failure(short),
+        Some(Error::RankLost { rank: 2, .. })
+    ));
+    assert!(matches!(
+        failure(long),
+        Some(Error::HostLost { rank: 2, .. })
+    ));
 }
 
 /// However fast it sends, and though another host takes nothing that is passed on.
