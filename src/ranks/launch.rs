@@ -239,8 +239,16 @@ impl Launch {
         let mut outputs = Outputs::default();
         let ranks = (0..self.world).map(|rank| self.start(rank, &address, &mut outputs));
         let ranks = ranks.collect::<Result<_>>();
+        let wait = |ranks| Wait {
+            ranks,
+            receiver,
+            goes_on,
+            failure: None,
+            stopped_since: None,
+            given_up: None,
+        };
         let (result, written) = outputs
-            .forward_during(|| wait(ranks?, receiver, goes_on))
+            .forward_during(|| wait(ranks?).finish())
             .map_err(Error::system(None, "forward what ranks print"))?;
         // If both have failed, the error output has told of the other one.
         result?;
@@ -347,76 +355,103 @@ fn stopped(ranks: &[Rank]) -> Option<usize> {
     running.all(Rank::is_stopped).then_some(first.rank)
 }
 
-/// Waits until all ranks have ended, or one has failed and the others have had time to report why, or `goes_on` has
-/// returned false and they have had time to end.
-fn wait(
-    mut ranks: Vec<Rank>,
-    mut receiver: ReportReceiver,
-    mut goes_on: Option<&mut dyn FnMut() -> bool>,
-) -> Result<()> {
-    let mut failure: Option<Failure> = None;
-    let mut ends_since: Option<Instant> = None;
-    let mut stopped_since: Option<Instant> = None;
-    loop {
-        for rank in &mut ranks {
+/// A launcher's wait for its ranks.
+struct Wait<'a> {
+    ranks: Vec<Rank>,
+    receiver: ReportReceiver,
+    goes_on: Option<&'a mut dyn FnMut() -> bool>,
+    failure: Option<Failure>,
+    /// Since when all ranks that have not ended are stopped, of a group that has failed.
+    stopped_since: Option<Instant>,
+    /// When `goes_on` first returned false.
+    given_up: Option<Instant>,
+}
+
+impl Wait<'_> {
+    /// Waits until all ranks have ended, or one has failed and the others have had time to report why, or `goes_on` has
+    /// returned false and they have had time to end.
+    fn finish(mut self) -> Result<()> {
+        loop {
+            self.look_for_ends()?;
+            // This comes after the look at the ranks, so that the reports of ended ranks are all here.
+            self.receiver.read();
+            let failure = self.failure.clone().or_else(|| self.hang());
+            if self.given_up.is_none() && self.goes_on.as_mut().is_some_and(|goes_on| !goes_on()) {
+                self.given_up = Some(Instant::now());
+            }
+            let ending = failure.as_ref().map(|failure| failure.since);
+            let ending = ending.or(self.given_up);
+            let left = ending.map(|since| GRACE.saturating_sub(since.elapsed()));
+            if self.have_all_ended() || left.is_some_and(|left| left.is_zero()) {
+                return self.end(failure);
+            }
+            self.pause(left)?;
+        }
+    }
+
+    /// Notes which ranks have ended since the last look.
+    fn look_for_ends(&mut self) -> Result<()> {
+        for rank in &mut self.ranks {
             let Some(status) = rank.look()? else {
                 continue;
             };
-            receiver.show_end(rank.rank);
-            if status.success() {
-                continue;
-            }
-            if failure.as_ref().is_none_or(|first| first.follows(status)) {
-                failure = Some(Failure {
+            self.receiver.show_end(rank.rank);
+            let follows = |first: &Failure| first.follows(status);
+            if !status.success() && self.failure.as_ref().is_none_or(follows) {
+                self.failure = Some(Failure {
                     rank: rank.rank,
                     status: Some(status),
                     since: Instant::now(),
                 });
             }
         }
-        // This comes after the look at the ranks, so that the reports of ended ranks are all here.
-        receiver.read();
-        // Nothing else ends a stopped rank if its group has failed and the others have ended, in whatever way.
-        let failed = !receiver.reports().is_empty();
-        let last = stopped(&ranks).filter(|_| failed);
-        stopped_since = last.map(|_| stopped_since.unwrap_or_else(Instant::now));
-        let hangs = || {
-            Some(Failure {
-                rank: last?,
-                status: None,
-                since: stopped_since?,
-            })
-        };
-        let pause = if failed { LOOK } else { PAUSE };
-        let failing = failure.clone().or_else(hangs);
-        if let Some(goes_on) = &mut goes_on
-            && ends_since.is_none()
-            && !goes_on()
-        {
-            ends_since = Some(Instant::now());
-        }
-        let ending = failing.as_ref().map(|failure| failure.since);
-        let ending = ending.or(ends_since);
-        let left = ending.map(|since| GRACE.saturating_sub(since.elapsed()));
-        let running = ranks.iter().filter(|rank| rank.ended.is_none());
-        let mut events: Vec<PollFd> = running
-            .map(|rank| PollFd::new(&rank.process, PollFlags::IN))
-            .collect();
-        if events.is_empty() || left.is_some_and(|left| left.is_zero()) {
-            // All are killed at once. Each is waited for when it is dropped.
-            ranks.iter().for_each(|rank| rank.process.kill());
-            let ends: Vec<_> = ranks.iter().map(|rank| rank.ended).collect();
-            return failing.map_or(Ok(()), |failure| {
-                Err(failure.error(&ends, receiver.reports()))
-            });
-        }
-        events.push(PollFd::new(&receiver, PollFlags::IN));
-        let pause = match (left, &goes_on) {
+        Ok(())
+    }
+
+    /// The failure of a stopped rank. Nothing else ends it if its group has failed and the others have ended, in whatever
+    /// way.
+    fn hang(&mut self) -> Option<Failure> {
+        let stopped = stopped(&self.ranks).filter(|_| self.has_failed());
+        self.stopped_since = stopped.and(self.stopped_since.or_else(|| Some(Instant::now())));
+        Some(Failure {
+            rank: stopped?,
+            status: None,
+            since: self.stopped_since?,
+        })
+    }
+
+    /// True if a rank has reported a failure.
+    fn has_failed(&self) -> bool {
+        !self.receiver.reports().is_empty()
+    }
+
+    fn have_all_ended(&self) -> bool {
+        self.ranks.iter().all(|rank| rank.ended.is_some())
+    }
+
+    /// Waits for an end or a report, at most as long as is `left`.
+    fn pause(&self, left: Option<Duration>) -> Result<()> {
+        let longest = if self.has_failed() { LOOK } else { PAUSE };
+        let pause = match (left, &self.goes_on) {
             (Some(left), _) => left,
-            (None, Some(_)) => pause.min(GLANCE),
-            (None, None) => pause,
+            (None, Some(_)) => longest.min(GLANCE),
+            (None, None) => longest,
         };
-        poll::poll(&mut events, pause).map_err(Error::system(None, "wait for the ranks"))?;
+        let running = self.ranks.iter().filter(|rank| rank.ended.is_none());
+        let ends = running.map(|rank| PollFd::new(&rank.process, PollFlags::IN));
+        let report = PollFd::new(&self.receiver, PollFlags::IN);
+        let mut events: Vec<PollFd> = ends.chain([report]).collect();
+        poll::poll(&mut events, pause).map_err(Error::system(None, "wait for the ranks"))
+    }
+
+    /// Kills the ranks that still run.
+    fn end(self, failure: Option<Failure>) -> Result<()> {
+        // All are killed at once. Each is waited for when it is dropped.
+        self.ranks.iter().for_each(|rank| rank.process.kill());
+        let ends: Vec<_> = self.ranks.iter().map(|rank| rank.ended).collect();
+        failure.map_or(Ok(()), |failure| {
+            Err(failure.error(&ends, self.receiver.reports()))
+        })
     }
 }
 

@@ -94,7 +94,14 @@ impl Record {
     pub fn encode(&self, bytes: &mut Vec<u8>) {
         let begin = bytes.len();
         bytes.extend([0; LENGTH]);
-        let kind = match self {
+        bytes.extend([self.kind(), self.rank().unwrap_or(0) as u8]);
+        self.encode_fields(bytes);
+        let length = (bytes.len() - begin - LENGTH) as u32;
+        bytes[begin..][..LENGTH].copy_from_slice(&length.to_le_bytes());
+    }
+
+    fn kind(&self) -> u8 {
+        match self {
             Record::Beat { .. } => 0,
             Record::Post { .. } => 1,
             Record::Refusal { .. } => 2,
@@ -104,39 +111,37 @@ impl Record {
             Record::Left { .. } => 6,
             Record::Again { .. } => 7,
             Record::PartWait { .. } => 8,
-        };
-        bytes.extend([kind, self.rank().unwrap_or(0) as u8]);
-        let mut number = |number: u64| bytes.extend(number.to_le_bytes());
+        }
+    }
+
+    fn encode_fields(&self, bytes: &mut Vec<u8>) {
         match self {
             Record::Beat { .. } | Record::Again { .. } => {}
             Record::Post {
-                number: its,
+                number,
                 words,
                 lines,
                 ..
             } => {
-                number(*its);
-                words.iter().for_each(|&word| number(word));
-                option(bytes, lines.as_deref());
+                put_number(bytes, *number);
+                words.iter().for_each(|&word| put_number(bytes, word));
+                put_option(bytes, lines.as_deref());
             }
             Record::Refusal {
-                number: its,
-                age,
-                note,
-                ..
+                number, age, note, ..
             } => {
-                number(*its);
-                number(age.unwrap_or(u64::MAX));
+                put_number(bytes, *number);
+                put_number(bytes, age.unwrap_or(u64::MAX));
                 bytes.extend(note);
             }
             Record::Wait { peer, age, .. } => {
-                number(*age);
+                put_number(bytes, *age);
                 bytes.push(*peer);
             }
             Record::PartWait {
                 peer, age, call, ..
             } => {
-                number(*age);
+                put_number(bytes, *age);
                 bytes.push(*peer);
                 bytes.extend(call);
             }
@@ -147,11 +152,9 @@ impl Record {
                 is_gone, reason, ..
             } => {
                 bytes.push(u8::from(*is_gone));
-                option(bytes, reason.as_deref());
+                put_option(bytes, reason.as_deref());
             }
         }
-        let length = (bytes.len() - begin - LENGTH) as u32;
-        bytes[begin..][..LENGTH].copy_from_slice(&length.to_le_bytes());
     }
 
     /// Takes the first record off `bytes`. None if it has not come whole.
@@ -240,8 +243,8 @@ const fn max(one: usize, other: usize) -> usize {
     if one > other { one } else { other }
 }
 
-/// A text that may be missing, to the end of the record.
-fn option(bytes: &mut Vec<u8>, text: Option<&[u8]>) {
+/// Appends a text that may be missing, to the end of the record.
+fn put_option(bytes: &mut Vec<u8>, text: Option<&[u8]>) {
     bytes.push(u8::from(text.is_some()));
     bytes.extend(text.unwrap_or_default());
 }
@@ -249,6 +252,10 @@ fn option(bytes: &mut Vec<u8>, text: Option<&[u8]>) {
 fn take_option(bytes: &mut &[u8]) -> Option<Option<Vec<u8>>> {
     let (is_there, text) = bytes.split_first()?;
     Some((*is_there != 0).then(|| text.to_vec()))
+}
+
+fn put_number(bytes: &mut Vec<u8>, number: u64) {
+    bytes.extend(number.to_le_bytes());
 }
 
 fn take_number(bytes: &mut &[u8]) -> Option<u64> {
