@@ -8,16 +8,16 @@ use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{AnyCommunicator, CommAttribute};
 
-/// What is known of MPI's end.
+/// How far MPI's finalization is, as far as is known.
 #[derive(Clone, Copy, PartialEq)]
-enum End {
+enum Finalization {
     /// Nothing, because no call has asked yet.
     Unwatched,
     Ahead,
-    Come,
+    Complete,
 }
 
-static END: RwLock<End> = RwLock::new(End::Unwatched);
+static FINALIZATION: RwLock<Finalization> = RwLock::new(Finalization::Unwatched);
 
 /// Why MPI can't be called.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -28,7 +28,7 @@ pub enum Unusable {
 
 /// Keeps MPI_Finalize from ending MPI, for a call that waits for no other process.
 pub struct Hold {
-    _end: RwLockReadGuard<'static, End>,
+    _end: RwLockReadGuard<'static, Finalization>,
 }
 
 /// Fails unless MPI is initialised and not finalised.
@@ -41,20 +41,20 @@ pub fn check() -> Result<(), Unusable> {
 /// A thread that has a `Hold` must not ask for one more: it would wait for an MPI_Finalize that waits for the first.
 pub fn hold() -> Result<Hold, Unusable> {
     watch()?;
-    let end = END.read().unwrap_or_else(PoisonError::into_inner);
+    let end = FINALIZATION.read().unwrap_or_else(PoisonError::into_inner);
     match *end {
-        End::Come => Err(Unusable::Finalised),
+        Finalization::Complete => Err(Unusable::Finalised),
         _ => Ok(Hold { _end: end }),
     }
 }
 
 /// Sees to it that the end will be known.
 fn watch() -> Result<(), Unusable> {
-    if *END.read().unwrap_or_else(PoisonError::into_inner) != End::Unwatched {
+    if *FINALIZATION.read().unwrap_or_else(PoisonError::into_inner) != Finalization::Unwatched {
         return Ok(());
     }
-    let mut end = END.write().unwrap_or_else(PoisonError::into_inner);
-    if *end != End::Unwatched {
+    let mut end = FINALIZATION.write().unwrap_or_else(PoisonError::into_inner);
+    if *end != Finalization::Unwatched {
         return Ok(());
     }
     if !mpi::environment::is_initialized() {
@@ -64,7 +64,7 @@ fn watch() -> Result<(), Unusable> {
         return Err(Unusable::Finalised);
     }
     SimpleCommunicator::self_comm().set_attr(Watcher);
-    *end = End::Ahead;
+    *end = Finalization::Ahead;
     Ok(())
 }
 
@@ -76,6 +76,6 @@ impl CommAttribute for Watcher {}
 
 impl Drop for Watcher {
     fn drop(&mut self) {
-        *END.write().unwrap_or_else(PoisonError::into_inner) = End::Come;
+        *FINALIZATION.write().unwrap_or_else(PoisonError::into_inner) = Finalization::Complete;
     }
 }
