@@ -765,49 +765,28 @@ fn fails_without_rank_3(rank: &Rank, group: &Group<Host>) -> Result<String, Erro
     fails(rank, group)
 }
 
+/// All ranks name the other machine in time, when it is cut off by `cut_off` while they wait in a call.
+#[track_caller]
+fn is_named_in_time(test: &str, cut_off: impl Fn(&Machines) -> Instant) {
+    let join = |_: &Rank| join(TIMEOUT);
+    let took = cut(test, &over_machines, cut_off, join, fails_without_rank_3);
+    assert_in_time(&took);
+}
+
 #[test]
 fn a_machine_that_is_cut_off_in_a_call_is_named() {
-    let join = |_: &Rank| join(TIMEOUT);
-    let test = test_name!();
-    let took = cut(
-        test,
-        &over_machines,
-        Machines::cut,
-        join,
-        fails_without_rank_3,
-    );
-    assert_in_time(&took);
+    is_named_in_time(test_name!(), Machines::cut);
 }
 
 /// Each machine names the other, also the one to which everything still comes.
 #[test]
 fn machines_name_each_other_if_what_the_first_sends_is_lost() {
-    let cut_one_way = |machines: &Machines| machines.cut_one_way(0);
-    let join = |_: &Rank| join(TIMEOUT);
-    let test = test_name!();
-    let took = cut(
-        test,
-        &over_machines,
-        cut_one_way,
-        join,
-        fails_without_rank_3,
-    );
-    assert_in_time(&took);
+    is_named_in_time(test_name!(), |machines| machines.cut_one_way(0));
 }
 
 #[test]
 fn machines_name_each_other_if_what_the_second_sends_is_lost() {
-    let cut_one_way = |machines: &Machines| machines.cut_one_way(1);
-    let join = |_: &Rank| join(TIMEOUT);
-    let test = test_name!();
-    let took = cut(
-        test,
-        &over_machines,
-        cut_one_way,
-        join,
-        fails_without_rank_3,
-    );
-    assert_in_time(&took);
+    is_named_in_time(test_name!(), |machines| machines.cut_one_way(1));
 }
 
 #[test]

@@ -333,17 +333,18 @@ fn all_hosts_are_told_which_one_has_another_backend() {
     assert_mismatch(&errors, 1, "backend");
 }
 
+#[track_caller]
+fn assert_two_are_rank_1(errors: Vec<Error>) {
+    let (rank, pids) = (1, [std::process::id(); 2]);
+    for error in errors {
+        assert_eq!(error, Error::DuplicateRank { rank, pids });
+    }
+}
+
 #[test]
 fn two_hosts_that_are_one_are_told() {
     let errors = errors(&[0, 1, 1], 3, |_| PROTOCOL_VERSION, |_, _| {});
-    let own = std::process::id();
-    for error in errors {
-        let duplicate = Error::DuplicateRank {
-            rank: 1,
-            pids: [own, own],
-        };
-        assert_eq!(error, duplicate);
-    }
+    assert_two_are_rank_1(errors);
 }
 
 /// They do not share a machine, so they do not meet before they come to rank 0.
@@ -355,14 +356,7 @@ fn two_machines_that_are_one_host_are_told() {
         }
     };
     let errors = errors(&[0, 1, 1], 3, |_| PROTOCOL_VERSION, change);
-    let own = std::process::id();
-    for error in errors {
-        let duplicate = Error::DuplicateRank {
-            rank: 1,
-            pids: [own, own],
-        };
-        assert_eq!(error, duplicate);
-    }
+    assert_two_are_rank_1(errors);
 }
 
 #[test]
