@@ -27,7 +27,9 @@ pub fn stretched(time: Duration) -> Duration {
 ///
 /// A test calls it once, because it grows. What has passed such a deadline has waited for `time` at least.
 pub fn agreed(time: Duration) -> Duration {
-    time.mul_f64(told().unwrap_or_else(|| meter().most()).min(MOST_PASSED))
+    let times = told().unwrap_or_else(|| meter().most()).min(MOST_PASSED);
+    // Errors say whole milliseconds, which are compared with it.
+    Duration::from_millis(time.mul_f64(times).as_millis() as u64)
 }
 
 /// What a test tells its ranks.
