@@ -295,9 +295,11 @@ fn no_report_shows_a_secret() {
         ],
         &[("GEMMESH_KEYS", "open sesame, says a job".as_ref())],
     ];
+    let timeout = agreed(Duration::from_secs(6)).as_secs().to_string();
     for (number, set) in sets.into_iter().enumerate() {
         for form in [&["--json"][..], &[]] {
-            let mut doctor = command(&[&["--backend", "host", "--timeout", "6"], form].concat());
+            let mut doctor =
+                command(&[&["--backend", "host", "--timeout", &timeout], form].concat());
             let doctor = doctor.envs(set.iter().copied()).spawn().unwrap();
             let (said, complained, code) = end(doctor);
             assert!(!(said.clone() + &complained).contains("sesame"), "{said}");

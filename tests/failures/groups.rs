@@ -10,7 +10,7 @@ use rustix::process::{Resource, Signal};
 
 use crate::limits::{Limited, limit_for};
 use crate::support::forks::{assert_right, end, fork};
-use crate::support::patience::{agreed, stretched};
+use crate::support::patience::{again_if_busy, agreed, stretched};
 use crate::support::processes::{Rank, Setting, in_namespaces, start, this_program};
 use crate::support::tested::{all_done, ranks, ranks_with, without_places};
 use crate::{Arguments, MakeCall, PROMPT, TIMEOUT, noticed, short, test_name};
@@ -772,52 +772,55 @@ enum Waiting {
 /// Rank 3 of four is stopped, and all others wait, at the end for it. Each names it at the deadline of its own wait, also
 /// in a group that rank 3 is not in.
 fn a_stopped_rank_is_named(test: &str, waiting: Waiting) {
-    let mut ranks = ranks::<Host>(test, 4, |rank| {
-        let patient = rank.connect(TIMEOUT)?;
-        let split = |name: &str, color, arrival| {
-            let builder = Group::builder().name(name).arrival_timeout(arrival);
-            builder.split(&patient, color, rank.rank)
-        };
-        let (pair, row) = (rank.rank / 2, rank.rank % 2);
-        let tensor = split(&format!("tensor {pair}"), pair, TIMEOUT)?;
-        let data = split(&format!("data {row}"), row, 2 * short())?;
-        let hasty = split("hasty", 0, 2 * short())?;
-        rank.say("here");
-        if rank.rank == 3 {
-            rank.hear();
+    again_if_busy(|| {
+        let mut ranks = ranks::<Host>(test, 4, |rank| {
+            let patient = rank.connect(TIMEOUT)?;
+            let split = |name: &str, color, arrival| {
+                let builder = Group::builder().name(name).arrival_timeout(arrival);
+                builder.split(&patient, color, rank.rank)
+            };
+            let (pair, row) = (rank.rank / 2, rank.rank % 2);
+            let tensor = split(&format!("tensor {pair}"), pair, TIMEOUT)?;
+            let data = split(&format!("data {row}"), row, 2 * short())?;
+            let hasty = split("hasty", 0, 2 * short())?;
+            rank.say("here");
+            if rank.rank == 3 {
+                rank.hear();
+            }
+            let result = match (rank.rank, waiting) {
+                (2 | 3, _) => tensor.barrier(),
+                (_, Waiting::InTheWhole) => hasty.barrier(),
+                (0, Waiting::InAPair) => data.barrier(),
+                (_, Waiting::InAPair) => Ok(()),
+            };
+            rank.say("over");
+            result.map(|()| "over".into())
+        });
+        ranks.all_heard("here");
+        ranks.signal(3, Signal::STOP);
+        ranks.heard(0, "over");
+        if let Waiting::InTheWhole = waiting {
+            ranks.heard(1, "over");
         }
-        let result = match (rank.rank, waiting) {
-            (2 | 3, _) => tensor.barrier(),
-            (_, Waiting::InTheWhole) => hasty.barrier(),
-            (0, Waiting::InAPair) => data.barrier(),
-            (_, Waiting::InAPair) => Ok(()),
+        ranks.signal(3, Signal::CONT);
+        ranks.tell(3);
+        let outcomes = ranks.outcomes();
+        let waits = match waiting {
+            Waiting::InTheWhole => 0..2,
+            Waiting::InAPair => 0..1,
         };
-        rank.say("over");
-        result.map(|()| "over".into())
+        for outcome in &outcomes[waits] {
+            let error = outcome.error();
+            let Error::Timeout { rank, .. } = error.cause() else {
+                panic!("{error}");
+            };
+            assert_eq!(*rank, 3, "{error}");
+            let words = without_places(&error.to_string(), file!());
+            let holds =
+                "held up by rank 3, for which rank 2 waits in group \"tensor 1\" in barrier()";
+            assert!(words.contains(holds), "{words}");
+        }
     });
-    ranks.all_heard("here");
-    ranks.signal(3, Signal::STOP);
-    ranks.heard(0, "over");
-    if let Waiting::InTheWhole = waiting {
-        ranks.heard(1, "over");
-    }
-    ranks.signal(3, Signal::CONT);
-    ranks.tell(3);
-    let outcomes = ranks.outcomes();
-    let waits = match waiting {
-        Waiting::InTheWhole => 0..2,
-        Waiting::InAPair => 0..1,
-    };
-    for outcome in &outcomes[waits] {
-        let error = outcome.error();
-        let Error::Timeout { rank, .. } = error.cause() else {
-            panic!("{error}");
-        };
-        assert_eq!(*rank, 3, "{error}");
-        let words = without_places(&error.to_string(), file!());
-        let holds = "held up by rank 3, for which rank 2 waits in group \"tensor 1\" in barrier()";
-        assert!(words.contains(holds), "{words}");
-    }
 }
 
 #[test]

@@ -11,7 +11,7 @@ use rustix::process::{Resource, Signal};
 
 use crate::limits::{Limited, limit_for};
 use crate::support::forks::{end, fork};
-use crate::support::patience::{agreed, stretched};
+use crate::support::patience::{again_if_busy, agreed, stretched};
 use crate::support::processes::{
     Outcome, Processes, Rank, Setting, is_rank, start_with, this_program,
 };
@@ -351,62 +351,68 @@ fn a_call_that_differs_on_another_host_is_named() {
 
 #[test]
 fn ranks_that_are_missing_on_any_hosts_are_named_on_all_hosts() {
-    let away = [1, 3, 5];
-    let mut ranks = Job::new(3, 2).start(test_name!(), |rank| {
-        rank.come_together();
-        if away.contains(&rank.rank) {
-            return Ok("away".into());
+    again_if_busy(|| {
+        let away = [1, 3, 5];
+        let mut ranks = Job::new(3, 2).start(test_name!(), |rank| {
+            rank.come_together();
+            if away.contains(&rank.rank) {
+                return Ok("away".into());
+            }
+            join(short()).map(|_| "met".into())
+        });
+        ranks.let_all_go();
+        let outcomes = ranks.outcomes();
+        for outcome in outcomes.iter().filter(|one| !away.contains(&one.rank)) {
+            let Error::RanksMissing { ranks, .. } = outcome.error() else {
+                panic!("{}", outcome.error());
+            };
+            assert_eq!(ranks[..], away, "rank {}", outcome.rank);
         }
-        join(short()).map(|_| "met".into())
     });
-    ranks.let_all_go();
-    let outcomes = ranks.outcomes();
-    for outcome in outcomes.iter().filter(|one| !away.contains(&one.rank)) {
-        let Error::RanksMissing { ranks, .. } = outcome.error() else {
-            panic!("{}", outcome.error());
-        };
-        assert_eq!(ranks[..], away, "rank {}", outcome.rank);
-    }
 }
 
 /// Its host's ranks begin when the others have waited for a while. Only they learn which host is missing.
 #[test]
 fn ranks_that_a_late_rank_0_misses_are_named_on_all_hosts() {
-    let mut ranks = Job::new(3, 2).start(test_name!(), |rank| {
-        rank.come_together();
-        match rank.rank / 2 {
-            0 => std::thread::sleep(Duration::from_secs(3)),
-            1 => {}
-            _ => return Ok("away".into()),
+    again_if_busy(|| {
+        let mut ranks = Job::new(3, 2).start(test_name!(), |rank| {
+            rank.come_together();
+            match rank.rank / 2 {
+                0 => std::thread::sleep(Duration::from_secs(3)),
+                1 => {}
+                _ => return Ok("away".into()),
+            }
+            join(agreed(Duration::from_secs(7))).map(|_| "met".into())
+        });
+        ranks.let_all_go();
+        for outcome in &ranks.outcomes()[..4] {
+            let Error::RanksMissing { ranks, .. } = outcome.error() else {
+                panic!("rank {}: {}", outcome.rank, outcome.error());
+            };
+            assert_eq!(ranks[..], [4], "rank {}", outcome.rank);
         }
-        join(agreed(Duration::from_secs(7))).map(|_| "met".into())
     });
-    ranks.let_all_go();
-    for outcome in &ranks.outcomes()[..4] {
-        let Error::RanksMissing { ranks, .. } = outcome.error() else {
-            panic!("rank {}: {}", outcome.rank, outcome.error());
-        };
-        assert_eq!(ranks[..], [4], "rank {}", outcome.rank);
-    }
 }
 
 #[track_caller]
 fn miss_a_host(test: &str, away: usize) {
-    let mut ranks = Job::new(2, 2).start(test, |rank| {
-        rank.come_together();
-        if rank.rank / 2 == away {
-            return Ok("away".into());
+    again_if_busy(|| {
+        let mut ranks = Job::new(2, 2).start(test, |rank| {
+            rank.come_together();
+            if rank.rank / 2 == away {
+                return Ok("away".into());
+            }
+            join(short()).map(|_| "met".into())
+        });
+        ranks.let_all_go();
+        let outcomes = ranks.outcomes();
+        for outcome in outcomes.iter().filter(|outcome| outcome.rank / 2 != away) {
+            let Error::RanksMissing { ranks, .. } = outcome.error() else {
+                panic!("{}", outcome.error());
+            };
+            assert_eq!(ranks[..], [2 * away]);
         }
-        join(short()).map(|_| "met".into())
     });
-    ranks.let_all_go();
-    let outcomes = ranks.outcomes();
-    for outcome in outcomes.iter().filter(|outcome| outcome.rank / 2 != away) {
-        let Error::RanksMissing { ranks, .. } = outcome.error() else {
-            panic!("{}", outcome.error());
-        };
-        assert_eq!(ranks[..], [2 * away]);
-    }
 }
 
 #[test]
@@ -421,26 +427,28 @@ fn the_first_host_is_named_if_it_does_not_come() {
 
 #[test]
 fn a_rank_with_another_key_is_turned_away_before_the_deadline() {
-    let others = |rank| match rank {
-        2 => vec![("GEMMESH_KEY", "another key, of an earlier job".into())],
-        _ => Vec::new(),
-    };
-    let mut ranks = Job::new(3, 1).start_with(test_name!(), &others, |rank| {
-        rank.come_together();
-        let begin = Instant::now();
-        let patience = if rank.rank == 2 { TIMEOUT } else { 8 * short() };
-        let joined = join(patience);
-        assert!(rank.rank != 2 || begin.elapsed() < stretched(PROMPT) / 2);
-        joined.map(|_| "met".into())
-    });
-    ranks.let_all_go();
-    for outcome in ranks.outcomes() {
-        match (outcome.rank, outcome.error()) {
-            (2, Error::KeyRefused { rank: 2, .. }) => {}
-            (0 | 1, Error::RanksMissing { ranks, .. }) => assert_eq!(ranks[..], [2]),
-            (rank, error) => panic!("rank {rank}: {error}"),
+    again_if_busy(|| {
+        let others = |rank| match rank {
+            2 => vec![("GEMMESH_KEY", "another key, of an earlier job".into())],
+            _ => Vec::new(),
+        };
+        let mut ranks = Job::new(3, 1).start_with(test_name!(), &others, |rank| {
+            rank.come_together();
+            let begin = Instant::now();
+            let patience = if rank.rank == 2 { TIMEOUT } else { 8 * short() };
+            let joined = join(patience);
+            assert!(rank.rank != 2 || begin.elapsed() < stretched(PROMPT) / 2);
+            joined.map(|_| "met".into())
+        });
+        ranks.let_all_go();
+        for outcome in ranks.outcomes() {
+            match (outcome.rank, outcome.error()) {
+                (2, Error::KeyRefused { rank: 2, .. }) => {}
+                (0 | 1, Error::RanksMissing { ranks, .. }) => assert_eq!(ranks[..], [2]),
+                (rank, error) => panic!("rank {rank}: {error}"),
+            }
         }
-    }
+    });
 }
 
 #[test]
@@ -463,8 +471,9 @@ fn a_name_without_an_address_is_told_before_the_deadline() {
 
 #[test]
 fn a_port_that_is_taken_is_told() {
-    let job = Job::new(2, 2);
-    let _taken = TcpListener::bind(("0.0.0.0", job.port));
+    let jobs = std::iter::repeat_with(|| Job::new(2, 2));
+    let taken = |job: Job| Some((TcpListener::bind(("0.0.0.0", job.port)).ok()?, job));
+    let (_taken, job) = jobs.take(20).find_map(taken).expect("a free port");
     let mut ranks = job.start(test_name!(), |rank| {
         rank.come_together();
         join(2 * short()).map(|_| "met".into())
@@ -480,18 +489,20 @@ fn a_port_that_is_taken_is_told() {
 /// A leader can say why it fails though it can't accept a connection.
 #[track_caller]
 fn assert_limit_is_named(test: &str, job: &Job, limited: usize, more: u64) {
-    let ranks = job.start(test, |rank| {
-        let limit = limit_for(more);
-        let limited = (rank.rank == limited).then(|| Limited::to(Resource::Nofile, limit));
-        let joined = join(TIMEOUT);
-        drop(limited);
-        joined.map(|_| "met".into())
+    again_if_busy(|| {
+        let ranks = job.start(test, |rank| {
+            let limit = limit_for(more);
+            let limited = (rank.rank == limited).then(|| Limited::to(Resource::Nofile, limit));
+            let joined = join(TIMEOUT);
+            drop(limited);
+            joined.map(|_| "met".into())
+        });
+        for outcome in ranks.outcomes() {
+            let error = outcome.error().to_string();
+            assert!(error.contains(&format!("rank {limited}")), "{error}");
+            assert!(error.contains("RLIMIT_NOFILE"), "{error}");
+        }
     });
-    for outcome in ranks.outcomes() {
-        let error = outcome.error().to_string();
-        assert!(error.contains(&format!("rank {limited}")), "{error}");
-        assert!(error.contains("RLIMIT_NOFILE"), "{error}");
-    }
 }
 
 #[test]
@@ -517,7 +528,7 @@ fn hosts_that_wait_say_for_whom() {
         3 => vec![("GEMMESH_KEY", "another key, of an earlier job".into())],
         _ => Vec::new(),
     };
-    let patience = Duration::from_secs(11);
+    let patience = agreed(Duration::from_secs(11));
     let mut ranks = Job::new(4, 1).start_with(test_name!(), &others, |rank| {
         rank.come_together();
         match rank.rank {
@@ -545,7 +556,7 @@ fn hosts_that_wait_say_for_whom() {
 #[test]
 fn a_leader_that_waits_for_rank_0_says_where_and_why() {
     let job = Job::new(2, 2);
-    let patience = Duration::from_secs(11);
+    let patience = agreed(Duration::from_secs(11));
     let ranks = job.start(test_name!(), |rank| match rank.rank {
         0 | 1 => Ok("away".into()),
         _ => join(patience).map(|_| "met".into()),
@@ -797,10 +808,15 @@ fn a_silent_machine_has_the_time_that_it_is_given() {
         builder.host_timeout(PATIENCE).from_env()
     };
     let test = test_name!();
+    let begin_to_cut = |machines: &Machines| {
+        let begin = Instant::now();
+        machines.cut();
+        begin
+    };
     let took = cut(
         test,
         &over_machines,
-        Machines::cut,
+        begin_to_cut,
         join,
         fails_without_rank_3,
     );

@@ -8,7 +8,7 @@ use gemmesh::{
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::support::patience::agreed;
+use crate::support::patience::{again_if_busy, agreed};
 use crate::support::processes::{Processes, start};
 use crate::support::tested::{all_done, ranks};
 use crate::{Arguments, TIMEOUT, test_name};
@@ -100,42 +100,45 @@ fn assert_told(told: &[Result<String, Error>], limited: usize, limit: &str, case
 /// Three ranks open groups, and use them, while rank `limited` may have ever more descriptors: from none on, to as many
 /// as it needs.
 fn few_descriptors(test: &str, limited: usize) {
-    /// With less it cannot reach the others, or hear them.
-    const LEAST: [u64; 3] = [1, 1, 1];
-    all_done(ranks::<Host>(test, 3, |rank| {
-        let keeper = rank.connect(TIMEOUT)?;
-        let mut refused = 0;
-        for more in 0.. {
-            let limit =
-                (rank.rank == limited).then(|| Limited::to(Resource::Nofile, limit_for(more)));
-            let connect = || {
-                let builder = Group::<Host>::builder().workers(1);
-                let builder = builder.arrival_timeout(agreed(Duration::from_millis(if more < 2 {
-                    1000
+    again_if_busy(|| {
+        /// With less it cannot reach the others, or hear them.
+        const LEAST: [u64; 3] = [1, 1, 1];
+        all_done(ranks::<Host>(test, 3, |rank| {
+            let keeper = rank.connect(TIMEOUT)?;
+            let mut refused = 0;
+            for more in 0.. {
+                let limit =
+                    (rank.rank == limited).then(|| Limited::to(Resource::Nofile, limit_for(more)));
+                let connect = || {
+                    let builder = Group::<Host>::builder().workers(1);
+                    let builder =
+                        builder.arrival_timeout(agreed(Duration::from_millis(if more < 2 {
+                            1000
+                        } else {
+                            10_000
+                        })));
+                    builder.connect(rank.rank, 3, &format!("{}-{more}", rank.address))
+                };
+                let own = attempt(connect, limit);
+                let told = told(&keeper, &own);
+                if told.iter().all(Result::is_ok) {
+                    break;
+                }
+                refused += 1;
+                let case = format!("with {more} more");
+                if more >= LEAST[limited] {
+                    assert_told(&told, limited, "RLIMIT_NOFILE", &case);
                 } else {
-                    10_000
-                })));
-                builder.connect(rank.rank, 3, &format!("{}-{more}", rank.address))
-            };
-            let own = attempt(connect, limit);
-            let told = told(&keeper, &own);
-            if told.iter().all(Result::is_ok) {
-                break;
+                    // Its own error says why; the others can say no more than who it is.
+                    assert_told(&told, limited, "", &case);
+                    assert_told(&told[limited..=limited], limited, "RLIMIT_NOFILE", &case);
+                }
+                assert!(refused < 40, "{told:?}");
             }
-            refused += 1;
-            let case = format!("with {more} more");
-            if more >= LEAST[limited] {
-                assert_told(&told, limited, "RLIMIT_NOFILE", &case);
-            } else {
-                // Its own error says why; the others can say no more than who it is.
-                assert_told(&told, limited, "", &case);
-                assert_told(&told[limited..=limited], limited, "RLIMIT_NOFILE", &case);
-            }
-            assert!(refused < 40, "{told:?}");
-        }
-        assert!(refused > 5, "only {refused} attempts were refused");
-        Ok("done".into())
-    }));
+            assert!(refused > 5, "only {refused} attempts were refused");
+            Ok("done".into())
+        }));
+    });
 }
 
 #[test]

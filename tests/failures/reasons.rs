@@ -6,6 +6,7 @@ use std::fmt;
 use gemmesh::launch::{self, Launch};
 use gemmesh::{AllGatherMatmul, Error, Group, Host, bf16, produce_and_all_to_all};
 
+use crate::support::patience::again_if_busy;
 use crate::support::processes::start;
 use crate::support::tested::{assert_plain, poisoned, ranks, without_place};
 use crate::{Arguments, MakeCall, TIMEOUT, same_error, test_name};
@@ -365,45 +366,51 @@ fn assert_told((error, text): (Error, String), status: &str, words: &str) {
 
 #[test]
 fn a_launched_rank_that_fails_its_group_is_returned_with_its_reason() {
-    let told = launched(test_name!(), |group| Err(group.fail("no such file")));
-    assert_told(
-        told,
-        "exit status: 1",
-        "the program of rank 1 failed: no such file",
-    );
+    again_if_busy(|| {
+        let told = launched(test_name!(), |group| Err(group.fail("no such file")));
+        assert_told(
+            told,
+            "exit status: 1",
+            "the program of rank 1 failed: no such file",
+        );
+    });
 }
 
 #[test]
 fn a_launched_rank_that_panics_is_returned_with_what_the_panic_said() {
-    let line = line!() + 2;
-    let told = launched(test_name!(), |group| {
-        assert_eq!(group.rank(), 0, "planted");
-        Ok(())
+    again_if_busy(|| {
+        let line = line!() + 2;
+        let told = launched(test_name!(), |group| {
+            assert_eq!(group.rank(), 0, "planted");
+            Ok(())
+        });
+        assert!(told.1.contains("the program's own hook"), "{}", told.1);
+        let words = told.0.to_string();
+        let begin = "rank 1 failed: exit status: 101 (its group failed: rank 1 panicked: assertion";
+        assert!(words.starts_with(begin), "{words}");
+        let place = format!("({}:{line}:13))", file!());
+        assert!(
+            words.contains("planted") && words.ends_with(&place),
+            "{words}"
+        );
+        assert!(
+            told.1.contains("rank 0: Err(\"rank 1 panicked: assertion"),
+            "{}",
+            told.1
+        );
     });
-    assert!(told.1.contains("the program's own hook"), "{}", told.1);
-    let words = told.0.to_string();
-    let begin = "rank 1 failed: exit status: 101 (its group failed: rank 1 panicked: assertion";
-    assert!(words.starts_with(begin), "{words}");
-    let place = format!("({}:{line}:9))", file!());
-    assert!(
-        words.contains("planted") && words.ends_with(&place),
-        "{words}"
-    );
-    assert!(
-        told.1.contains("rank 0: Err(\"rank 1 panicked: assertion"),
-        "{}",
-        told.1
-    );
 }
 
 #[test]
 fn a_launched_rank_that_returns_an_error_of_the_librarys_is_returned_with_it() {
-    let told = launched(test_name!(), |group| group.zeros::<bf16>(1, 0).map(drop));
-    let place = format!("{}:{}", file!(), line!() - 1);
-    let words = format!(
-        "rank 1: Group::zeros at {place}: the number of columns is 0; it must be from 1 to 2147483647"
-    );
-    assert_told(told, "exit status: 1", &words);
+    again_if_busy(|| {
+        let told = launched(test_name!(), |group| group.zeros::<bf16>(1, 0).map(drop));
+        let place = format!("{}:{}", file!(), line!() - 1);
+        let words = format!(
+            "rank 1: Group::zeros at {place}: the number of columns is 0; it must be from 1 to 2147483647"
+        );
+        assert_told(told, "exit status: 1", &words);
+    });
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use gemmesh::{Error, Group, Host};
 
-use crate::support::patience::stretched;
+use crate::support::patience::{again_if_busy, stretched};
 use crate::support::processes::{Outcome, Processes, sockets_of, start};
 use crate::support::shared::failures::assert_waited;
 use crate::support::tested::ranks;
@@ -15,65 +15,73 @@ use crate::{Arguments, PROMPT, TIMEOUT, same_error, short, test_name};
 
 #[test]
 fn a_rank_with_another_world_size_is_named() {
-    let places = [(0, 3), (1, 3), (2, 4)];
-    let mut ranks = start(test_name!(), &places, |rank| {
-        rank.come_together();
-        rank.connect(TIMEOUT).map(|_| "a group".into())
+    again_if_busy(|| {
+        let places = [(0, 3), (1, 3), (2, 4)];
+        let mut ranks = start(test_name!(), &places, |rank| {
+            rank.come_together();
+            rank.connect(TIMEOUT).map(|_| "a group".into())
+        });
+        ranks.let_all_go();
+        let expected = Error::Mismatch {
+            rank: 2,
+            what: "world size".into(),
+            theirs: "4".into(),
+            other: 0,
+            expected: "3".into(),
+            call: None,
+        };
+        assert_eq!(same_error(&ranks.outcomes()), &expected);
     });
-    ranks.let_all_go();
-    let expected = Error::Mismatch {
-        rank: 2,
-        what: "world size".into(),
-        theirs: "4".into(),
-        other: 0,
-        expected: "3".into(),
-        call: None,
-    };
-    assert_eq!(same_error(&ranks.outcomes()), &expected);
 }
 
 #[test]
 fn rank_0_with_another_world_size_is_named_to_every_rank() {
-    let places = [(0, 2), (1, 4), (2, 4), (3, 4)];
-    let mut ranks = start(test_name!(), &places, |rank| {
-        rank.come_together();
-        rank.connect(TIMEOUT).map(|_| "a group".into())
+    again_if_busy(|| {
+        let places = [(0, 2), (1, 4), (2, 4), (3, 4)];
+        let mut ranks = start(test_name!(), &places, |rank| {
+            rank.come_together();
+            rank.connect(TIMEOUT).map(|_| "a group".into())
+        });
+        ranks.let_all_go();
+        match same_error(&ranks.outcomes()) {
+            Error::Mismatch {
+                what,
+                theirs,
+                expected,
+                ..
+            } => assert_eq!(
+                (what.as_str(), theirs.as_str(), expected.as_str()),
+                ("world size", "4", "2")
+            ),
+            other => panic!("{other}"),
+        }
     });
-    ranks.let_all_go();
-    match same_error(&ranks.outcomes()) {
-        Error::Mismatch {
-            what,
-            theirs,
-            expected,
-            ..
-        } => assert_eq!(
-            (what.as_str(), theirs.as_str(), expected.as_str()),
-            ("world size", "4", "2")
-        ),
-        other => panic!("{other}"),
-    }
 }
 
 #[test]
 fn two_processes_with_one_rank_are_named() {
-    let places = [(0, 3), (1, 3), (1, 3)];
-    let mut ranks = start(test_name!(), &places, |rank| {
-        rank.come_together();
-        rank.connect(TIMEOUT).map(|_| "a group".into())
+    again_if_busy(|| {
+        let places = [(0, 3), (1, 3), (1, 3)];
+        let mut ranks = start(test_name!(), &places, |rank| {
+            rank.come_together();
+            rank.connect(TIMEOUT).map(|_| "a group".into())
+        });
+        ranks.let_all_go();
+        assert_duplicates(ranks, 1, [1, 2]);
     });
-    ranks.let_all_go();
-    assert_duplicates(ranks, 1, [1, 2]);
 }
 
 #[test]
 fn two_processes_that_are_both_rank_0_are_named() {
-    let places = [(0, 3), (0, 3), (1, 3)];
-    let mut ranks = start(test_name!(), &places, |rank| {
-        rank.come_together();
-        rank.connect(TIMEOUT).map(|_| "a group".into())
+    again_if_busy(|| {
+        let places = [(0, 3), (0, 3), (1, 3)];
+        let mut ranks = start(test_name!(), &places, |rank| {
+            rank.come_together();
+            rank.connect(TIMEOUT).map(|_| "a group".into())
+        });
+        ranks.let_all_go();
+        assert_duplicates(ranks, 0, [0, 1]);
     });
-    ranks.let_all_go();
-    assert_duplicates(ranks, 0, [0, 1]);
 }
 
 #[track_caller]
@@ -167,25 +175,27 @@ fn two_ranks_of_one_process_meet_as_processes_do() {
 
 #[test]
 fn a_rank_of_another_protocol_version_is_named() {
-    let mut ranks = ranks::<Host>(test_name!(), 3, |rank| {
-        rank.come_together();
-        let builder = Group::<Host>::builder().timeout(TIMEOUT);
-        let group = match rank.rank {
-            2 => builder.connect_speaking(2, rank.world, &rank.address, 999),
-            _ => builder.connect(rank.rank, rank.world, &rank.address),
-        };
-        group.map(|_| "a group".into())
+    again_if_busy(|| {
+        let mut ranks = ranks::<Host>(test_name!(), 3, |rank| {
+            rank.come_together();
+            let builder = Group::<Host>::builder().timeout(TIMEOUT);
+            let group = match rank.rank {
+                2 => builder.connect_speaking(2, rank.world, &rank.address, 999),
+                _ => builder.connect(rank.rank, rank.world, &rank.address),
+            };
+            group.map(|_| "a group".into())
+        });
+        ranks.let_all_go();
+        match same_error(&ranks.outcomes()) {
+            Error::Mismatch {
+                rank, what, theirs, ..
+            } => assert_eq!(
+                (*rank, what.as_str(), theirs.as_str()),
+                (2, "protocol version", "999")
+            ),
+            other => panic!("{other}"),
+        }
     });
-    ranks.let_all_go();
-    match same_error(&ranks.outcomes()) {
-        Error::Mismatch {
-            rank, what, theirs, ..
-        } => assert_eq!(
-            (*rank, what.as_str(), theirs.as_str()),
-            (2, "protocol version", "999")
-        ),
-        other => panic!("{other}"),
-    }
 }
 
 /// A group of three whose rank 0 waits; `strangers` come to its socket; then the others do.

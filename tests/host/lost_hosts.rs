@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use gemmesh::schedule::Hosts;
 use gemmesh::{Builder, Error, Group, Host, all_gather, bf16};
 
-use crate::support::patience::{agreed, stretched};
+use crate::support::patience::{again_if_busy, agreed, stretched};
 use crate::support::tested::Tested;
 
 /// Long before the timeout, if the machine is not busy.
@@ -54,163 +54,181 @@ fn errors(
 
 #[test]
 fn the_first_failure_of_any_host_is_everybodys() {
-    for hosts in LAYOUTS.into_iter().filter(|hosts| *hosts != "aab") {
-        for culprit in 0..hosts.len() {
-            let errors = errors(hosts, builder(hosts), &[], |group| match group.rank() {
-                rank if rank == culprit => Err(group.fail("no more weights")),
-                _ => group.barrier(),
-            });
-            assert!(
-                matches!(errors[0], Error::ProgramFailed { rank, .. } if rank == culprit),
-                "{}",
-                errors[0]
-            );
+    again_if_busy(|| {
+        for hosts in LAYOUTS.into_iter().filter(|hosts| *hosts != "aab") {
+            for culprit in 0..hosts.len() {
+                let errors = errors(hosts, builder(hosts), &[], |group| match group.rank() {
+                    rank if rank == culprit => Err(group.fail("no more weights")),
+                    _ => group.barrier(),
+                });
+                assert!(
+                    matches!(errors[0], Error::ProgramFailed { rank, .. } if rank == culprit),
+                    "{}",
+                    errors[0]
+                );
+            }
         }
-    }
+    });
 }
 
 #[test]
 fn of_failures_at_the_same_time_all_hosts_get_one() {
-    let hosts = "aabbcc";
-    for _ in 0..10 {
-        errors(hosts, builder(hosts), &[], |group| {
-            Err(group.fail(format!("rank {}'s", group.rank())))
-        });
-    }
+    again_if_busy(|| {
+        let hosts = "aabbcc";
+        for _ in 0..10 {
+            errors(hosts, builder(hosts), &[], |group| {
+                Err(group.fail(format!("rank {}'s", group.rank())))
+            });
+        }
+    });
 }
 
 #[test]
 fn a_call_that_differs_on_another_host_is_named() {
-    for hosts in ["aabbcc", "abba", "abc"] {
-        for odd in 0..hosts.len() {
-            let errors = errors(hosts, builder(hosts), &[], |group| {
-                let k = if group.rank() == odd { 8 } else { 4 };
-                group.sharded::<bf16>(12, k).map(drop)
-            });
-            let Error::CallMismatch {
-                rank,
-                theirs,
-                expected,
-                call,
-                ..
-            } = &errors[0]
-            else {
-                panic!("{hosts}: {}", errors[0])
-            };
-            assert_eq!((*rank, *call), (odd, 2), "{hosts}");
-            assert!(theirs.to_string().contains("K = 8"), "{theirs}");
-            assert!(expected.to_string().contains("K = 4"), "{expected}");
+    again_if_busy(|| {
+        for hosts in ["aabbcc", "abba", "abc"] {
+            for odd in 0..hosts.len() {
+                let errors = errors(hosts, builder(hosts), &[], |group| {
+                    let k = if group.rank() == odd { 8 } else { 4 };
+                    group.sharded::<bf16>(12, k).map(drop)
+                });
+                let Error::CallMismatch {
+                    rank,
+                    theirs,
+                    expected,
+                    call,
+                    ..
+                } = &errors[0]
+                else {
+                    panic!("{hosts}: {}", errors[0])
+                };
+                assert_eq!((*rank, *call), (odd, 2), "{hosts}");
+                assert!(theirs.to_string().contains("K = 8"), "{theirs}");
+                assert!(expected.to_string().contains("K = 4"), "{expected}");
+            }
         }
-    }
+    });
 }
 
 /// Messages arrive before it is known that the calls differ.
 #[test]
 fn messages_that_differ_on_another_host_end_no_call() {
-    for hosts in ["abc", "abba"] {
-        for odd in 0..hosts.len() {
-            let errors = errors(hosts, builder(hosts), &[], |group| {
-                match group.rank() == odd {
-                    true => group.all_gather_bytes(&[]).map(drop),
-                    false => group.barrier(),
-                }
-            });
-            let Error::CallMismatch { rank, .. } = &errors[0] else {
-                panic!("{hosts}: {}", errors[0])
-            };
-            assert_eq!(*rank, odd, "{hosts}");
+    again_if_busy(|| {
+        for hosts in ["abc", "abba"] {
+            for odd in 0..hosts.len() {
+                let errors = errors(hosts, builder(hosts), &[], |group| {
+                    match group.rank() == odd {
+                        true => group.all_gather_bytes(&[]).map(drop),
+                        false => group.barrier(),
+                    }
+                });
+                let Error::CallMismatch { rank, .. } = &errors[0] else {
+                    panic!("{hosts}: {}", errors[0])
+                };
+                assert_eq!(*rank, odd, "{hosts}");
+            }
         }
-    }
+    });
 }
 
 /// Rows of as many bytes, for a different product.
 #[test]
 fn an_operation_that_differs_on_another_host_is_named_before_it_is_complete() {
-    for hosts in ["aabb", "abba", "abc"] {
-        for odd in 0..hosts.len() {
-            let errors = errors(hosts, builder(hosts), &[], |group| {
-                let mut a = group.sharded::<bf16>(12, 4)?;
-                let mut other = group.sharded::<bf16>(12, 4)?;
-                for a in [&mut a, &mut other] {
-                    let rows = a.rows().len();
-                    a.shard_mut().copy_from_host(&vec![bf16::ONE; rows * 4])?;
-                }
-                let a = if group.rank() == odd { &other } else { &a };
-                all_gather(a)
-            });
-            let Error::CallMismatch { rank, .. } = &errors[0] else {
-                panic!("{hosts}: {}", errors[0])
-            };
-            assert_eq!(*rank, odd, "{hosts}");
+    again_if_busy(|| {
+        for hosts in ["aabb", "abba", "abc"] {
+            for odd in 0..hosts.len() {
+                let errors = errors(hosts, builder(hosts), &[], |group| {
+                    let mut a = group.sharded::<bf16>(12, 4)?;
+                    let mut other = group.sharded::<bf16>(12, 4)?;
+                    for a in [&mut a, &mut other] {
+                        let rows = a.rows().len();
+                        a.shard_mut().copy_from_host(&vec![bf16::ONE; rows * 4])?;
+                    }
+                    let a = if group.rank() == odd { &other } else { &a };
+                    all_gather(a)
+                });
+                let Error::CallMismatch { rank, .. } = &errors[0] else {
+                    panic!("{hosts}: {}", errors[0])
+                };
+                assert_eq!(*rank, odd, "{hosts}");
+            }
         }
-    }
+    });
 }
 
 #[test]
 fn a_rank_that_leaves_is_named_on_all_hosts() {
-    for hosts in ["aabb", "abba", "abc"] {
-        for leaver in 0..hosts.len() {
-            let errors = errors(hosts, builder(hosts), &[leaver], |group| {
-                match group.rank() == leaver {
-                    true => Ok(()),
-                    false => group.barrier(),
-                }
-            });
-            assert!(
-                matches!(errors[0], Error::RankLeft { rank, .. } if rank == leaver),
-                "{hosts}, {leaver}: {}",
-                errors[0]
-            );
+    again_if_busy(|| {
+        for hosts in ["aabb", "abba", "abc"] {
+            for leaver in 0..hosts.len() {
+                let errors = errors(hosts, builder(hosts), &[leaver], |group| {
+                    match group.rank() == leaver {
+                        true => Ok(()),
+                        false => group.barrier(),
+                    }
+                });
+                assert!(
+                    matches!(errors[0], Error::RankLeft { rank, .. } if rank == leaver),
+                    "{hosts}, {leaver}: {}",
+                    errors[0]
+                );
+            }
         }
-    }
+    });
 }
 
 #[test]
 fn a_rank_that_was_refused_a_call_says_why_to_all_hosts() {
-    for refused in 0..4 {
-        let errors = errors("aabb", builder("aabb"), &[], |group| {
-            if group.rank() != refused {
-                return group.barrier();
-            }
-            let out = group.upload(&[bf16::ONE; 3], 5, 4).map(drop);
-            let refused = out.map_err(|error| group.refuse("barrier", error));
-            std::thread::sleep(Duration::from_millis(1200));
-            refused
-        });
-        assert!(matches!(errors[0], Error::Count { rank, .. } if rank == refused));
-    }
+    again_if_busy(|| {
+        for refused in 0..4 {
+            let errors = errors("aabb", builder("aabb"), &[], |group| {
+                if group.rank() != refused {
+                    return group.barrier();
+                }
+                let out = group.upload(&[bf16::ONE; 3], 5, 4).map(drop);
+                let refused = out.map_err(|error| group.refuse("barrier", error));
+                std::thread::sleep(Duration::from_millis(1200));
+                refused
+            });
+            assert!(matches!(errors[0], Error::Count { rank, .. } if rank == refused));
+        }
+    });
 }
 
 #[test]
 fn a_late_rank_of_another_host_is_named_at_the_deadline() {
-    for late in 0..4 {
-        let short = agreed(Duration::from_millis(700));
-        let builder = builder("aabb").arrival_timeout(short);
-        let errors = errors("aabb", builder, &[late], |group| {
-            if group.rank() == late {
-                while group.check().is_ok() {
-                    std::thread::sleep(Duration::from_millis(5));
+    again_if_busy(|| {
+        for late in 0..4 {
+            let short = agreed(Duration::from_millis(700));
+            let builder = builder("aabb").arrival_timeout(short);
+            let errors = errors("aabb", builder, &[late], |group| {
+                if group.rank() == late {
+                    while group.check().is_ok() {
+                        std::thread::sleep(Duration::from_millis(5));
+                    }
                 }
-            }
-            group.barrier()
-        });
-        assert!(
-            matches!(errors[0], Error::Timeout { rank, .. } if rank == late),
-            "{}",
-            errors[0]
-        );
-    }
+                group.barrier()
+            });
+            assert!(
+                matches!(errors[0], Error::Timeout { rank, .. } if rank == late),
+                "{}",
+                errors[0]
+            );
+        }
+    });
 }
 
 #[test]
 fn more_calls_than_a_block_holds_are_compared() {
-    let ranks = builder("aabb").threads(4, |group| {
-        let begin = Instant::now();
-        for number in 0..1000_u32 {
-            let sent = group.all_gather_bytes(&number.to_le_bytes())?;
-            assert!(sent.iter().all(|sent| sent[..] == number.to_le_bytes()));
-        }
-        Ok::<_, Error>(begin.elapsed())
+    again_if_busy(|| {
+        let ranks = builder("aabb").threads(4, |group| {
+            let begin = Instant::now();
+            for number in 0..1000_u32 {
+                let sent = group.all_gather_bytes(&number.to_le_bytes())?;
+                assert!(sent.iter().all(|sent| sent[..] == number.to_le_bytes()));
+            }
+            Ok::<_, Error>(begin.elapsed())
+        });
+        println!("1000 messages over hosts: {:?}", ranks.unwrap());
     });
-    println!("1000 messages over hosts: {:?}", ranks.unwrap());
 }

@@ -1,6 +1,7 @@
 //! How long tests wait, on a machine as busy as it may be.
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -41,6 +42,28 @@ pub fn stretch() -> String {
 fn told() -> Option<f64> {
     static TOLD: OnceLock<Option<f64>> = OnceLock::new();
     *TOLD.get_or_init(|| std::env::var(STRETCH).ok()?.parse().ok())
+}
+
+/// Runs a test again, a few times at most, if it fails on a machine that is busy.
+///
+/// The library has times of its own: how fresh a wait must be to count, how long rank 0 tells late ranks why there is no
+/// group, how long a launcher lets ranks end. Whoever does not run for so long is blamed, or hears nothing.
+pub fn again_if_busy(test: impl Fn()) {
+    const TIMES: usize = 5;
+    // A rank fails as its test has it fail.
+    if told().is_some() {
+        return test();
+    }
+    for left in (0..TIMES).rev() {
+        let Err(panic) = catch_unwind(AssertUnwindSafe(&test)) else {
+            return;
+        };
+        let is_busy = meter().most() > 1.0;
+        if left == 0 || !is_busy {
+            resume_unwind(panic);
+        }
+        println!("again, because the machine is busy");
+    }
 }
 
 /// A thread that looks now and then how busy the machine is.

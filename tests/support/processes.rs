@@ -107,6 +107,7 @@ macro_rules! test_name {
         fn here() {}
         let path = std::any::type_name_of_val(&here);
         let path = path.strip_suffix("::here").unwrap_or(path);
+        let path = path.trim_end_matches("::{{closure}}");
         path.split_once("::").map_or(path, |(_, name)| name)
     }};
 }

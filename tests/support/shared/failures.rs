@@ -9,7 +9,7 @@ use gemmesh::{
 use rustix::process::Signal;
 
 use crate::support::forks::{assert_right, end, fork, is_refused};
-use crate::support::patience::stretched;
+use crate::support::patience::{again_if_busy, stretched};
 use crate::support::processes::{Processes, Rank};
 use crate::support::products::Arguments;
 use crate::support::tested::{
@@ -77,20 +77,22 @@ pub fn assert_lost<B: Tested>(ranks: Processes, world: usize, victim: usize, sin
 /// Rank `victim` is killed while it does not make the call that the others are in.
 #[track_caller]
 pub fn kill_while_the_others_wait<B: Tested>(test: &str, victim: usize, call: MakeCall<B>) {
-    let ranks = ranks::<B>(test, 3, |rank| {
-        let group = connect::<B>(rank, B::TIMEOUT)?;
-        let mut arguments = Arguments::small(&group)?;
-        arguments.verify(&group)?;
-        rank.say("here");
-        if rank.rank == victim {
-            rank.hear();
-        }
-        fails(rank, &group, call(&group, &mut arguments))
+    again_if_busy(|| {
+        let ranks = ranks::<B>(test, 3, |rank| {
+            let group = connect::<B>(rank, B::TIMEOUT)?;
+            let mut arguments = Arguments::small(&group)?;
+            arguments.verify(&group)?;
+            rank.say("here");
+            if rank.rank == victim {
+                rank.hear();
+            }
+            fails(rank, &group, call(&group, &mut arguments))
+        });
+        ranks.all_heard("here");
+        std::thread::sleep(Duration::from_millis(200));
+        let killed = ranks.signal(victim, Signal::KILL);
+        assert_lost::<B>(ranks, 3, victim, killed);
     });
-    ranks.all_heard("here");
-    std::thread::sleep(Duration::from_millis(200));
-    let killed = ranks.signal(victim, Signal::KILL);
-    assert_lost::<B>(ranks, 3, victim, killed);
 }
 
 /// Rank 1 is killed while all do one operation after the other.
@@ -106,38 +108,42 @@ pub fn kill_amid_operations_of<B: Tested>(
     route: Route,
     connect: fn(&Rank) -> Result<Group<B>, Error>,
 ) {
-    let ranks = ranks::<B>(test, 3, |rank| {
-        let group = connect(rank)?;
-        let mut arguments = Arguments::larger(&group)?;
-        arguments.verify_by(&group, route)?;
-        rank.say("here");
-        until_failure(rank, &group, &mut arguments, route)
+    again_if_busy(|| {
+        let ranks = ranks::<B>(test, 3, |rank| {
+            let group = connect(rank)?;
+            let mut arguments = Arguments::larger(&group)?;
+            arguments.verify_by(&group, route)?;
+            rank.say("here");
+            until_failure(rank, &group, &mut arguments, route)
+        });
+        ranks.all_heard("here");
+        std::thread::sleep(Duration::from_millis(200));
+        let killed = ranks.signal(1, Signal::KILL);
+        assert_lost::<B>(ranks, 3, 1, killed);
     });
-    ranks.all_heard("here");
-    std::thread::sleep(Duration::from_millis(200));
-    let killed = ranks.signal(1, Signal::KILL);
-    assert_lost::<B>(ranks, 3, 1, killed);
 }
 
 /// Rank 1 is killed while nobody calls anything.
 #[track_caller]
 pub fn kill_between_operations<B: Tested>(test: &str) {
-    let mut ranks = ranks::<B>(test, 3, |rank| {
-        let group = connect::<B>(rank, B::TIMEOUT)?;
-        let mut arguments = Arguments::small(&group)?;
-        arguments.verify(&group)?;
-        rank.say("here");
-        rank.hear();
-        let result = arguments.verify_by(&group, Route::Pull);
-        fails(rank, &group, result)
+    again_if_busy(|| {
+        let mut ranks = ranks::<B>(test, 3, |rank| {
+            let group = connect::<B>(rank, B::TIMEOUT)?;
+            let mut arguments = Arguments::small(&group)?;
+            arguments.verify(&group)?;
+            rank.say("here");
+            rank.hear();
+            let result = arguments.verify_by(&group, Route::Pull);
+            fails(rank, &group, result)
+        });
+        ranks.all_heard("here");
+        ranks.signal(1, Signal::KILL);
+        std::thread::sleep(Duration::from_millis(100));
+        let told = Instant::now();
+        ranks.tell(0);
+        ranks.tell(2);
+        assert_lost::<B>(ranks, 3, 1, told);
     });
-    ranks.all_heard("here");
-    ranks.signal(1, Signal::KILL);
-    std::thread::sleep(Duration::from_millis(100));
-    let told = Instant::now();
-    ranks.tell(0);
-    ranks.tell(2);
-    assert_lost::<B>(ranks, 3, 1, told);
 }
 
 // Stopped.
@@ -177,21 +183,23 @@ pub fn assert_waited<B: Tested>(error: &Error) {
 /// Rank `victim` is stopped while nobody calls anything.
 #[track_caller]
 pub fn stop_between_operations<B: Tested>(test: &str, victim: usize, call: MakeCall<B>) {
-    let mut ranks = ranks::<B>(test, 3, |rank| {
-        let (_kept, group) = connect_short::<B>(rank)?;
-        let mut arguments = Arguments::small(&group)?;
-        arguments.verify(&group)?;
-        rank.say("here");
-        rank.hear();
-        fails(rank, &group, call(&group, &mut arguments))
+    again_if_busy(|| {
+        let mut ranks = ranks::<B>(test, 3, |rank| {
+            let (_kept, group) = connect_short::<B>(rank)?;
+            let mut arguments = Arguments::small(&group)?;
+            arguments.verify(&group)?;
+            rank.say("here");
+            rank.hear();
+            fails(rank, &group, call(&group, &mut arguments))
+        });
+        ranks.all_heard("here");
+        ranks.signal(victim, Signal::STOP);
+        let stopped = Instant::now();
+        for place in (0..3).filter(|&place| place != victim) {
+            ranks.tell(place);
+        }
+        assert_stopped_rank_named::<B>(ranks, victim, stopped);
     });
-    ranks.all_heard("here");
-    ranks.signal(victim, Signal::STOP);
-    let stopped = Instant::now();
-    for place in (0..3).filter(|&place| place != victim) {
-        ranks.tell(place);
-    }
-    assert_stopped_rank_named::<B>(ranks, victim, stopped);
 }
 
 /// Rank 1 is stopped while all do one operation after the other.
@@ -211,17 +219,19 @@ pub fn stop_amid_operations_of<B: Tested>(
     route: Route,
     connect: fn(&Rank) -> Result<Group<B>, Error>,
 ) {
-    let ranks = ranks::<B>(test, 3, |rank| {
-        let group = connect(rank)?;
-        let mut arguments = Arguments::larger(&group)?;
-        arguments.verify_by(&group, route)?;
-        rank.say("here");
-        until_failure(rank, &group, &mut arguments, route)
+    again_if_busy(|| {
+        let ranks = ranks::<B>(test, 3, |rank| {
+            let group = connect(rank)?;
+            let mut arguments = Arguments::larger(&group)?;
+            arguments.verify_by(&group, route)?;
+            rank.say("here");
+            until_failure(rank, &group, &mut arguments, route)
+        });
+        ranks.all_heard("here");
+        std::thread::sleep(Duration::from_millis(200));
+        let stopped = ranks.signal(1, Signal::STOP);
+        assert_stopped_rank_named::<B>(ranks, 1, stopped);
     });
-    ranks.all_heard("here");
-    std::thread::sleep(Duration::from_millis(200));
-    let stopped = ranks.signal(1, Signal::STOP);
-    assert_stopped_rank_named::<B>(ranks, 1, stopped);
 }
 
 // Amid a function of the caller's.
@@ -283,36 +293,40 @@ fn stay_in_a_function<B: Tested>(
 /// Rank 1 is killed while its function runs.
 #[track_caller]
 pub fn kill_amid_a_function<B: Tested>(test: &str, operation: CallsBack<B>, phase: usize) {
-    let ranks = ranks::<B>(test, 3, |rank| {
-        let group = connect::<B>(rank, B::TIMEOUT)?;
-        stay_in_a_function(rank, &group, operation, phase)
+    again_if_busy(|| {
+        let ranks = ranks::<B>(test, 3, |rank| {
+            let group = connect::<B>(rank, B::TIMEOUT)?;
+            stay_in_a_function(rank, &group, operation, phase)
+        });
+        ranks.heard(1, "here");
+        let killed = ranks.signal(1, Signal::KILL);
+        assert_lost::<B>(ranks, 3, 1, killed);
     });
-    ranks.heard(1, "here");
-    let killed = ranks.signal(1, Signal::KILL);
-    assert_lost::<B>(ranks, 3, 1, killed);
 }
 
 /// The function of rank 1 runs for longer than the others wait: by then they have named it.
 #[track_caller]
 pub fn stay_amid_a_function<B: Tested>(test: &str, operation: CallsBack<B>, phase: usize) {
-    let ranks = ranks::<B>(test, 3, |rank| {
-        let (_kept, group) = connect_short::<B>(rank)?;
-        stay_in_a_function(rank, &group, operation, phase)
-    });
-    let since = ranks.heard(1, "here");
-    for place in [0, 2] {
-        let took = ranks
-            .heard(place, "failed")
-            .saturating_duration_since(since);
-        assert!(took < B::short_and_slack(), "rank {place} took {took:?}");
-    }
-    ranks.signal(1, Signal::KILL);
-    for outcome in ranks.outcomes() {
-        match outcome.rank {
-            1 => outcome.assert_killed(),
-            _ => assert_timeout_names(outcome.error(), 1),
+    again_if_busy(|| {
+        let ranks = ranks::<B>(test, 3, |rank| {
+            let (_kept, group) = connect_short::<B>(rank)?;
+            stay_in_a_function(rank, &group, operation, phase)
+        });
+        let since = ranks.heard(1, "here");
+        for place in [0, 2] {
+            let took = ranks
+                .heard(place, "failed")
+                .saturating_duration_since(since);
+            assert!(took < B::short_and_slack(), "rank {place} took {took:?}");
         }
-    }
+        ranks.signal(1, Signal::KILL);
+        for outcome in ranks.outcomes() {
+            match outcome.rank {
+                1 => outcome.assert_killed(),
+                _ => assert_timeout_names(outcome.error(), 1),
+            }
+        }
+    });
 }
 
 /// Rank 1 is killed while its function runs, and so do those of the others, for as long as they have not heard of it.
@@ -323,75 +337,79 @@ pub fn call_no_function_after_a_failure<B: Tested>(
     operation: CallsBack<B>,
     phase: usize,
 ) {
-    let ranks = ranks::<B>(test, 3, |rank| {
-        let group = connect::<B>(rank, B::TIMEOUT)?;
-        operation(&group, &mut || ())?;
-        let mut calls = 0;
-        let result = operation(&group, &mut || {
-            calls += 1;
-            if calls <= phase {
-                return;
-            }
-            assert_eq!(calls, phase + 1, "called after the failure");
-            rank.say("here");
-            // It is refused as a call of its own group, or because that has failed.
-            while !matches!(group.synchronize(), Err(Error::Poisoned { .. })) {
-                std::thread::sleep(Duration::from_millis(1));
-            }
+    again_if_busy(|| {
+        let ranks = ranks::<B>(test, 3, |rank| {
+            let group = connect::<B>(rank, B::TIMEOUT)?;
+            operation(&group, &mut || ())?;
+            let mut calls = 0;
+            let result = operation(&group, &mut || {
+                calls += 1;
+                if calls <= phase {
+                    return;
+                }
+                assert_eq!(calls, phase + 1, "called after the failure");
+                rank.say("here");
+                // It is refused as a call of its own group, or because that has failed.
+                while !matches!(group.synchronize(), Err(Error::Poisoned { .. })) {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            });
+            fails(rank, &group, result)
         });
-        fails(rank, &group, result)
+        ranks.all_heard("here");
+        let killed = ranks.signal(1, Signal::KILL);
+        assert_lost::<B>(ranks, 3, 1, killed);
     });
-    ranks.all_heard("here");
-    let killed = ranks.signal(1, Signal::KILL);
-    assert_lost::<B>(ranks, 3, 1, killed);
 }
 
 /// The function of each rank waits for a thread that makes a call of the same group, which waits for the function's
 /// operation to end. At the deadline that call is given up, and all goes on.
 #[track_caller]
 pub fn wait_for_another_thread<B: Tested>(test: &str, operation: CallsBack<B>, phase: usize) {
-    let ranks = ranks::<B>(test, 3, |rank| {
-        let (_kept, group) = connect_short::<B>(rank)?;
-        let mut arguments = Arguments::small(&group)?;
-        arguments.verify(&group)?;
-        let prepared = arguments.prepare(Route::Pull)?;
-        let mut calls = 0;
-        let mut given_up = Vec::new();
-        let begin = Instant::now();
-        let result = operation(&group, &mut || {
-            calls += 1;
-            if calls != phase + 1 {
-                return;
-            }
-            let Arguments { a, b, out, .. } = &mut arguments;
-            let (prepared, a, b) = (&prepared, &*a, &*b);
-            std::thread::scope(|scope| {
-                let another = scope.spawn(|| prepared.gather(a));
-                let product = scope.spawn(|| prepared.matmul(a, b, out));
-                let new = scope.spawn(|| AllGatherMatmul::<B, bf16>::new().prepare(a, 7).map(drop));
-                for thread in [another, product, new] {
-                    given_up.push(thread.join().unwrap().expect_err("it waits for its turn"));
+    again_if_busy(|| {
+        let ranks = ranks::<B>(test, 3, |rank| {
+            let (_kept, group) = connect_short::<B>(rank)?;
+            let mut arguments = Arguments::small(&group)?;
+            arguments.verify(&group)?;
+            let prepared = arguments.prepare(Route::Pull)?;
+            let mut calls = 0;
+            let mut given_up = Vec::new();
+            let begin = Instant::now();
+            let result = operation(&group, &mut || {
+                calls += 1;
+                if calls != phase + 1 {
+                    return;
                 }
+                let Arguments { a, b, out, .. } = &mut arguments;
+                let (prepared, a, b) = (&prepared, &*a, &*b);
+                std::thread::scope(|scope| {
+                    let another = scope.spawn(|| prepared.gather(a));
+                    let product = scope.spawn(|| prepared.matmul(a, b, out));
+                    let new =
+                        scope.spawn(|| AllGatherMatmul::<B, bf16>::new().prepare(a, 7).map(drop));
+                    for thread in [another, product, new] {
+                        given_up.push(thread.join().unwrap().expect_err("it waits for its turn"));
+                    }
+                });
             });
-        });
-        let took = begin.elapsed();
-        assert!(took < 2 * B::short_and_slack(), "{took:?}");
-        match result.and_then(|()| group.synchronize()) {
-            Ok(()) => {
-                for error in &given_up {
-                    let is_right = |its, call: &str| its == rank.rank && NAMES.contains(&call);
-                    let right =
-                        matches!(error, Error::Busy { rank, call, .. } if is_right(*rank, call));
-                    assert!(right, "{error}");
+            let took = begin.elapsed();
+            assert!(took < 2 * B::short_and_slack(), "{took:?}");
+            match result.and_then(|()| group.synchronize()) {
+                Ok(()) => {
+                    for error in &given_up {
+                        let is_right = |its, call: &str| its == rank.rank && NAMES.contains(&call);
+                        let right = matches!(error, Error::Busy { rank, call, .. } if is_right(*rank, call));
+                        assert!(right, "{error}");
+                    }
+                    arguments.verify(&group)?;
                 }
-                arguments.verify(&group)?;
+                // On GPUs what was begun may be given up as soon.
+                error => assert_timeout_names(&poisoned(&group, error).unwrap_err(), rank.rank),
             }
-            // On GPUs what was begun may be given up as soon.
-            error => assert_timeout_names(&poisoned(&group, error).unwrap_err(), rank.rank),
-        }
-        Ok(format!("{given_up:?} after {took:?}"))
+            Ok(format!("{given_up:?} after {took:?}"))
+        });
+        all_done(ranks);
     });
-    all_done(ranks);
 }
 
 /// Of the calls that call a function.
@@ -436,33 +454,35 @@ macro_rules! amid_functions {
 fn told_at_once<B: Tested>(
     test: &str,
     route: Route,
-    part: impl FnOnce(&Rank, Group<B>, Arguments<B>) -> Result<String, Error>,
+    part: impl Fn(&Rank, Group<B>, Arguments<B>) -> Result<String, Error>,
     expected: fn(&Error) -> bool,
 ) {
-    let ranks = ranks::<B>(test, 3, |rank| {
-        let group = connect::<B>(rank, B::TIMEOUT)?;
-        let mut arguments = Arguments::larger(&group)?;
-        arguments.verify_by(&group, route)?;
-        group.barrier()?;
-        if rank.rank == 1 {
-            return part(rank, group, arguments);
+    again_if_busy(|| {
+        let ranks = ranks::<B>(test, 3, |rank| {
+            let group = connect::<B>(rank, B::TIMEOUT)?;
+            let mut arguments = Arguments::larger(&group)?;
+            arguments.verify_by(&group, route)?;
+            group.barrier()?;
+            if rank.rank == 1 {
+                return part(rank, group, arguments);
+            }
+            std::thread::sleep(Duration::from_millis(100));
+            let begin = Instant::now();
+            let result = arguments.verify_by(&group, route);
+            let took = begin.elapsed();
+            assert!(
+                took < B::before_timeout(TOLD),
+                "told after {took:?}: {result:?}"
+            );
+            poisoned(&group, result)
+        });
+        for outcome in ranks.outcomes() {
+            if outcome.rank != 1 {
+                let error = outcome.error().cause();
+                assert!(expected(error), "rank {}: {error}", outcome.rank);
+            }
         }
-        std::thread::sleep(Duration::from_millis(100));
-        let begin = Instant::now();
-        let result = arguments.verify_by(&group, route);
-        let took = begin.elapsed();
-        assert!(
-            took < B::before_timeout(TOLD),
-            "told after {took:?}: {result:?}"
-        );
-        poisoned(&group, result)
     });
-    for outcome in ranks.outcomes() {
-        if outcome.rank != 1 {
-            let error = outcome.error().cause();
-            assert!(expected(error), "rank {}: {error}", outcome.rank);
-        }
-    }
 }
 
 /// Within this everybody knows, long before the timeout and on a machine as busy as it may be.
@@ -564,40 +584,42 @@ macro_rules! told_at_once {
 /// Rank 2 comes late to operations. The others have waited for it, and where each takes its rows itself for nobody else
 /// as long; it has waited for nobody.
 pub fn wait_for_a_late_rank<B: Tested>(test: &str, route: Route) {
-    const LATE: usize = 2;
-    const TIMES: u32 = 4;
-    let ranks = ranks::<B>(test, 3, |rank| {
-        let group = connect::<B>(rank, B::TIMEOUT)?;
-        let mut arguments = Arguments::small(&group)?;
-        arguments.verify_by(&group, route)?;
-        let before = group.wait_times();
-        let begin = Instant::now();
-        for _ in 0..TIMES {
-            group.barrier()?;
-            if rank.rank == LATE {
-                std::thread::sleep(B::LATE);
-            }
+    again_if_busy(|| {
+        const LATE: usize = 2;
+        const TIMES: u32 = 4;
+        let ranks = ranks::<B>(test, 3, |rank| {
+            let group = connect::<B>(rank, B::TIMEOUT)?;
+            let mut arguments = Arguments::small(&group)?;
             arguments.verify_by(&group, route)?;
-        }
-        let waited = group.wait_times().into_iter().zip(before);
-        let waited: Vec<Duration> = waited.map(|(after, before)| after - before).collect();
-        let all = format!("rank {}: {waited:?}", rank.rank);
-        assert_eq!(waited.len(), 3, "{all}");
-        assert_eq!(waited[rank.rank], Duration::ZERO, "{all}");
-        let late = B::LATE * TIMES;
-        match rank.rank {
-            LATE => assert!(waited.iter().all(|time| *time < late), "{all}"),
-            other => {
-                let third = waited[1 - other];
-                assert!(waited[LATE] > late / 2, "{all}");
-                // What is pushed may wait behind what its owner pushes to the late one.
-                assert!(route != Route::Pull || waited[LATE] > third, "{all}");
-                assert!(waited[LATE] <= begin.elapsed(), "{all}");
+            let before = group.wait_times();
+            let begin = Instant::now();
+            for _ in 0..TIMES {
+                group.barrier()?;
+                if rank.rank == LATE {
+                    std::thread::sleep(B::LATE);
+                }
+                arguments.verify_by(&group, route)?;
             }
-        }
-        Ok(all)
+            let waited = group.wait_times().into_iter().zip(before);
+            let waited: Vec<Duration> = waited.map(|(after, before)| after - before).collect();
+            let all = format!("rank {}: {waited:?}", rank.rank);
+            assert_eq!(waited.len(), 3, "{all}");
+            assert_eq!(waited[rank.rank], Duration::ZERO, "{all}");
+            let late = B::LATE * TIMES;
+            match rank.rank {
+                LATE => assert!(waited.iter().all(|time| *time < late), "{all}"),
+                other => {
+                    let third = waited[1 - other];
+                    assert!(waited[LATE] > late / 2, "{all}");
+                    // What is pushed may wait behind what its owner pushes to the late one.
+                    assert!(route != Route::Pull || waited[LATE] > third, "{all}");
+                    assert!(waited[LATE] <= begin.elapsed(), "{all}");
+                }
+            }
+            Ok(all)
+        });
+        all_done(ranks);
     });
-    all_done(ranks);
 }
 
 /// The call that a function of the caller's has forked in fails in the child, and the parent's group goes on.
