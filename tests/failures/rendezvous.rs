@@ -60,27 +60,24 @@ fn rank_0_with_another_world_size_is_named_to_every_rank() {
 
 #[test]
 fn two_processes_with_one_rank_are_named() {
-    again_if_busy(|| {
-        let places = [(0, 3), (1, 3), (1, 3)];
-        let mut ranks = start(test_name!(), &places, |rank| {
-            rank.come_together();
-            rank.connect(TIMEOUT).map(|_| "a group".into())
-        });
-        ranks.let_all_go();
-        assert_duplicates(ranks, 1, [1, 2]);
-    });
+    duplicates_are_named(test_name!(), [0, 1, 1], [1, 2]);
 }
 
 #[test]
 fn two_processes_that_are_both_rank_0_are_named() {
+    duplicates_are_named(test_name!(), [0, 0, 1], [0, 1]);
+}
+
+/// Of three processes that are these ranks of three, the two at `places` are one rank.
+#[track_caller]
+fn duplicates_are_named(test: &str, ranks: [usize; 3], places: [usize; 2]) {
     again_if_busy(|| {
-        let places = [(0, 3), (0, 3), (1, 3)];
-        let mut ranks = start(test_name!(), &places, |rank| {
+        let mut processes = start(test, &ranks.map(|rank| (rank, 3)), |rank| {
             rank.come_together();
             rank.connect(TIMEOUT).map(|_| "a group".into())
         });
-        ranks.let_all_go();
-        assert_duplicates(ranks, 0, [0, 1]);
+        processes.let_all_go();
+        assert_duplicates(processes, ranks[places[0]], places);
     });
 }
 

@@ -1,9 +1,10 @@
 //! How long tests wait, on a machine as busy as it may be.
 
 use std::collections::VecDeque;
+use std::io::{Write, stderr};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
@@ -44,7 +45,7 @@ fn told() -> Option<f64> {
     *TOLD.get_or_init(|| std::env::var(STRETCH).ok()?.parse().ok())
 }
 
-/// Runs a test again, a few times at most, if it fails on a machine that is busy.
+/// Runs a test again, a few times at most, if it fails while the machine is busy, and says so.
 ///
 /// The library has times of its own: how fresh a wait must be to count, how long rank 0 tells late ranks why there is no
 /// group, how long a launcher lets ranks end. Whoever does not run for so long is blamed, or hears nothing.
@@ -55,14 +56,17 @@ pub fn again_if_busy(test: impl Fn()) {
         return test();
     }
     for left in (0..TIMES).rev() {
+        let (begin, meter) = (Instant::now(), meter());
         let Err(panic) = catch_unwind(AssertUnwindSafe(&test)) else {
             return;
         };
-        let is_busy = meter().most() > 1.0;
-        if left == 0 || !is_busy {
+        if left == 0 || !meter.was_busy_since(begin) {
             resume_unwind(panic);
         }
-        println!("again, because the machine is busy");
+        // libtest keeps what is printed to itself, unless a test fails.
+        let thread = std::thread::current();
+        let name = thread.name().unwrap_or("a test");
+        let _ = writeln!(stderr(), "{name} failed on a busy machine, and runs again");
     }
 }
 
@@ -70,6 +74,8 @@ pub fn again_if_busy(test: impl Fn()) {
 struct Meter {
     /// The most that it has found, as bits.
     most: AtomicU64,
+    /// When it last found the machine busy.
+    busy: Mutex<Option<Instant>>,
 }
 
 fn meter() -> &'static Meter {
@@ -81,6 +87,7 @@ fn meter() -> &'static Meter {
             told().unwrap_or_else(|| stretch_of(&[(); LOOKS].map(|()| Look::take()).into()));
         Meter {
             most: AtomicU64::new(first.to_bits()),
+            busy: Mutex::default(),
         }
     });
     if is_new {
@@ -96,13 +103,21 @@ impl Meter {
         f64::from_bits(self.most.load(Ordering::Relaxed))
     }
 
+    fn was_busy_since(&self, begin: Instant) -> bool {
+        self.busy.lock().unwrap().is_some_and(|busy| busy > begin)
+    }
+
     fn run(&self) {
         let mut looks: VecDeque<Look> = VecDeque::with_capacity(LOOKS + 1);
         loop {
             looks.push_back(Look::take());
             if looks.len() > LOOKS {
                 looks.pop_front();
-                let most = self.most().max(stretch_of(&looks));
+                let stretch = stretch_of(&looks);
+                if stretch > 1.0 {
+                    *self.busy.lock().unwrap() = Some(Instant::now());
+                }
+                let most = self.most().max(stretch);
                 self.most.store(most.to_bits(), Ordering::Relaxed);
             }
             std::thread::sleep(Duration::from_millis(100));

@@ -95,6 +95,24 @@ pub fn kill_while_the_others_wait<B: Tested>(test: &str, victim: usize, call: Ma
     });
 }
 
+/// Three ranks that do one operation after the other until one fails.
+fn amid_operations<B: Tested>(
+    test: &str,
+    route: Route,
+    connect: fn(&Rank) -> Result<Group<B>, Error>,
+) -> Processes {
+    let ranks = ranks::<B>(test, 3, |rank| {
+        let group = connect(rank)?;
+        let mut arguments = Arguments::larger(&group)?;
+        arguments.verify_by(&group, route)?;
+        rank.say("here");
+        until_failure(rank, &group, &mut arguments, route)
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(200));
+    ranks
+}
+
 /// Rank 1 is killed while all do one operation after the other.
 #[track_caller]
 pub fn kill_amid_operations<B: Tested>(test: &str, route: Route) {
@@ -109,15 +127,7 @@ pub fn kill_amid_operations_of<B: Tested>(
     connect: fn(&Rank) -> Result<Group<B>, Error>,
 ) {
     again_if_busy(|| {
-        let ranks = ranks::<B>(test, 3, |rank| {
-            let group = connect(rank)?;
-            let mut arguments = Arguments::larger(&group)?;
-            arguments.verify_by(&group, route)?;
-            rank.say("here");
-            until_failure(rank, &group, &mut arguments, route)
-        });
-        ranks.all_heard("here");
-        std::thread::sleep(Duration::from_millis(200));
+        let ranks = amid_operations(test, route, connect);
         let killed = ranks.signal(1, Signal::KILL);
         assert_lost::<B>(ranks, 3, 1, killed);
     });
@@ -220,15 +230,7 @@ pub fn stop_amid_operations_of<B: Tested>(
     connect: fn(&Rank) -> Result<Group<B>, Error>,
 ) {
     again_if_busy(|| {
-        let ranks = ranks::<B>(test, 3, |rank| {
-            let group = connect(rank)?;
-            let mut arguments = Arguments::larger(&group)?;
-            arguments.verify_by(&group, route)?;
-            rank.say("here");
-            until_failure(rank, &group, &mut arguments, route)
-        });
-        ranks.all_heard("here");
-        std::thread::sleep(Duration::from_millis(200));
+        let ranks = amid_operations(test, route, connect);
         let stopped = ranks.signal(1, Signal::STOP);
         assert_stopped_rank_named::<B>(ranks, 1, stopped);
     });
