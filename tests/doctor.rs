@@ -8,10 +8,11 @@ mod doctor;
 #[path = "support/patience.rs"]
 #[allow(dead_code)]
 mod patience;
+#[path = "support/ports.rs"]
+mod ports;
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::net::TcpListener;
 use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
@@ -21,6 +22,7 @@ use std::time::{Duration, Instant};
 use doctor::report::Via;
 use doctor::routes::{self, Rates};
 use patience::{agreed, stretched};
+use ports::free_port;
 use serde_json::{Value, json as value};
 
 /// Makes this program the doctor. Inherited by the processes that it starts.
@@ -537,9 +539,7 @@ fn network_devices_are_shown() {
 /// Starts the doctor on two hosts, named a and b, with arguments for each, and more variables. Returns what rank 0
 /// prints, and its exit code.
 fn two_hosts(places: usize, arguments: [&[&str]; 2], others: &[(&str, &str)]) -> (String, i32) {
-    let free = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = free.local_addr().unwrap().port().to_string();
-    drop(free);
+    let port = free_port().to_string();
     let [world, of_host] = [2 * places, places].map(|count| count.to_string());
     let ranks = (0..2 * places).map(|rank| {
         let host = rank / places;

@@ -12,6 +12,7 @@ use rustix::process::{Resource, Signal};
 use crate::limits::{Limited, limit_for};
 use crate::support::forks::{end, fork};
 use crate::support::patience::{again_if_busy, agreed, stretched};
+use crate::support::ports::free_port;
 use crate::support::processes::{
     Outcome, Processes, Rank, Setting, is_rank, start_with, this_program,
 };
@@ -32,13 +33,12 @@ struct Job {
 }
 
 impl Job {
-    /// A job whose port nobody has at this moment.
+    /// A job at a port of its own.
     fn new(hosts: usize, places: usize) -> Job {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         Job {
             hosts,
             places,
-            port: listener.local_addr().unwrap().port(),
+            port: free_port(),
         }
     }
 
@@ -471,9 +471,8 @@ fn a_name_without_an_address_is_told_before_the_deadline() {
 
 #[test]
 fn a_port_that_is_taken_is_told() {
-    let jobs = std::iter::repeat_with(|| Job::new(2, 2));
-    let taken = |job: Job| Some((TcpListener::bind(("0.0.0.0", job.port)).ok()?, job));
-    let (_taken, job) = jobs.take(20).find_map(taken).expect("a free port");
+    let job = Job::new(2, 2);
+    let _taken = TcpListener::bind(("0.0.0.0", job.port)).unwrap();
     let mut ranks = job.start(test_name!(), |rank| {
         rank.come_together();
         join(2 * short()).map(|_| "met".into())

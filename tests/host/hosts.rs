@@ -1,11 +1,14 @@
 //! Groups of threads that play several hosts: messages carry rows from host to host.
 
+use std::time::Duration;
+
 use gemmesh::schedule::Hosts;
 use gemmesh::testing::delay_chunks;
 use gemmesh::trace::{Lane, Work};
-use gemmesh::{Error, Group, Host, Route, bf16};
+use gemmesh::{Builder, Error, Group, Host, Route, bf16};
 
 use crate::fp8;
+use crate::support::patience::stretched;
 use crate::support::products::Arguments;
 use crate::support::shared::{
     self,
@@ -15,6 +18,13 @@ use crate::support::shared::{
     },
 };
 
+/// A group whose ranks play hosts of these names. Many ranks share a machine that may be busy.
+fn playing<N: PartialEq>(names: &[N]) -> Builder<Host> {
+    let builder = Group::<Host>::builder().workers(1);
+    let builder = builder.timeout(stretched(Duration::from_secs(60)));
+    builder.play_hosts(Hosts::of(names).unwrap())
+}
+
 /// Calls `rank` on each rank of each layout, and returns what it returns, in the same order each time.
 fn over_hosts<T: Send>(rank: impl Fn(&Group<Host>, &str, &[usize]) -> T + Sync) -> Vec<Vec<T>> {
     let layouts = LAYOUTS
@@ -22,9 +32,7 @@ fn over_hosts<T: Send>(rank: impl Fn(&Group<Host>, &str, &[usize]) -> T + Sync) 
         .flat_map(|(hosts, all)| all.iter().map(move |rows| (hosts, rows)));
     let each = layouts.map(|(hosts, rows)| {
         let names: Vec<char> = hosts.chars().collect();
-        let builder = Group::<Host>::builder()
-            .workers(1)
-            .play_hosts(Hosts::of(&names).unwrap());
+        let builder = playing(&names);
         let ranks = builder.threads(names.len(), |group| {
             Ok::<_, Error>(rank(&group, hosts, rows))
         });
@@ -35,8 +43,7 @@ fn over_hosts<T: Send>(rank: impl Fn(&Group<Host>, &str, &[usize]) -> T + Sync) 
 
 #[test]
 fn ranks_know_the_ranks_of_each_host() {
-    let hosts = Hosts::of(&["a", "b", "b", "a"]).unwrap();
-    let builder = Group::<Host>::builder().workers(1).play_hosts(hosts);
+    let builder = playing(&["a", "b", "b", "a"]);
     let ranks = builder.threads(4, |group| Ok::<_, Error>(group.hosts()));
     for hosts in ranks.unwrap() {
         assert_eq!(hosts, [[0, 3], [1, 2]]);
@@ -85,9 +92,7 @@ fn addends_over_hosts_are_added_host_by_host() {
 fn sums_for_all_over_four_hosts_of_four_are_right_on_either_side_of_what_is_few() {
     let hosts = "aaaabbbbccccdddd";
     let names: Vec<char> = hosts.chars().collect();
-    let builder = Group::<Host>::builder()
-        .workers(1)
-        .play_hosts(Hosts::of(&names).unwrap());
+    let builder = playing(&names);
     let done = builder.threads(names.len(), |group| {
         for n in [5440, 6000] {
             addends_are_added_host_by_host::<_, bf16>(&group, hosts, [16, n])?;
@@ -105,8 +110,7 @@ fn blocks_and_a_root_s_rows_come_over_hosts() {
 
 #[test]
 fn scales_come_over_hosts_with_their_rows() {
-    let hosts = Hosts::of(&["a", "b", "c"]).unwrap();
-    let builder = Group::<Host>::builder().workers(1).play_hosts(hosts);
+    let builder = playing(&["a", "b", "c"]);
     let ranks = builder.threads(3, |group| {
         (0..40).try_for_each(|seed| shared::fp8::gather(&group, seed, fp8::gather(seed)))
     });
@@ -115,8 +119,7 @@ fn scales_come_over_hosts_with_their_rows() {
 
 #[test]
 fn a_trace_shows_what_goes_over_the_network_and_what_is_passed_on() {
-    let hosts = Hosts::of(&["a", "a", "b", "b"]).unwrap();
-    let builder = Group::<Host>::builder().workers(1).play_hosts(hosts);
+    let builder = playing(&["a", "a", "b", "b"]);
     let ranks = builder.threads(4, |group| {
         let mut arguments = Arguments::small(&group)?;
         let prepared = arguments.prepare(Route::Push)?;

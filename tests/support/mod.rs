@@ -8,6 +8,7 @@ pub mod forks;
 pub mod gpu;
 pub mod numbers;
 pub mod patience;
+pub mod ports;
 pub mod processes;
 pub mod products;
 pub mod shared;
