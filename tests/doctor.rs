@@ -420,7 +420,7 @@ struct Folder(PathBuf);
 
 impl Folder {
     fn new(name: &str) -> Folder {
-        let name = format!("gemmesh-doctor-{}-{name}", std::process::id());
+        let name = format!("doctors-test-{}-{name}", std::process::id());
         Folder(std::env::temp_dir().join(name))
     }
 

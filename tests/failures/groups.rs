@@ -726,6 +726,8 @@ fn an_argument_of_a_different_group_is_refused_with_the_names_of_both() {
 
 #[test]
 fn every_call_of_a_named_group_names_it() {
+    // A rank may find that its group has failed before it finds that the group's barrier is complete.
+    let all_out = std::sync::Barrier::new(4);
     Group::<Host>::threads(4, |world| {
         let name = format!("pair {}", world.rank() / 2);
         let builder = Group::builder().name(&name);
@@ -748,6 +750,7 @@ fn every_call_of_a_named_group_names_it() {
         assert_named(pair.sharded::<bf16>(1 << 30, 1 << 20), &name);
         arguments.verify(&pair)?;
         pair.barrier()?;
+        all_out.wait();
         let failed = pair.fail("planted");
         assert_named(Err::<(), _>(failed), &name);
         assert_named(pair.barrier(), &name);

@@ -8,7 +8,7 @@ use gemmesh::{
     all_gather_matmul, bf16,
 };
 
-use crate::support::patience::agreed;
+use crate::support::patience::{again_if_busy, agreed};
 use crate::support::tested;
 use crate::{Arguments, MakeCall, TIMEOUT, noticed};
 
@@ -18,27 +18,30 @@ const REFUSED: Duration = Duration::from_millis(1000);
 /// Rank 1 of 3 makes `refused`, and neither leaves nor calls again, while the others make `call`. All get `expected`.
 #[track_caller]
 fn refuse(expected: Error, call: MakeCall, refused: MakeCall) {
-    let over = Barrier::new(3);
-    Group::<Host>::builder()
-        .timeout(TIMEOUT)
-        .arrival_timeout(TIMEOUT)
-        .workers(1)
-        .threads(3, |group| -> Result<(), Error> {
-            let mut arguments = Arguments::new(&group, 6, 5, 4)?;
-            let begin = Instant::now();
-            let result = match group.rank() {
-                1 => refused(&group, &mut arguments),
-                _ => call(&group, &mut arguments),
-            };
-            let took = begin.elapsed();
-            over.wait();
-            assert_eq!(result, Err(expected.clone()));
-            assert!(took < noticed(), "{took:?}");
-            let cause = Box::new(expected.clone());
-            assert_eq!(group.barrier(), Err(Error::Poisoned { cause }));
-            Ok(())
-        })
-        .unwrap();
+    // A rank that comes later than the others give to the refused one finds that the group has failed.
+    again_if_busy(|| {
+        let over = Barrier::new(3);
+        Group::<Host>::builder()
+            .timeout(TIMEOUT)
+            .arrival_timeout(TIMEOUT)
+            .workers(1)
+            .threads(3, |group| -> Result<(), Error> {
+                let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+                let begin = Instant::now();
+                let result = match group.rank() {
+                    1 => refused(&group, &mut arguments),
+                    _ => call(&group, &mut arguments),
+                };
+                let took = begin.elapsed();
+                over.wait();
+                assert_eq!(result, Err(expected.clone()));
+                assert!(took < noticed(), "{took:?}");
+                let cause = Box::new(expected.clone());
+                assert_eq!(group.barrier(), Err(Error::Poisoned { cause }));
+                Ok(())
+            })
+            .unwrap();
+    });
 }
 
 fn shape(call: &str, argument: &str, expected: [usize; 2], found: [usize; 2]) -> Error {
