@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use gemmesh::{Error, Group, Host, Route, all_gather_matmul, bf16};
 use rustix::process::Signal;
 
-use crate::support::patience::stretched;
+use crate::support::patience::{again_if_busy, stretched};
 use crate::support::processes::sockets_of;
 use crate::support::products::ROUTES;
 use crate::support::shared::failures;
@@ -46,35 +46,37 @@ fn a_rank_killed_while_all_are_idle_is_named_by_the_next_call() {
 
 #[test]
 fn a_rank_killed_at_the_rendezvous_is_named_at_the_latest_by_the_first_call() {
-    let mut ranks = ranks::<Host>(test_name!(), 3, |rank| {
-        if rank.rank == 2 {
-            rank.hear();
+    again_if_busy(|| {
+        let mut ranks = ranks::<Host>(test_name!(), 3, |rank| {
+            if rank.rank == 2 {
+                rank.hear();
+            }
+            rank.say("here");
+            let group = rank.connect(3 * short()).map_err(|e| e.cause().clone())?;
+            poisoned(&group, group.barrier())
+        });
+        ranks.heard(0, "here");
+        ranks.heard(1, "here");
+        let begin = Instant::now();
+        // Rank 0's socket and its end of the connection.
+        while sockets_of(&ranks.address).len() < 2 && begin.elapsed() < stretched(PROMPT) {
+            std::thread::sleep(Duration::from_millis(1));
         }
-        rank.say("here");
-        let group = rank.connect(3 * short()).map_err(|e| e.cause().clone())?;
-        poisoned(&group, group.barrier())
+        // Time for rank 1 to introduce itself.
+        std::thread::sleep(stretched(Duration::from_millis(100)));
+        ranks.signal(1, Signal::KILL);
+        ranks.tell(2);
+        for outcome in ranks.outcomes() {
+            match outcome.rank {
+                1 => outcome.assert_killed(),
+                _ => assert!(
+                    matches!(outcome.error(), Error::RankLost { rank: 1, .. }),
+                    "{}",
+                    outcome.error()
+                ),
+            }
+        }
     });
-    ranks.heard(0, "here");
-    ranks.heard(1, "here");
-    let begin = Instant::now();
-    // Rank 0's socket and its end of the connection.
-    while sockets_of(&ranks.address).len() < 2 && begin.elapsed() < stretched(PROMPT) {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    // Time for rank 1 to introduce itself.
-    std::thread::sleep(Duration::from_millis(100));
-    ranks.signal(1, Signal::KILL);
-    ranks.tell(2);
-    for outcome in ranks.outcomes() {
-        match outcome.rank {
-            1 => outcome.assert_killed(),
-            _ => assert!(
-                matches!(outcome.error(), Error::RankLost { rank: 1, .. }),
-                "{}",
-                outcome.error()
-            ),
-        }
-    }
 }
 
 #[test]
