@@ -28,6 +28,7 @@ use clap::{Parser, ValueEnum};
 use common::gather::AllGather;
 use common::time::{self, Time};
 use common::{Check, Failure, Multiplied, Operation, Row};
+use gemmesh::error::Kind;
 use gemmesh::{
     Backend, Chunking, Config, DType, Error, Explanation, F8E4M3, Group, Host, Number, Numerics,
     OutputOf, Result, Route, Scaling, TileShape, bf16, f16, launch,
@@ -939,10 +940,11 @@ fn record<B: Backend, T: Multiplied, O: Operation<B, T>>(
 fn append(path: &Path, line: &str) -> Result<()> {
     let file = OpenOptions::new().create(true).append(true).open(path);
     file.and_then(|mut file| writeln!(file, "{line}"))
-        .map_err(|e| Error::System {
-            rank: None,
-            action: format!("write {}", path.display()),
-            reason: e.to_string(),
+        .map_err(|e| {
+            Error::of_kind(Kind::System {
+                action: format!("write {}", path.display()),
+                reason: e.to_string(),
+            })
         })
 }
 

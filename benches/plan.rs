@@ -5,11 +5,11 @@ use std::time::Instant;
 
 use gemmesh::DType;
 use gemmesh::schedule::plan::plan;
-use gemmesh::schedule::{Chunking, Config, Layout, Operation, Problem, Refusal, Route, TileShape};
+use gemmesh::schedule::{Chunking, Config, Layout, Operation, Problem, Route, TileShape};
 
 const ROUNDS: usize = 101;
 
-fn main() -> Result<(), Refusal> {
+fn main() -> gemmesh::Result<()> {
     let few = Config::new(TileShape::new(16, 64, 64), Chunking::new(1), Route::Store);
     let tile = TileShape::new(128, 256, 64).with_group_m(8);
     let many = Config::new(tile, Chunking::new(2), Route::Push);

@@ -440,7 +440,7 @@ impl Family {
         (free / (CONSUMER_WARPS * BOX_BYTES)).min(shape.most_boxes())
     }
 
-    /// The dynamic shared memory that the kernel is launched with. The kernel's source asserts that it is what it uses.
+    /// The dynamic shared memory that the kernel is launched with. The kernel static_asserts the same size.
     pub fn shared_bytes(&self, shape: &Shape) -> u32 {
         let boxes = CONSUMER_WARPS * self.boxes(shape) * BOX_BYTES;
         (self.bytes_beside_boxes(shape) + boxes).next_multiple_of(ALIGNMENT)

@@ -12,7 +12,8 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::{Parser, ValueEnum};
-use gemmesh::{AllGatherMatmul, Backend, Error, Group, Host, Result, bf16, launch};
+use gemmesh::error::Kind;
+use gemmesh::{AllGatherMatmul, Backend, Group, Host, Result, bf16, launch};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;
@@ -90,11 +91,11 @@ fn run<B: Backend>(args: &Args) -> Result<()> {
     // One rounding takes half of this. The error of sums in f32 is far smaller.
     let allowed = 2f64.powi(-8);
     if worst.is_nan() || worst > allowed {
-        return Err(Error::System {
-            rank: Some(group.rank()),
+        return Err(Kind::System {
             action: "verify the product".into(),
             reason: format!("it is {worst:.2e} off, {allowed:.2e} is allowed"),
-        });
+        }
+        .on(group.rank()));
     }
     let mut times = Vec::new();
     for _ in 0..ROUNDS {

@@ -6,9 +6,10 @@ use bytemuck::Pod;
 pub use float8::{F8E4M3, F8E5M2};
 use half::slice::HalfFloatSliceExt;
 pub use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
 
 /// The type of a matrix's elements, at run time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum DType {
     /// bfloat16: 8 bits of exponent, 7 of fraction.

@@ -101,7 +101,7 @@ impl Explanation {
         write!(f, "{rows} and {columns}, ")?;
         write!(f, "which read {} of K in a step", Counted(tile.k, "column"))?;
         if tile.stages > 1 {
-            write!(f, " and have up to {} steps on their way", tile.stages)?;
+            write!(f, ", with {} pipeline stages", tile.stages)?;
         }
         f.write_str(".")?;
         if tile.cluster_m > 1 {
@@ -231,7 +231,7 @@ impl Display for Explanation {
         self.write_tiles(f)?;
         self.write_moves(f)?;
         if self.predicted.is_empty() {
-            return f.write_str("\nIts time is not predicted.");
+            return f.write_str("\nNo time prediction.");
         }
         for Prediction { what, micros } in &self.predicted {
             write!(f, "\nExpected time {what}: {micros:.1} µs.")?;
@@ -317,7 +317,7 @@ mod tests {
         let expected = "\
             The output is computed in tiles of 128 rows and 256 columns, which read 64 columns of K in a step.\n\
             Nothing is moved, because one rank has all rows.\n\
-            Its time is not predicted.";
+            No time prediction.";
         assert_eq!(words, expected);
     }
 
@@ -332,15 +332,15 @@ mod tests {
             several_hosts: false,
         };
         let expected = "\
-            The output is computed in tiles of 1 row and 1 column, which read 1 column of K in a step and have up to \
-            4 steps on their way.\n\
+            The output is computed in tiles of 1 row and 1 column, which read 1 column of K in a step, with 4 \
+            pipeline stages.\n\
             2 tiles, one above the other, share what they load of the weight.\n\
             Each tile is the work of 3 thread blocks, which divide K.\n\
             K is multiplied in 5 slices, whose products are added afterwards.\n\
             The tiles of 8 tile rows are taken together, column by column.\n\
             A kernel has at most 64 thread blocks.\n\
             Nothing is moved, because one rank has all rows.\n\
-            Its time is not predicted.";
+            No time prediction.";
         assert_eq!(explanation.to_string(), expected);
     }
 

@@ -96,7 +96,7 @@ mod json;
 #[cfg(not(loom))]
 mod one_line;
 mod profile;
-mod refusal;
+
 mod route;
 // Unstable, as `schedule`.
 #[doc(hidden)]
@@ -132,7 +132,7 @@ pub use element::{
     AddendOf, DType, Element, F8E4M3, F8E5M2, Float, Half, Number, OutputOf, Value, WeightOf, bf16,
     f16,
 };
-pub use error::{Call, Deadline, Error, MadeCall, Result};
+pub use error::{Error, Result};
 pub use route::Route;
 pub use schedule::{
     Accumulation, Activation, Chunking, Config, Numerics, Quantization, Scaling, TileShape,

@@ -14,10 +14,10 @@ use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::error::{Error, Result};
+use crate::error::{Kind, Result};
 
 /// A process. The upper half is its pid, and the lower half is the time when it first asked. The time is needed,
-/// because a child may be number 1 of its own namespace, as its parent may be of its own.
+/// because PIDs repeat across namespaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Process(u64);
 
@@ -60,11 +60,12 @@ impl Process {
         if self == child {
             return Ok(());
         }
-        Err(Error::Forked {
-            rank,
-            process: self.number(),
-            child: child.number(),
-        })
+        let (process, child) = (self.number(), child.number());
+        let what = format!(
+            "process {child} is a fork of process {process}, which is the rank; make the call there, or exec a program in \
+             the fork that joins as a rank of its own"
+        );
+        Err(Kind::Misuse { what }.on(rank))
     }
 }
 
@@ -183,14 +184,12 @@ mod tests {
         assert_eq!(drops.load(Ordering::Relaxed), 1);
         let mut elsewhere = Own::new(Counts(&drops));
         elsewhere.process = Process::another();
-        assert_eq!(
-            elsewhere.process.require(3),
-            Err(Error::Forked {
-                rank: 3,
-                process: 0,
-                child: std::process::id()
-            })
+        let error = elsewhere.process.require(3).unwrap_err().to_string();
+        let words = format!(
+            "rank 3: process {} is a fork of process 0",
+            std::process::id()
         );
+        assert!(error.starts_with(&words), "{error}");
         drop(elsewhere);
         assert_eq!(drops.load(Ordering::Relaxed), 1);
     }

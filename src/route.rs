@@ -1,7 +1,9 @@
 //! How rows get from one rank to another.
 
+use serde::{Deserialize, Serialize};
+
 /// Who moves rows from one rank to another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Route {
     /// The copy engine of the rank that receives the rows.
     ///

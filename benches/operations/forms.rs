@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::ops::Range;
 
 use clap::ValueEnum;
-use gemmesh::schedule::{Layout, Refusal};
+use gemmesh::schedule::Layout;
 use gemmesh::{
     Accumulation, Activation, AllGatherMatmul, Backend, Config, DType, F8E4M3, Group, Host, Matmul,
     MatmulAllReduce, MatmulReduceScatter, Matrix, Number as _, OutputOf, Prepared,
@@ -480,8 +480,7 @@ impl<B: Backend, T: Multiplied> Operands<B, T> {
         let (world, k) = (self.group.world_size(), self.k);
         Ok(match &self.a {
             Rows::Gathered(..) => {
-                let layout = Layout::balanced(self.m, k, world)
-                    .map_err(Refusal::of(self.group.rank(), "Layout::balanced"))?;
+                let layout = Layout::balanced(self.m, k, world)?;
                 let of = |rank| rows_of::<T>(rank, layout.rows_of(rank).len() * k);
                 vec![(0..world).flat_map(of).collect()]
             }
@@ -542,9 +541,9 @@ fn scales_of_weight(
 /// The rows of the output, of M, that this rank makes.
 fn own_rows<B: Backend>(group: &Group<B>, op: Op, m: usize) -> Result<Range<usize>> {
     Ok(match op {
-        Op::MatmulReduceScatter | Op::MatmulAllReduce => Layout::balanced(m, 1, group.world_size())
-            .map_err(Refusal::of(group.rank(), "Layout::balanced"))?
-            .rows_of(group.rank()),
+        Op::MatmulReduceScatter | Op::MatmulAllReduce => {
+            Layout::balanced(m, 1, group.world_size())?.rows_of(group.rank())
+        }
         _ => 0..m,
     })
 }

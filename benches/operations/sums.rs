@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use gemmesh::schedule::{Layout, Refusal};
+use gemmesh::schedule::Layout;
 use gemmesh::trace::Trace;
 use gemmesh::{
     Backend, Config, DType, Explanation, Group, Matmul, MatmulAllReduce, MatmulReduceScatter,
@@ -50,9 +50,7 @@ impl<B: Backend, T: Multiplied> Operands<B, T> {
             scaling,
             placed: [Placed::new(group, of_a)?, Placed::new(group, of_b)?],
             partial: partial.transpose()?,
-            own: Layout::balanced(m, k, group.world_size())
-                .map_err(Refusal::of(rank, "Layout::balanced"))?
-                .rows_of(rank),
+            own: Layout::balanced(m, k, group.world_size())?.rows_of(rank),
         })
     }
 

@@ -46,8 +46,8 @@ __device__ inline void leave_push(const GemmeshParams& params, uint32_t epoch) {
     peers.push_epoch->taken = 0;
     peers.push_epoch->left = 0;
     if (params.low_latency.share != 0) peers.push_epoch->low_latency += 1;
-    // By `entered` the host tells if the epoch is that of the operation before; both are written at once. Nothing is
-    // released, because the next kernel reads them when this one has ended, and the host reads nothing behind these words.
+    // `entered` tells the host whether `epoch` is stale; both are written by one store. Nothing is released, because
+    // the next kernel reads them when this one has ended, and the host reads nothing behind these words.
     ptx::st_relaxed_sys_pair(&peers.push_epoch->epoch, epoch, 0);
     if (peers.completed != nullptr) ptx::st_relaxed_sys(peers.completed, params.epoch);
 }

@@ -27,7 +27,7 @@ struct Cluster {
         return first << row;
     }
 
-    // Of the writers of a CTA, the one with this number: first those of its column, then the others of its row.
+    // The n-th writer to this CTA: peers in its column first, then the rest of its row.
     __device__ static uint32_t writer(uint32_t number, uint32_t cta) {
         if constexpr (Columns == 1) return number;
         if (number < Rows) return column(cta) * Rows + number;

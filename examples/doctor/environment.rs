@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::path::Path;
 
-use gemmesh::{Error, launch};
+use gemmesh::error::Kind;
+use gemmesh::launch;
 
 use super::report::{Backend, Finding, Launcher, Variable};
 
@@ -36,8 +37,8 @@ pub fn launcher(findings: &mut Vec<Finding>) -> Option<Launcher> {
             None
         }
         Err(error) => {
-            let advice = match error {
-                Error::Environment { .. } => {
+            let advice = match error.kind() {
+                Kind::Environment { .. } => {
                     "Set what is missing, or unset the rank: no group is found without it, and gemmesh::launch refuses to start ranks."
                 }
                 _ => {

@@ -4,7 +4,8 @@
 use std::time::Duration;
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
-use gemmesh::{AllGatherMatmul, Builder, Cuda, Error, Group, Route, bf16};
+use gemmesh::error::Class;
+use gemmesh::{AllGatherMatmul, Builder, Cuda, Group, Route, bf16};
 use serde::{Deserialize, Serialize};
 use sys::CUdevice_P2PAttribute_enum as p2p;
 use sys::CUdevice_attribute_enum as attribute;
@@ -352,7 +353,7 @@ fn no_stores(group: &Group<Cuda>) -> Result<Option<String>, Failure> {
     let pushed = AllGatherMatmul::new().config(config.with_route(Route::Push));
     match pushed.prepare(&a, N) {
         Ok(_) => Ok(None),
-        Err(error @ Error::QueuedTogether { .. }) => Ok(Some(error.to_string())),
+        Err(error) if error.kind().class() == Class::Misuse => Ok(Some(error.to_string())),
         Err(error) => Err(error.into()),
     }
 }

@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
+use gemmesh::error::Class;
 use gemmesh::testing::{NcclLibrary, network_gb_per_s};
-use gemmesh::{AllGatherMatmul, Cuda, Error, Group, Route, bf16};
+use gemmesh::{AllGatherMatmul, Cuda, Group, Route, bf16};
 
 use super::common::Failure;
 use super::measure::{self, Way};
@@ -78,7 +79,7 @@ pub fn nccl() -> Result<Nccl, String> {
             path: found.path.map(|path| path.display().to_string()),
             has_put_signal: found.has_put_signal,
         }),
-        Err(Error::NoNccl { reason, .. }) => Err(reason),
+        Err(error) if error.kind().class() == Class::Device => Err(error.kind().to_string()),
         Err(error) => Err(error.to_string()),
     }
 }

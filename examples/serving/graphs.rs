@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaContext, CudaGraph, CudaStream, DriverError, sys};
+use gemmesh::error::Kind;
 use gemmesh::{Cuda, Error, Group, Result};
 
 use crate::CHECKED;
@@ -34,7 +35,7 @@ pub fn run(
     let capacity = model.capacity();
     for bucket in BUCKETS.into_iter().filter(|&bucket| bucket <= capacity) {
         match capture(group, stream, model, bucket) {
-            Err(Error::Capturing { .. }) => return Ok(Vec::new()),
+            Err(error) if *error.kind() == Kind::Capturing => return Ok(Vec::new()),
             graph => graphs.insert(bucket, graph?),
         };
     }
@@ -79,16 +80,20 @@ fn capture(
     let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0));
     captured?;
     let graph = graph.map_err(of_driver())?;
-    graph.ok_or_else(|| Error::Message {
-        rank: group.rank(),
-        reason: format!("nothing was captured of a step of {bucket} tokens"),
+    graph.ok_or_else(|| {
+        Kind::Message {
+            reason: format!("nothing was captured of a step of {bucket} tokens"),
+        }
+        .on(group.rank())
     })
 }
 
 fn of_driver(group: &Group<Cuda>) -> impl FnOnce(DriverError) -> Error {
     let rank = group.rank();
-    move |error| Error::Message {
-        rank,
-        reason: error.to_string(),
+    move |error| {
+        Kind::Message {
+            reason: error.to_string(),
+        }
+        .on(rank)
     }
 }

@@ -1,25 +1,27 @@
 //! Errors of the library as the exceptions of `gemmesh.errors`.
 
 use gemmesh::Error;
-use gemmesh::raw::{self, AnyGroup, Dialect, ErrorKind};
+use gemmesh::error::{Class, Dialect};
+use gemmesh::raw::{self, AnyGroup};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-/// The class of `gemmesh.errors` for a kind.
-fn class_of(kind: ErrorKind) -> &'static str {
-    match kind {
-        ErrorKind::Argument => "ArgumentError",
-        ErrorKind::Misuse => "MisuseError",
-        ErrorKind::Environment => "LaunchError",
-        ErrorKind::Rendezvous => "RendezvousError",
-        ErrorKind::CallMismatch => "CallMismatchError",
-        ErrorKind::OutOfMemory => "OutOfMemoryError",
-        ErrorKind::Rank => "RankError",
-        ErrorKind::Timeout => "DeadlineError",
-        ErrorKind::Device => "DeviceError",
-        ErrorKind::System => "HostError",
-        ErrorKind::Internal => "InternalError",
+/// The class of `gemmesh.errors`.
+fn name_of(class: Class) -> &'static str {
+    match class {
+        Class::Argument => "ArgumentError",
+        Class::Misuse => "MisuseError",
+        Class::Environment => "LaunchError",
+        Class::Rendezvous => "RendezvousError",
+        Class::CallMismatch => "CallMismatchError",
+        Class::OutOfMemory => "OutOfMemoryError",
+        Class::Rank => "RankError",
+        Class::Timeout => "DeadlineError",
+        Class::Device => "DeviceError",
+        Class::System => "HostError",
+        // What is new says what it is.
+        _ => "InternalError",
     }
 }
 
@@ -27,13 +29,12 @@ fn class_of(kind: ErrorKind) -> &'static str {
 pub fn exception(py: Python<'_>, error: &Error, rank: Option<usize>) -> PyErr {
     let call = error.call().map(|call| Dialect::Python.of(call.name()));
     // Errors name ranks by their numbers in the job.
-    let kind = rank.map_or(error.kind(), |rank| error.kind_on(rank));
+    let class = rank.map_or(error.kind().class(), |rank| error.class_on(rank));
     let rank = rank.map(|rank| error.job_rank(rank));
-    let class = class_of(kind);
     let sentence = Dialect::Python.sentence(error);
     made(
         py,
-        class,
+        name_of(class),
         &sentence,
         rank,
         &error.at_fault(),

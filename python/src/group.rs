@@ -708,7 +708,7 @@ impl Group {
     }
 
     /// Raises an ArgumentError if this group cannot multiply rows [M, K] by weights of N = n. It needs no matrix,
-    /// allocates nothing and makes no rank wait. n may be a list of several.
+    /// allocates nothing and does not block. n may be a list of several.
     ///
     /// dtype, weight_dtype and out_dtype are those of a, b and out; dtype is "bf16" by default. a_scaling and b_scaling
     /// are names as of Scaled, and first_row and first_column are as there; sharded_scales: those of a are sharded.

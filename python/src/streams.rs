@@ -12,6 +12,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
+use gemmesh::error::Kind;
 use gemmesh::error::called_at;
 use gemmesh::raw::{AnyGroup, BackendKind};
 use gemmesh::{Error, Result};
@@ -77,9 +78,11 @@ impl CallStream {
         };
         // SAFETY: streams of libraries live as long as they are current, or as their owner.
         unsafe { group.on_stream(self.raw, owner, awaited, &mut make)? };
-        result.ok_or_else(|| Error::Internal {
-            rank: group.rank(),
-            what: "a call was not made on its stream".into(),
+        result.ok_or_else(|| {
+            Kind::Internal {
+                what: "a call was not made on its stream".into(),
+            }
+            .on(group.rank())
         })
     }
 }

@@ -6,6 +6,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread::Builder;
 use std::time::Duration;
 
+use gemmesh::error::Kind;
 use gemmesh::error::called_at;
 use gemmesh::launch::Launch;
 use gemmesh::raw::{AnyGroup, BackendKind};
@@ -159,11 +160,13 @@ pub fn left_behind<R: Send + 'static>(
         let _ = send.send(called_at(None, call));
     };
     if let Err(error) = Builder::new().spawn(work) {
-        let error = Error::System {
+        let error = Error::new(
+            Kind::System {
+                action: "start a thread that joins the ranks".into(),
+                reason: error.to_string(),
+            },
             rank,
-            action: "start a thread that joins the ranks".into(),
-            reason: error.to_string(),
-        };
+        );
         return Err(exception(py, &error, rank));
     }
     loop {
@@ -249,10 +252,10 @@ fn panicked(rank: usize, panic: &dyn std::any::Any) -> Error {
         .downcast_ref::<&str>()
         .map(|text| (*text).to_owned())
         .or_else(|| panic.downcast_ref::<String>().cloned());
-    Error::Internal {
-        rank,
+    Kind::Internal {
         what: message.unwrap_or_else(|| "a call panicked".into()),
     }
+    .on(rank)
 }
 
 /// True on the process's first thread, which is Python's main thread.

@@ -234,7 +234,7 @@ def test_launch_raises_what_a_rank_failed_of(tmp_path: Path) -> None:
     assert "launcher: (1,)" in out
     assert "no such file: weights" in out
     # The other ranks say why they ended.
-    why = "the program of rank 1 failed: ValueError: no such file: weights"
+    why = "rank 1 failed in its own program: ValueError: no such file: weights"
     for rank in (0, 2):
         assert re.search(rf"^\[{rank}\] gemmesh.errors.RankError: .*{why}$", err, re.MULTILINE)
 

@@ -395,7 +395,7 @@ def test_errors_in_a_part_of_a_job_name_ranks_by_the_job_s_numbers() -> None:
                 part.fail("there is no more data")
             if group.rank >= 2:
                 for _ in range(2):
-                    with pytest.raises(gemmesh.RankError, match="the program of rank 3 failed") as failed:
+                    with pytest.raises(gemmesh.RankError, match="rank 3 failed in its own program") as failed:
                         part.barrier()
                     assert (failed.value.rank, failed.value.at_fault) == (group.rank, (3,))
 

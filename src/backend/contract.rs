@@ -12,7 +12,6 @@ use crate::explanation::Prediction;
 use crate::profile::span::Span;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
-use crate::refusal;
 use crate::schedule::{Config, Numerics, Problem, Request, Schedule, Transfer};
 
 /// How many programs a group keeps for the short calls.
@@ -176,9 +175,9 @@ pub(crate) mod sealed {
         /// Whether operations that begin now are captured into a graph, to run later and often.
         fn is_recording(&self, members: &Members) -> Result<bool>;
         /// Checks all of a schedule that [`Implementation::prepare`] checks, without memory for it.
-        fn check(&self, schedule: &Schedule) -> refusal::Result<()>;
+        fn check(&self, schedule: &Schedule) -> Result<()>;
         /// Makes a schedule ready to run.
-        fn prepare(&self, members: &Members, schedule: Schedule) -> refusal::Result<Self::Program>;
+        fn prepare(&self, members: &Members, schedule: Schedule) -> Result<Self::Program>;
         /// The schedule of a program.
         fn schedule(program: &Self::Program) -> &Schedule;
 

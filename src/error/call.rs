@@ -4,12 +4,14 @@ use std::cell::Cell;
 use std::fmt;
 use std::panic::Location;
 
+use serde::{Deserialize, Serialize};
+
 use super::made_call::At;
 
 /// A call that was refused: its name, and its place in the user's source.
 ///
 /// `Display` prints `all_gather_matmul at src/block.rs:31`, or the name alone if the place is not known. Calls are equal
-/// if their names are. The place does not count, so that a program can compare an error with one that it makes.
+/// if their names are.
 ///
 /// ```
 /// use gemmesh::{Error, Group, Host, bf16};
@@ -24,11 +26,11 @@ use super::made_call::At;
 /// })?;
 /// # Ok::<_, Error>(())
 /// ```
-// Boxed, because errors that hold a call are the largest.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(transparent)]
 pub struct Call(Box<Named>);
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 struct Named {
     name: String,
     place: Option<String>,

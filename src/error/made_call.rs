@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::Error;
+use serde::{Deserialize, Serialize};
 
 /// Begins a line of a call that says what its configuration is, which most programs leave to the library.
 const CONFIGURATION: char = ' ';
@@ -15,7 +15,7 @@ pub(crate) fn of_configuration(what: impl fmt::Display) -> String {
 /// A collective call as a rank made it: what is called, and all that must be the same on every rank.
 ///
 /// `Display` prints `name(argument, argument)`. Calls are equal also if their places differ.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct MadeCall {
     /// What is called.
@@ -113,34 +113,33 @@ impl fmt::Display for At<'_> {
     }
 }
 
-/// How two ranks' calls differ, and which calls they are: a rank with its call, and another with its own.
-pub(super) struct Difference<'a>(pub usize, pub &'a MadeCall, pub usize, pub &'a MadeCall);
+/// How a rank's call differs from that of another rank, behind "rank 3 ".
+pub(super) struct Difference<'a>(pub &'a MadeCall, pub usize, pub &'a MadeCall);
 
 impl fmt::Display for Difference<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let &Difference(rank, theirs, other, expected) = self;
+        let &Difference(theirs, other, expected) = self;
         let [name, others] = [&theirs.name, &expected.name];
         let [here, there] = [theirs.at(), expected.at()];
         if name != others {
             return write!(
                 f,
-                "rank {rank} called {name}{here} while rank {other} called {others}{there}"
+                "called {name}{here} while rank {other} called {others}{there}"
             );
         }
-        write!(
-            f,
-            "rank {rank}{here} and rank {other}{there} called {name} with "
-        )?;
+        write!(f, "called {name}{here} ")?;
         let (these, those) = (only(theirs, expected), only(expected, theirs));
         match (these.is_empty(), those.is_empty()) {
-            (false, false) => write!(
-                f,
-                "different arguments: {these} on rank {rank}, {those} on rank {other}"
-            ),
-            (false, true) => write!(f, "{these} on rank {rank}, but not on rank {other}"),
-            (true, false) => write!(f, "{those} on rank {other}, but not on rank {rank}"),
+            (false, false) => write!(f, "with {these}, and rank {other}{there} with {those}"),
+            (false, true) => write!(f, "with {these}, and rank {other}{there} without"),
+            (true, false) => write!(f, "without {those}, and rank {other}{there} with that"),
             // The calls of other ranks are cut to the room that there is.
-            (true, true) => f.write_str("arguments that differ where they are too long to show"),
+            (true, true) => {
+                write!(
+                    f,
+                    "and rank {other}{there} did with arguments that differ where they are too long to show"
+                )
+            }
         }
     }
 }
@@ -153,31 +152,6 @@ fn only(call: &MadeCall, other: &MadeCall) -> String {
         Some((last, [])) => (*last).into(),
         Some((last, others)) => format!("{} and {last}", others.join(", ")),
         None => String::new(),
-    }
-}
-
-/// The calls of a [`Difference`], whole. Of one operation, one of them says enough.
-pub(super) struct Whole<'a>(pub Difference<'a>);
-
-impl fmt::Display for Whole<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let Difference(rank, theirs, other, expected) = self.0;
-        if theirs.name != expected.name {
-            write!(f, "{theirs} on rank {rank}, ")?;
-        }
-        write!(f, "{expected} on rank {other}")
-    }
-}
-
-/// What a rank was refused before it made a different call instead.
-pub(super) struct Refused<'a>(pub &'a Option<Box<Error>>);
-
-impl fmt::Display for Refused<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        match self.0 {
-            Some(error) => write!(f, ", after it was refused a call ({error})"),
-            None => Ok(()),
-        }
     }
 }
 
@@ -208,28 +182,25 @@ mod tests {
 
     #[track_caller]
     fn assert_difference(theirs: &MadeCall, expected: &MadeCall, words: &str) {
-        assert_eq!(Difference(1, theirs, 0, expected).to_string(), words);
+        assert_eq!(Difference(theirs, 0, expected).to_string(), words);
     }
 
     #[test]
     fn calls_of_one_operation_differ_by_the_arguments_that_only_one_has() {
         let plain = product(&["M = 6", "K = 64", "bf16"]);
-        let called = "rank 1 and rank 0 called all_gather_matmul with";
         let biased = product(&["M = 6", "K = 64", "bf16", "a bias"]);
-        let words = format!("{called} a bias on rank 1, but not on rank 0");
-        assert_difference(&biased, &plain, &words);
-        let words = format!("{called} a bias on rank 0, but not on rank 1");
-        assert_difference(&plain, &biased, &words);
+        let words = "called all_gather_matmul with a bias, and rank 0 without";
+        assert_difference(&biased, &plain, words);
+        let words = "called all_gather_matmul without a bias, and rank 0 with that";
+        assert_difference(&plain, &biased, words);
         let thin = product(&["M = 6", "K = 32", "bf16"]);
-        let words = format!("{called} different arguments: K = 32 on rank 1, K = 64 on rank 0");
-        assert_difference(&thin, &plain, &words);
+        let words = "called all_gather_matmul with K = 32, and rank 0 with K = 64";
+        assert_difference(&thin, &plain, words);
         let other = product(&["M = 7", "K = 32", "f16"]);
-        let words = format!(
-            "{called} different arguments: M = 7, K = 32 and f16 on rank 1, M = 6, K = 64 and bf16 on rank 0"
-        );
-        assert_difference(&other, &plain, &words);
-        let words = format!("{called} arguments that differ where they are too long to show");
-        assert_difference(&plain, &plain, &words);
+        let words = "called all_gather_matmul with M = 7, K = 32 and f16, and rank 0 with M = 6, K = 64 and bf16";
+        assert_difference(&other, &plain, words);
+        let words = "called all_gather_matmul and rank 0 did with arguments that differ where they are too long to show";
+        assert_difference(&plain, &plain, words);
     }
 
     #[test]
@@ -238,22 +209,18 @@ mod tests {
         theirs.configuration = vec!["chunks = 4".into(), "Route::Push".into()];
         expected.configuration = vec!["chunks = 4".into(), "Route::Store".into()];
         theirs.place = Some("src/block.rs:31".into());
-        let words = "rank 1 at src/block.rs:31 and rank 0 called all_gather_matmul with different arguments: \
-                     Route::Push on rank 1, Route::Store on rank 0";
+        let words = "called all_gather_matmul at src/block.rs:31 with Route::Push, and rank 0 with Route::Store";
         assert_difference(&theirs, &expected, words);
-        let whole = Whole(Difference(1, &theirs, 0, &expected));
-        assert_eq!(whole.to_string(), "all_gather_matmul(M = 6) on rank 0");
     }
 
     #[test]
     fn calls_of_two_operations_differ_by_their_names() {
         let barrier = MadeCall::named("barrier");
-        let words = "rank 1 called barrier while rank 0 called all_gather_matmul";
+        let words = "called barrier while rank 0 called all_gather_matmul";
         assert_difference(&barrier, &product(&["M = 6"]), words);
         let mut product = product(&["M = 6"]);
         product.place = Some("src/block.rs:31".into());
-        let words = format!("{words} at src/block.rs:31");
-        assert_difference(&barrier, &product, &words);
+        assert_difference(&barrier, &product, &format!("{words} at src/block.rs:31"));
     }
 
     #[test]

@@ -2,8 +2,7 @@
 
 use std::fmt;
 
-use super::{Call, Error};
-use crate::element::DType;
+use super::Error;
 
 /// What a number must be, from the least to the most.
 pub struct Bounds(pub usize, pub usize);
@@ -14,24 +13,6 @@ impl fmt::Display for Bounds {
             Bounds(min, max) if min == max => write!(f, "{min}"),
             Bounds(min, usize::MAX) => write!(f, "at least {min}"),
             Bounds(min, max) => write!(f, "from {min} to {max}"),
-        }
-    }
-}
-
-/// What to do about ranks that differ, with the call in which they do, if there is one.
-pub struct Alike<'a>(pub Option<&'a Call>);
-
-impl fmt::Display for Alike<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        match self.0 {
-            // Only names of groups are compared in a call.
-            Some(call) => {
-                write!(f, " in {call}; ")?;
-                f.write_str(
-                    "ranks that give the same color must give the same name (Builder::name)",
-                )
-            }
-            None => f.write_str("; start all ranks alike"),
         }
     }
 }
@@ -52,7 +33,7 @@ impl fmt::Display for Transposed<'_> {
             _ => return Ok(()),
         };
         write!(f, "; it looks transposed: pass {this}, ")?;
-        write!(f, "or call .weight_layout(WeightLayout::{other})")
+        write!(f, "or set weight_layout(WeightLayout::{other})")
     }
 }
 
@@ -68,112 +49,79 @@ impl fmt::Display for Counted<'_> {
     }
 }
 
-/// How a call is prepared for an argument's type.
-pub struct Prepare<'a>(pub &'a str, pub DType, pub DType);
+/// What to do, if it is said.
+pub struct Remedy<'a>(pub &'a Option<String>);
 
-impl fmt::Display for Prepare<'_> {
+impl fmt::Display for Remedy<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let Prepare(argument, expected, found) = *self;
-        // More words may follow, such as which output it is.
-        let option = match argument {
-            _ if argument.starts_with("out") => "output_dtype",
-            _ if argument.starts_with('b') && expected.is_fp8() && found.is_fp8() => "weight_dtype",
-            _ => return write!(f, "give it {expected}"),
-        };
-        write!(f, "prepare it with {option}(DType::{found:?})")
+        let Remedy(what) = self;
+        what.as_ref().map_or(Ok(()), |what| write!(f, "; {what}"))
     }
 }
 
-/// The group of an argument that belongs to a different one than the call: its name, and that of the call's group.
-pub struct DifferentGroup<'a>(pub Option<&'a str>, pub Option<&'a str>);
+/// Why a rank can't use a peer's memory.
+pub struct Peers<'a>(pub usize, pub &'a Option<String>);
 
-impl fmt::Display for DifferentGroup<'_> {
+impl fmt::Display for Peers<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        match *self {
-            DifferentGroup(None, None) => f.write_str("a different group"),
-            // For example the end of a different rank, which is a thread.
-            DifferentGroup(Some(found), Some(expected)) if found == expected => {
-                write!(f, "a different group of the same name, {found:?}")
-            }
-            DifferentGroup(found, expected) => {
-                let [found, expected] = [found, expected].map(MaybeNamed);
-                write!(f, "{found}, but this call is of {expected}")
-            }
-        }
-    }
-}
-
-struct MaybeNamed<'a>(Option<&'a str>);
-
-impl fmt::Display for MaybeNamed<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        match self.0 {
-            Some(name) => write!(f, "group {name:?}"),
-            None => f.write_str("a group without a name"),
-        }
-    }
-}
-
-/// The multiples beside a number, if it is an extent. Those of an address say nothing.
-pub struct Nearest(pub usize, pub usize);
-
-impl fmt::Display for Nearest {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let &Nearest(value, multiple) = self;
-        if value > i32::MAX as usize || multiple == 0 {
-            return Ok(());
-        }
-        let (below, above) = (
-            value / multiple * multiple,
-            value.next_multiple_of(multiple),
-        );
-        write!(f, "; the nearest are {below} and {above}")
-    }
-}
-
-pub struct Because<'a>(pub &'a Option<Box<Error>>);
-
-impl fmt::Display for Because<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        match self.0 {
-            Some(cause) => write!(
+        let Peers(peer, reason) = self;
+        match reason {
+            Some(reason) => write!(
                 f,
-                " ({} failed: {})",
-                GroupOf(cause, "its group"),
-                WithinGroup(cause)
+                "the memory of rank {peer}'s GPU cannot be mapped ({reason}); the GPUs must be peers, see nvidia-smi topo -p2p r"
             ),
+            None => write!(
+                f,
+                "this GPU and that of rank {peer} do not read what they write to each other; do not trust results between these GPUs"
+            ),
+        }
+    }
+}
+
+/// What has failed of a program: all of it, or a function that it gave to this call.
+pub struct FailedIn<'a>(pub &'a Option<String>);
+
+impl fmt::Display for FailedIn<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self.0 {
+            Some(call) => write!(f, "failed in the function that it gave to {call}"),
+            None => f.write_str("failed in its own program"),
+        }
+    }
+}
+
+/// What a rank was refused before it made a different call instead.
+pub struct Refused<'a>(pub &'a Option<Error>);
+
+impl fmt::Display for Refused<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self.0 {
+            Some(error) => write!(f, ", after it was refused a call ({error})"),
             None => Ok(()),
         }
     }
 }
 
-/// The group of an error, with its ranks unless the job numbers them alike. If the error does not name it, these words.
-pub struct GroupOf<'a>(pub &'a Error, pub &'static str);
+/// The group's failure behind that of a rank's process.
+pub struct Because<'a>(pub &'a Option<Error>);
 
-impl fmt::Display for GroupOf<'_> {
+impl fmt::Display for Because<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let Error::InGroup {
-            group, job_ranks, ..
-        } = self.0
-        else {
-            return f.write_str(self.1);
-        };
-        write!(f, "group {group:?}")?;
-        match job_ranks.iter().copied().eq(0..job_ranks.len()) {
-            true => Ok(()),
-            false => write!(f, " of the job's {}", Listed(job_ranks)),
+        match self.0 {
+            Some(cause) => write!(f, " (its group failed: {cause})"),
+            None => Ok(()),
         }
     }
 }
 
-/// An error without its group.
-pub struct WithinGroup<'a>(pub &'a Error);
+/// The ranks of the job that are a group's, unless the job numbers them alike.
+pub struct OfRanks<'a>(pub &'a [usize]);
 
-impl fmt::Display for WithinGroup<'_> {
+impl fmt::Display for OfRanks<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        match self.0 {
-            Error::InGroup { error, .. } => error.fmt(f),
-            error => error.fmt(f),
+        match self.0.iter().copied().eq(0..self.0.len()) {
+            true => Ok(()),
+            false => write!(f, " of the job's {}", Listed(self.0)),
         }
     }
 }
@@ -257,18 +205,18 @@ impl fmt::Display for Panic<'_> {
     }
 }
 
-pub struct Ranks<'a>(pub &'a [usize], pub &'static str, pub &'static str);
+/// Ranks, as the subject of a sentence in the perfect tense.
+pub struct Have<'a>(pub &'a [usize]);
 
-impl fmt::Display for Ranks<'_> {
+impl fmt::Display for Have<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let Ranks(ranks, has, have) = self;
-        let verb = if ranks.len() == 1 { has } else { have };
-        write!(f, "{} {verb}", Listed(ranks))
+        let verb = if self.0.len() == 1 { "has" } else { "have" };
+        write!(f, "{} {verb}", Listed(self.0))
     }
 }
 
 /// Words in brackets, if there are any.
-pub struct InBrackets<'a>(pub &'a Option<Box<str>>);
+pub struct InBrackets<'a>(pub &'a Option<String>);
 
 impl fmt::Display for InBrackets<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
@@ -276,13 +224,5 @@ impl fmt::Display for InBrackets<'_> {
         words
             .as_ref()
             .map_or(Ok(()), |words| write!(f, " ({words})"))
-    }
-}
-
-pub struct Who<'a>(pub &'a Option<usize>);
-
-impl fmt::Display for Who<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        self.0.map_or(Ok(()), |rank| write!(f, "rank {rank}: "))
     }
 }

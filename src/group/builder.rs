@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::gathered::Gathered;
 use super::{Group, in_words, threads};
 use crate::backend::{Backend, Mailboxes, Network, OpenOptions};
-use crate::error::{Call, Error, Result};
+use crate::error::{Call, Error, Kind, Result, require_count};
 use crate::one_line::{beginning, option, write_parts};
 use crate::protocol::epoch::Epoch;
 use crate::ranks::address::Address;
@@ -22,7 +22,6 @@ use crate::ranks::naming::{self, Arrival, JobRank, Naming};
 use crate::ranks::rendezvous;
 use crate::ranks::reports::ReportSender;
 use crate::ranks::split::{Claim, SPLIT};
-use crate::refusal::{Refusal, require_count};
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::limit;
 use crate::schedule::{Hosts, Numerics};
@@ -106,20 +105,20 @@ impl<B: Backend> Builder<B> {
     }
 
     /// How long a rank waits for another in a call that all ranks have begun, before it gives up with
-    /// [`Error::Timeout`]. The default is [`DEFAULT_TIMEOUT`].
+    /// [`Kind::Timeout`]. The default is [`DEFAULT_TIMEOUT`].
     ///
     /// Ranks that are threads of one process open their group without it, as they do parts of it ([`Group::split`]). A
     /// wait for another thread there may take ten minutes, or this time if it is longer.
     ///
-    /// The clock starts when the last rank begins the call. The time in which the other rank multiplies what it will
-    /// send counts. On GPUs a rank begins a call when it enqueues it, and a replay of a graph has no beginning that
-    /// others see. So there the work that stands before it on the other rank's stream counts too.
+    /// The clock starts when the last rank begins the call. The time the peer spends computing before it sends counts.
+    /// On GPUs a rank begins a call when it enqueues it, and a replay of a graph has no beginning that others see. So
+    /// there the work that stands before it on the other rank's stream counts too.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self
     }
 
-    /// How long a rank waits for another that has not come, before it gives up with [`Error::Timeout`].
+    /// How long a rank waits for another that has not come, before it gives up with [`Kind::Timeout`].
     ///
     /// By default it waits as long as that rank lives. The wait ends at once if that rank dies, panics, leaves, fails
     /// or makes a different call. So ranks may load weights at different speeds, and a server may be idle:
@@ -142,7 +141,7 @@ impl<B: Backend> Builder<B> {
     /// ```
     ///
     /// It also bounds the rendezvous, in which a process that was never started cannot be seen to be dead. There the
-    /// default is ten minutes, after which ranks get [`Error::RanksMissing`].
+    /// default is ten minutes, after which ranks get [`Kind::RanksMissing`].
     ///
     /// Ranks that are threads of one process have no rendezvous. While they open their group, or parts of it
     /// ([`Group::split`]), a wait for another thread may take ten minutes, or this time if it is longer.
@@ -162,7 +161,7 @@ impl<B: Backend> Builder<B> {
     }
 
     /// How long the system of another host may acknowledge nothing that it is sent, before the host is lost
-    /// ([`Error::HostLost`]). The default is 1.25 s. A time below half a second is taken for half a second.
+    /// ([`Kind::HostLost`]). The default is 1.25 s. A time below half a second is taken for half a second.
     ///
     /// Raise it if the network between the hosts is away for longer now and then. A host whose processes are stopped or
     /// slow is not lost, because its system acknowledges what comes. A group of one host has no use for this time.
@@ -307,7 +306,7 @@ impl<B: Backend> Builder<B> {
     /// ```
     ///
     /// # Errors
-    /// As [`Group::split`]; [`Error::Mismatch`] if ranks of a color give different names.
+    /// As [`Group::split`]; [`Kind::Mismatch`] if ranks of a color give different names.
     #[track_caller]
     pub fn split(self, group: &Group<B>, color: usize, key: usize) -> Result<Group<B>> {
         let checked = naming::check(Some(group.rank()), self.name.as_deref());
@@ -368,8 +367,8 @@ impl<B: Backend> Builder<B> {
     /// are an address that nobody can guess, from which the ranks' key follows. So it must not be shown to others.
     ///
     /// The ranks may run on several hosts, each of which has as many ranks as the others. Then the lowest rank of each
-    /// host connects to rank 0 by TCP, at a free port of one of its host's addresses. Products and collectives need a
-    /// network for rows, too, which only `Builder::from_communicator` has. Parts of one host need none
+    /// host connects to rank 0 by TCP, at a free port of one of its host's addresses. Across hosts, products and
+    /// collectives also need a data network (`Builder::from_communicator`). Groups on one host need none
     /// ([`Group::split`]).
     ///
     /// ```
@@ -402,8 +401,8 @@ impl<B: Backend> Builder<B> {
     /// ```
     ///
     /// # Errors
-    /// As [`Builder::connect`], and those of several hosts, as [`Group::from_env`]; [`Error::Callback`] with the error of `gather`; [`Error::Count`] unless it returns the
-    /// bytes of each rank; [`Error::RankNeverJoined`] if rank 0 has no address; [`Error::Unsupported`] if one host has more
+    /// As [`Builder::connect`], and those of several hosts, as [`Group::from_env`]; [`Kind::ProgramFailed`] with the error of `gather`; [`Kind::Unsuitable`] unless it returns the
+    /// bytes of each rank; [`Kind::NeverJoined`] if rank 0 has no address; [`Kind::Unsupported`] if one host has more
     /// ranks than another.
     #[track_caller]
     pub fn connect_with(
@@ -426,7 +425,7 @@ impl<B: Backend> Builder<B> {
     ) -> Result<Group<B>> {
         const CALL: &str = "Group::connect_with";
         // All ranks give the same size, so all are refused before any waits in its gather.
-        limit("the world size", world, 1, MAX_WORLD).map_err(Refusal::of(rank, CALL))?;
+        limit("the world size", world, 1, MAX_WORLD).map_err(Error::of(rank, CALL))?;
         let several = hosts.as_ref().is_none_or(|hosts| hosts.count() > 1);
         let place = Gathered::of(rank, several && world > 1);
         let mut mine = [b' '; GATHERED_BYTES];
@@ -435,25 +434,27 @@ impl<B: Backend> Builder<B> {
             mine[..bytes.len()].copy_from_slice(&bytes);
         }
         // Also if there is no address, because the other ranks wait in their gathers.
-        let gathered = gather(&mine).map_err(|error| Error::Callback {
-            rank,
-            call: CALL.into(),
-            reason: in_words(&error),
+        let gathered = gather(&mine).map_err(|error| {
+            Kind::ProgramFailed {
+                function_of: Some(CALL.into()),
+                reason: in_words(&error),
+            }
+            .on(rank)
         });
         let (_, listener) = place?;
         let gathered = gathered?;
         let bytes: usize = gathered.iter().map(Vec::len).sum();
-        let of = Refusal::of(rank, CALL);
+        let of = Error::of(rank, CALL);
         let expected = world * GATHERED_BYTES;
         require_count("the group", "byte", expected, "what was gathered", bytes).map_err(of)?;
         let all = gathered.concat();
         let all: Vec<Gathered> = all.chunks(GATHERED_BYTES).map(Gathered::decode).collect();
         let first = &all[0];
         if first.address == Address::default() {
-            return Err(Error::RankNeverJoined { rank: 0 });
+            return Err(Kind::NeverJoined.on(0));
         }
         let tags: Vec<&str> = all.iter().map(|told| told.host.as_str()).collect();
-        let found = || Hosts::of(&tags).map_err(Refusal::of(rank, CALL));
+        let found = || Hosts::of(&tags).map_err(Error::of(rank, CALL));
         self.hosts = hosts.map_or_else(found, Ok)?;
         match self.hosts.count() {
             1 => drop(listener),
@@ -509,7 +510,7 @@ impl<B: Backend> Builder<B> {
     fn meet(&self, identity: &Identity, version: u32) -> Result<Group<B>> {
         limit("the world size", identity.world, 1, MAX_WORLD)
             .and_then(|()| limit("the rank", identity.rank, 0, identity.world - 1))
-            .map_err(Refusal::of(identity.rank, "Group::connect"))?;
+            .map_err(Error::of(identity.rank, "Group::connect"))?;
         let members = rendezvous::meet_speaking(identity, version)?;
         self.open(members, None, Location::caller())
     }

@@ -4,7 +4,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 
 use super::GATHERED_BYTES;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::ranks::address::{self, Address};
 use crate::ranks::meeting::{Key, Meeting, Place};
 use crate::ranks::{host, tcp};
@@ -84,11 +84,11 @@ impl Gathered {
         let place = match listener {
             Some(listener) => Place::Listening(listener.map_err(Error::system(0, LISTEN))?),
             None if self.port == 0 => {
-                return Err(Error::System {
-                    rank: Some(0),
+                return Err(Kind::System {
                     action: LISTEN.into(),
                     reason: "see that rank's own error".into(),
-                });
+                }
+                .on(0));
             }
             None => {
                 let places = self.places.iter();

@@ -21,7 +21,7 @@ use lru::LruCache;
 use self::programs::Kept;
 use self::turns::Turns;
 use crate::backend::{Backend, KEPT, OpenOptions};
-use crate::error::{Call, Error, MadeCall, Result, called_at};
+use crate::error::{Call, Error, Kind, MadeCall, Result, called_at};
 use crate::one_line::beginning;
 use crate::process::Own;
 use crate::profile::nvtx::range;
@@ -29,7 +29,6 @@ use crate::protocol::epoch::Epoch;
 use crate::ranks::deadlines::Deadlines;
 use crate::ranks::members::Members;
 use crate::ranks::split::{self, Claim, split_call};
-use crate::refusal::{self, Refusal};
 use crate::schedule::{Config, Hosts, Numerics, Problem};
 
 /// This rank's membership of a group of ranks that multiply together.
@@ -56,10 +55,10 @@ use crate::schedule::{Config, Hosts, Numerics, Problem};
 ///
 /// All ranks make the same collective calls in the same order. If several threads of a rank make them, the program must
 /// order them. A call waits until the operations of other threads have returned, at most for the group's timeout
-/// ([`Error::Busy`]). Time in which such an operation waits for a rank that has not begun it does not count.
+/// ([`Kind::Busy`]). Time in which such an operation waits for a rank that has not begun it does not count.
 ///
 /// A group is cheap to clone. It ends when its last clone, matrix and prepared call have been dropped. It belongs to
-/// the process that made it: in a fork, calls return [`Error::Forked`], and dropping the group does nothing.
+/// the process that made it: in a fork, calls return [`Kind::Misuse`], and dropping the group does nothing.
 pub struct Group<B: Backend> {
     inner: Arc<Own<Inner<B>>>,
 }
@@ -152,8 +151,8 @@ impl<B: Backend> Group<B> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Environment`] names the variables that are missing, and [`Error::EnvironmentValue`] one that cannot be
-    /// used. If there are several hosts: [`Error::KeyRefused`] if this rank's key is not rank 0's, and [`Error::System`]
+    /// [`Kind::Environment`] names the variables that are missing, and [`Kind::EnvironmentValue`] one that cannot be
+    /// used. If there are several hosts: [`Kind::KeyRefused`] if this rank's key is not rank 0's, and [`Kind::System`]
     /// if rank 0's host is not found or its port is taken. All other errors are those of [`Group::connect`].
     #[track_caller]
     pub fn from_env() -> Result<Group<B>> {
@@ -175,9 +174,9 @@ impl<B: Backend> Group<B> {
     /// ```
     ///
     /// # Errors
-    /// On every rank that comes: [`Error::RanksMissing`], [`Error::DuplicateRank`], [`Error::Mismatch`], and errors of
-    /// a backend that does not find what it needs. [`Error::AddressTaken`] if other processes hold the address,
-    /// [`Error::UnknownUser`] if the system does not say which user a process belongs to.
+    /// On every rank that comes: [`Kind::RanksMissing`], [`Kind::DuplicateRank`], [`Kind::Mismatch`], and errors of
+    /// a backend that does not find what it needs. [`Kind::AddressTaken`] if other processes hold the address,
+    /// [`Kind::RanksMissing`] if the system does not say which user a process belongs to.
     #[track_caller]
     pub fn connect(rank: usize, world: usize, address: &str) -> Result<Group<B>> {
         Builder::new().connect(rank, world, address)
@@ -195,7 +194,7 @@ impl<B: Backend> Group<B> {
     ///
     /// # Errors
     /// The error of the rank that failed first. If `f` returns an error, the ranks that wait for this one get it: as it
-    /// is if this library made it, else as the words of an [`Error::ProgramFailed`].
+    /// is if this library made it, else as the words of an [`Kind::ProgramFailed`].
     ///
     /// # Panics
     /// If `f` panics on a rank. All ranks have ended then.
@@ -291,8 +290,8 @@ impl<B: Backend> Group<B> {
     /// Waits until all operations of this rank are complete.
     ///
     /// # Errors
-    /// The failure of an operation, if it has not been reported yet. On GPUs [`Error::Capturing`] while the group's
-    /// stream is captured, and [`Error::Timeout`], after which the group goes on, if work of the program's own stands
+    /// The failure of an operation, if it has not been reported yet. On GPUs [`Kind::Capturing`] while the group's
+    /// stream is captured, and [`Kind::Timeout`], after which the group goes on, if work of the program's own stands
     /// before an operation and takes longer than [`Builder::timeout`].
     pub fn synchronize(&self) -> Result<()> {
         self.wait(B::synchronize)
@@ -340,7 +339,7 @@ impl<B: Backend> Group<B> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Limit`] on this rank alone, and nothing is sent, if `bytes` is longer than 256 MiB / W - 4 KiB; the group's
+    /// [`Kind::Limit`] on this rank alone, and nothing is sent, if `bytes` is longer than 256 MiB / W - 4 KiB; the group's
     /// failure.
     #[track_caller]
     pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
@@ -367,7 +366,7 @@ impl<B: Backend> Group<B> {
     /// locks something of its own calls it first.
     ///
     /// # Errors
-    /// The group's failure; [`Error::CallInCallback`]; [`Error::Forked`].
+    /// The group's failure; [`Kind::Misuse`].
     pub fn check(&self) -> Result<()> {
         self.inner.members.check()?;
         self.refuse_misplaced()
@@ -375,8 +374,8 @@ impl<B: Backend> Group<B> {
 
     /// Ends the group on every rank, because this rank's own program cannot go on.
     ///
-    /// All ranks get [`Error::ProgramFailed`] with this rank and `reason`, from the calls that they are in and from
-    /// later ones. Without this call, ranks that wait for a rank that leaves learn that it left, but not why.
+    /// All ranks get [`Kind::ProgramFailed`] with this rank and `reason`, from the calls that they are in and from
+    /// later ones. Without it, waiting ranks learn that this rank left, but not why.
     ///
     /// It returns the group's failure, which is the first one if the group had failed before. If `reason` is an error that
     /// this rank has got from this group, or from a group that was split from it or from which it was split, the failure
@@ -384,7 +383,8 @@ impl<B: Backend> Group<B> {
     /// given to a call.
     ///
     /// ```
-    /// use gemmesh::{Error, Group, Host, Result};
+    /// use gemmesh::error::Kind;
+    /// use gemmesh::{Group, Host, Result};
     ///
     /// fn rank(group: &Group<Host>) -> Result<()> {
     ///     if group.rank() == 1 {
@@ -395,7 +395,7 @@ impl<B: Backend> Group<B> {
     /// }
     ///
     /// let error = Group::<Host>::threads(2, |group| rank(&group)).unwrap_err();
-    /// assert!(matches!(error, Error::ProgramFailed { rank: 1, .. }));
+    /// assert!(matches!(error.kind(), Kind::ProgramFailed { .. }) && error.rank() == Some(1));
     /// ```
     ///
     /// A whole program reports its error so: `run(&group).map_err(|error| group.fail(error))`.
@@ -418,31 +418,31 @@ impl<B: Backend> Group<B> {
         self.tell(error.in_call(Call::here(call)))
     }
 
-    /// For `map_err`: tells the other ranks why this rank does not make the collective call `call`, and makes an error
-    /// of the refusal.
+    /// For `map_err`: tells the other ranks why this rank does not make the collective call `call`, which is refused
+    /// for this error.
     #[track_caller]
-    pub(crate) fn refusal<'g>(&'g self, call: &'g str) -> impl FnOnce(Refusal) -> Error + 'g {
-        let of = Refusal::of(self.rank(), call);
-        move |refusal| self.tell(of(refusal))
+    pub(crate) fn refusal<'g>(&'g self, call: &'g str) -> impl FnOnce(Error) -> Error + 'g {
+        let of = Error::of(self.rank(), call);
+        move |error| self.tell(of(error))
     }
 
-    /// Makes an error of a refusal of `call`, which this rank makes alone, and notes the result.
+    /// Notes the result of a check of `call`, which this rank makes alone.
     #[track_caller]
-    pub(crate) fn judged<R>(&self, call: &str, result: refusal::Result<R>) -> Result<R> {
-        self.noted(result.map_err(Refusal::of(self.rank(), call)))
+    pub(crate) fn judged<R>(&self, call: &str, result: Result<R>) -> Result<R> {
+        self.noted(result.map_err(Error::of(self.rank(), call)))
     }
 
-    /// Makes an error of the answer to a question about `call`. It is not noted, because a rank that is told no goes on.
+    /// The answer to a question about `call`. It is not noted, because a rank that is told no goes on.
     #[track_caller]
-    pub(crate) fn answered(&self, call: &str, answer: refusal::Result<()>) -> Result<()> {
-        let answer = answer.map_err(Refusal::of(self.rank(), call));
+    pub(crate) fn answered(&self, call: &str, answer: Result<()>) -> Result<()> {
+        let answer = answer.map_err(Error::of(self.rank(), call));
         answer.map_err(|error| self.inner.members.named(error))
     }
 
     fn tell(&self, error: Error) -> Error {
         let error = self.inner.members.named(error);
         // Nobody waits for a call that stands within another, or in a fork.
-        if !matches!(error.cause(), Error::CallInCallback { .. }) {
+        if !self.is_in_callback() {
             self.inner.members.refuse(&error);
         }
         error
@@ -543,16 +543,30 @@ impl<B: Backend> Group<B> {
     }
 
     /// Checks that `argument`, which belongs to the group `its`, belongs to this one.
-    pub(crate) fn require_same(&self, argument: &str, its: &Group<B>) -> refusal::Result<()> {
+    pub(crate) fn require_same(&self, argument: &str, its: &Group<B>) -> Result<()> {
         if self.is_same(its) {
             return Ok(());
         }
-        let name = |group: &Group<B>| group.name().map(Box::from);
-        Err(Refusal::ForeignArgument {
-            argument: argument.into(),
-            expected: name(self),
-            found: name(its),
-        })
+        let of_name = |name: Option<&str>| {
+            name.map_or("a group without a name".into(), |name| {
+                format!("group {name:?}")
+            })
+        };
+        let [expected, found] = match [self.name(), its.name()] {
+            [None, None] => ["that of this call".into(), "a different group".into()],
+            // For example the end of a different rank, which is a thread.
+            [Some(name), Some(other)] if name == other => [
+                "that of this call".into(),
+                format!("a different group of the same name, {name:?}"),
+            ],
+            [own, its] => [format!("that of this call, {}", of_name(own)), of_name(its)],
+        };
+        Err(Error::of_kind(Kind::Unsuitable {
+            what: format!("the group of {argument}"),
+            expected,
+            found,
+            remedy: Some("make all arguments with one group".into()),
+        }))
     }
 
     pub(crate) fn is_same(&self, other: &Group<B>) -> bool {

@@ -11,9 +11,8 @@ use super::{Builder, GATHERED_BYTES, Group};
 use crate::backend::mpi::{Unusable, check};
 use crate::backend::sealed::Implementation;
 use crate::backend::{Backend, Host, Mpi};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::ranks::host;
-use crate::refusal::Refusal;
 use crate::schedule::Hosts;
 
 /// The name of the call.
@@ -28,12 +27,12 @@ impl<B: Backend> Builder<B> {
     /// there are several hosts, MPI carries rows from host to host on the host backend. On GPUs NCCL does.
     ///
     /// # Errors
-    /// As [`Builder::connect_with`]; [`Error::Unsupported`] if MPI is to carry rows and was not initialised by
-    /// `mpi::initialize_with_threading(mpi::Threading::Multiple)`; [`Error::Environment`] if MPI is not initialised or is
+    /// As [`Builder::connect_with`]; [`Kind::Unsupported`] if MPI is to carry rows and was not initialised by
+    /// `mpi::initialize_with_threading(mpi::Threading::Multiple)`; [`Kind::Environment`] if MPI is not initialised or is
     /// finalised.
     ///
     /// If MPI carries rows, the group must be dropped before the `mpi::Universe`. Calls that are under way when MPI is
-    /// finalised, and later ones, return [`Error::System`], and the group has failed.
+    /// finalised, and later ones, return [`Kind::System`], and the group has failed.
     #[track_caller]
     pub fn from_communicator(mut self, communicator: &impl Communicator) -> Result<Group<B>> {
         require_mpi()?;
@@ -73,12 +72,14 @@ impl<B: Backend> Builder<B> {
 
 /// Fails unless MPI can be called.
 fn require_mpi() -> Result<()> {
-    check().map_err(|unusable| Error::Environment {
-        launcher: "MPI".into(),
-        missing: match unusable {
-            Unusable::NotInitialised => "mpi::initialize()".into(),
-            Unusable::Finalised => "an mpi::Universe (MPI has been finalised)".into(),
-        },
+    check().map_err(|unusable| {
+        Error::of_kind(Kind::Environment {
+            launcher: "MPI".into(),
+            missing: match unusable {
+                Unusable::NotInitialised => "mpi::initialize()".into(),
+                Unusable::Finalised => "an mpi::Universe (MPI has been finalised)".into(),
+            },
+        })
     })
 }
 
@@ -101,13 +102,13 @@ fn hosts(communicator: &impl Communicator, carries_rows: bool) -> Result<Hosts> 
     id?;
     let told: Vec<&[u8]> = all.chunks(TOLD).collect();
     let tags: Vec<&[u8]> = told.iter().map(|told| &told[..TOLD - 1]).collect();
-    let hosts = Hosts::of(&tags).map_err(Refusal::of(rank, CALL))?;
+    let hosts = Hosts::of(&tags).map_err(Error::of(rank, CALL))?;
     let single = told.iter().position(|told| told[TOLD - 1] == 0);
     if let Some(rank) = single.filter(|_| carries_rows && hosts.count() > 1) {
         let what = "for a group of several hosts MPI must be initialised by \
                     mpi::initialize_with_threading(mpi::Threading::Multiple), because several threads call it";
-        let refused = Refusal::Unsupported { what: what.into() };
-        return Err(Refusal::of(rank, CALL)(refused));
+        let refused = Error::unsupported(what);
+        return Err(Error::of(rank, CALL)(refused));
     }
     Ok(hosts)
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::turns::{Turn, Turns};
 use super::{Group, State};
 use crate::backend::Backend;
-use crate::error::{Error, Result};
+use crate::error::{Kind, Result};
 use crate::protocol::epoch::Epoch;
 use crate::ranks::call::PostedCall;
 use crate::schedule::{Agreed, Operation};
@@ -16,6 +16,9 @@ thread_local! {
     /// The groups in whose operations this thread runs a function of the caller's.
     static CALLBACKS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
+
+const CALL_IN_CALLBACK: &str = "a function that was given to a call of a group makes another call of the same group; \
+                                return from it first";
 
 impl<B: Backend> Group<B> {
     /// Begins a collective operation. No other begins on this rank before `run` returns.
@@ -59,7 +62,7 @@ impl<B: Backend> Group<B> {
     pub(super) fn refuse_recording(&self) -> Result<()> {
         if self.is_recording()? {
             let rank = self.rank();
-            return Err(self.inner.members.named(Error::Capturing { rank }));
+            return Err(self.inner.members.named(Kind::Capturing.on(rank)));
         }
         Ok(())
     }
@@ -93,11 +96,13 @@ impl<B: Backend> Group<B> {
             if waited - until_all_came.get() < longest {
                 return Ok(());
             }
-            Err(members.named(Error::Busy {
-                rank,
-                call: other.map_or("call", Agreed::name).into(),
-                waited_ms: waited.as_millis() as u64,
-            }))
+            Err(members.named(
+                Kind::Busy {
+                    call: other.map_or("call", Agreed::name).into(),
+                    waited_ms: waited.as_millis() as u64,
+                }
+                .on(rank),
+            ))
         })
     }
 
@@ -123,7 +128,12 @@ impl<B: Backend> Group<B> {
         members.refuse_fork()?;
         match self.is_in_callback() {
             true => {
-                let error = members.named(Error::CallInCallback { rank: self.rank() });
+                let error = members.named(
+                    Kind::Misuse {
+                        what: CALL_IN_CALLBACK.into(),
+                    }
+                    .on(self.rank()),
+                );
                 members.note_given(&error);
                 Err(error)
             }

@@ -8,7 +8,6 @@ use super::{Group, Inner};
 use crate::backend::Backend;
 use crate::error::{Error, MadeCall, Result, called_at};
 use crate::profile::nvtx::range;
-use crate::refusal;
 use crate::resources::require_available;
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
@@ -32,7 +31,7 @@ impl<B: Backend> Group<B> {
         &self,
         problem: Problem,
         config: Option<Config>,
-    ) -> refusal::Result<Arc<B::Program>> {
+    ) -> Result<Arc<B::Program>> {
         let (program, _) = self.configured_program(problem, config)?;
         Ok(program)
     }
@@ -42,7 +41,7 @@ impl<B: Backend> Group<B> {
         &self,
         problem: Problem,
         config: Option<Config>,
-    ) -> refusal::Result<(Arc<B::Program>, Config)> {
+    ) -> Result<(Arc<B::Program>, Config)> {
         let key = (problem, config);
         self.refuse_misplaced()?;
         let mut state = self.state(None)?;
@@ -75,7 +74,7 @@ impl<B: Backend> Group<B> {
         &self,
         problem: &Problem,
         config: Option<Config>,
-    ) -> refusal::Result<(Schedule, Config)> {
+    ) -> Result<(Schedule, Config)> {
         self.check()?;
         let (schedule, config) = self.planned(problem, config)?;
         self.inner().backend.check(&schedule)?;
@@ -83,11 +82,7 @@ impl<B: Backend> Group<B> {
     }
 
     /// The schedule of a problem, and its configuration. The backend chooses one if there is none.
-    fn planned(
-        &self,
-        problem: &Problem,
-        config: Option<Config>,
-    ) -> refusal::Result<(Schedule, Config)> {
+    fn planned(&self, problem: &Problem, config: Option<Config>) -> Result<(Schedule, Config)> {
         let Inner {
             backend,
             members,

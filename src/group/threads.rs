@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{Builder, Group, in_words};
 use crate::backend::Backend;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::ranks::members::{Connections, Members};
 use crate::ranks::memfd::{Mapping, memfd};
 use crate::ranks::mirror::{Link, Mirror};
@@ -17,7 +17,6 @@ use crate::ranks::shared_state::SharedState;
 use crate::ranks::tree::Shape;
 use crate::ranks::watcher::Watched;
 use crate::ranks::wire;
-use crate::refusal::Refusal;
 use crate::schedule::Hosts;
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::limit;
@@ -104,10 +103,13 @@ fn start<B: Backend>(
     // comes first, then that of the rank that reported the group's failure.
     let fault = group.fault();
     let left = fault.as_ref().filter(|fault| {
-        let failure = fault.cause();
         matches!(
-            failure,
-            Error::RankLeft { .. } | Error::ProgramFailed { .. }
+            fault.kind(),
+            Kind::RankLeft { .. }
+                | Kind::ProgramFailed {
+                    function_of: None,
+                    ..
+                }
         )
     });
     let left = left.map_or_else(Vec::new, Error::at_fault);
@@ -177,7 +179,7 @@ impl Drop for Farewell {
 #[track_caller]
 fn connect(world: usize, hosts: &Hosts) -> Result<Vec<Connections>> {
     let world_size = limit("the world size", world, 1, MAX_WORLD);
-    world_size.map_err(Refusal::of(None, "Group::threads"))?;
+    world_size.map_err(Error::of(None, "Group::threads"))?;
     let mut ends: Vec<Connections> = (0..world).map(|_| Connections::default()).collect();
     for rank in 0..world {
         for child in Shape::of(hosts, world, rank).children {
@@ -256,7 +258,10 @@ mod tests {
             },
         });
         let error = error.unwrap_err();
-        assert!(matches!(error, Error::RankLeft { rank: 0, .. }), "{error}");
+        assert!(
+            matches!(error.kind(), Kind::RankLeft { .. }) && error.rank() == Some(0),
+            "{error}"
+        );
     }
 
     #[test]

@@ -13,13 +13,12 @@ use cudarc::driver::{
 use crate::backend::Cuda;
 use crate::element::{AddendOf, Element, OutputOf, Value, WeightOf};
 #[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::Kind;
+use crate::error::{Error, Result, require_elements};
 use crate::group::Group;
 use crate::interop::stream::{PER_THREAD, StreamGuard};
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut, bytes_of};
 use crate::ops::{AddendView, Operand, Outputs, Weights};
-use crate::refusal::{self, Refusal, require_elements};
 use crate::schedule::limits::require;
 
 mod memory {
@@ -53,23 +52,22 @@ impl Group<Cuda> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] if the stream is not of the GPU's primary context, if it is the default stream of each
+    /// [`Kind::Unsuitable`] if the stream is not of the GPU's primary context, if it is the default stream of each
     /// thread, or while matrices lie in memory of the current stream ([`CudarcMatrix`]); as [`Group::set_stream`].
     #[track_caller]
     pub fn use_cudarc_stream(&self, stream: &Arc<CudaStream>) -> Result<()> {
         let check = || {
             self.require_context("the stream", stream.context().cu_ctx().cast())?;
             if stream.cu_stream().addr() == PER_THREAD {
-                return Err(Refusal::Unsuitable {
-                    argument: "the stream".into(),
-                    what: "the handle".into(),
-                    expected: "one stream, whichever thread uses it".into(),
-                    found: "CU_STREAM_PER_THREAD".into(),
-                });
+                return Err(Error::unsuitable(
+                    "the handle of the stream",
+                    "one stream, whichever thread uses it",
+                    "CU_STREAM_PER_THREAD",
+                ));
             }
             Ok(())
         };
-        check().map_err(Refusal::of(self.rank(), "Group::use_cudarc_stream"))?;
+        check().map_err(Error::of(self.rank(), "Group::use_cudarc_stream"))?;
         let owner = Arc::new(stream.clone());
         // SAFETY: it is of the device's primary context, and lives as long as what is kept.
         unsafe { self.set_stream_of(stream.cu_stream().cast(), owner) }
@@ -78,12 +76,12 @@ impl Group<Cuda> {
     /// Records an event of cudarc behind all operations so far. Other streams, or the host, can wait for it.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] if the event is not of the GPU's primary context; [`Error::Cuda`] if the driver refuses;
+    /// [`Kind::Unsuitable`] if the event is not of the GPU's primary context; [`Kind::Device`] if the driver refuses;
     /// the group's failure.
     #[track_caller]
     pub fn record_cudarc_event(&self, event: &CudaEvent) -> Result<()> {
         self.require_context("the event", event.context().cu_ctx().cast())
-            .map_err(Refusal::of(self.rank(), "Group::record_cudarc_event"))?;
+            .map_err(Error::of(self.rank(), "Group::record_cudarc_event"))?;
         // SAFETY: it is of the device's primary context and lives.
         unsafe { self.record_event(event.cu_event().cast()) }
     }
@@ -92,27 +90,22 @@ impl Group<Cuda> {
     /// event may be dropped after this call.
     ///
     /// # Errors
-    /// [`Error::Cuda`] if the driver refuses; the group's failure.
+    /// [`Kind::Device`] if the driver refuses; the group's failure.
     pub fn wait_for_cudarc_event(&self, event: &CudaEvent) -> Result<()> {
         // SAFETY: it lives.
         unsafe { self.wait_for_event(event.cu_event().cast()) }
     }
 
-    fn require_context(
-        &self,
-        argument: &str,
-        context: *mut std::ffi::c_void,
-    ) -> refusal::Result<()> {
+    fn require_context(&self, argument: &str, context: *mut std::ffi::c_void) -> Result<()> {
         let device = &self.inner().backend.gpu().device;
         if device.context() == context {
             return Ok(());
         }
-        Err(Refusal::Unsuitable {
-            argument: argument.into(),
-            what: "the context".into(),
-            expected: format!("the primary one of GPU {}", device.ordinal()),
-            found: "another".into(),
-        })
+        Err(Error::unsuitable(
+            format!("the context of {argument}"),
+            format!("the primary one of GPU {}", device.ordinal()),
+            "another",
+        ))
     }
 }
 
@@ -164,9 +157,9 @@ impl<'a, T: Value> CudarcMatrix<'a, T> {
     /// A [rows, columns] matrix, row by row, in memory of as many elements.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] unless the memory's context and stream are the group's; [`Error::Count`] unless it has
-    /// rows · columns elements; [`Error::Unaligned`] unless the memory and each row begin at a multiple of 16 bytes;
-    /// [`Error::Limit`] if there are no columns and the type is not f32, or more rows or columns than 2³¹ - 1.
+    /// [`Kind::Unsuitable`] unless the memory's context and stream are the group's, and unless it has
+    /// rows · columns elements, and unless the memory and each row begin at a multiple of 16 bytes;
+    /// [`Kind::Limit`] if there are no columns and the type is not f32, or more rows or columns than 2³¹ - 1.
     #[track_caller]
     pub fn new<S: DevicePtr<T> + OrderedByItsStream>(
         group: &Group<Cuda>,
@@ -174,7 +167,7 @@ impl<'a, T: Value> CudarcMatrix<'a, T> {
         rows: usize,
         columns: usize,
     ) -> Result<Self> {
-        let of = Refusal::of(group.rank(), "CudarcMatrix::new");
+        let of = Error::of(group.rank(), "CudarcMatrix::new");
         let guard = hold_stream(group, memory, rows, columns).map_err(of)?;
         let (ptr, read) = memory.device_ptr(memory.stream());
         Ok(CudarcMatrix {
@@ -204,7 +197,7 @@ impl<'a, T: Value> CudarcMatrixMut<'a, T> {
         rows: usize,
         columns: usize,
     ) -> Result<Self> {
-        let of = Refusal::of(group.rank(), "CudarcMatrixMut::new");
+        let of = Error::of(group.rank(), "CudarcMatrixMut::new");
         let guard = hold_stream(group, memory, rows, columns).map_err(of)?;
         let stream = memory.stream().clone();
         let (ptr, written) = memory.device_ptr_mut(&stream);
@@ -235,7 +228,7 @@ impl<T: Value> MatrixView<'_, Cuda, T> {
     /// group's later operations wait for them.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] unless `stream` is the group's; [`Error::Unsupported`] unless the rows follow one another
+    /// [`Kind::Unsuitable`] unless `stream` is the group's; [`Kind::Unsupported`] unless the rows follow one another
     /// without padding; the group's failure.
     #[track_caller]
     pub fn with_cudarc<R>(
@@ -325,11 +318,7 @@ fn lend<T: Value, R>(
 }
 
 /// Keeps the group's operations on `stream`, which must be theirs, until the guard is dropped.
-fn hold(
-    group: &Group<Cuda>,
-    argument: &str,
-    stream: &Arc<CudaStream>,
-) -> refusal::Result<StreamGuard> {
+fn hold(group: &Group<Cuda>, argument: &str, stream: &Arc<CudaStream>) -> Result<StreamGuard> {
     // The default streams of all contexts have the same handle, so the context is compared too.
     group.require_context(argument, stream.context().cu_ctx().cast())?;
     group.exclusively(|_| {
@@ -337,12 +326,11 @@ fn hold(
         if own == groups {
             return Ok(Ok(group.guard_stream()));
         }
-        Ok(Err(Refusal::Unsuitable {
-            argument: argument.into(),
-            what: "the stream".into(),
-            expected: format!("the group's, {groups:p}: see Group::use_cudarc_stream"),
-            found: format!("{own:p}"),
-        }))
+        Ok(Err(Error::unsuitable(
+            format!("the stream of {argument}"),
+            format!("the group's, {groups:p}: see Group::use_cudarc_stream"),
+            format!("{own:p}"),
+        )))
     })?
 }
 
@@ -352,7 +340,7 @@ fn hold_stream<T: Value>(
     memory: &impl DeviceSlice<T>,
     rows: usize,
     columns: usize,
-) -> refusal::Result<StreamGuard> {
+) -> Result<StreamGuard> {
     bytes_of::<T>(rows, columns)?;
     require_elements([rows, columns], "the memory", memory.len())?;
     hold(group, "the memory of a matrix", memory.stream())
@@ -365,7 +353,7 @@ unsafe fn of_memory<T: Value>(
     ptr: u64,
     rows: usize,
     columns: usize,
-) -> refusal::Result<Matrix<Cuda, T>> {
+) -> Result<Matrix<Cuda, T>> {
     let pitch = columns * size_of::<T>();
     // SAFETY: as this function's.
     unsafe { Matrix::of_device_ptr(group, ptr, [rows, columns], pitch) }

@@ -7,11 +7,10 @@ use cust::stream::Stream;
 use crate::backend::Cuda;
 use crate::element::Value;
 #[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::Kind;
+use crate::error::{Error, Result, require_elements};
 use crate::group::Group;
 use crate::matrix::{Matrix, bytes_of};
-use crate::refusal::{self, Refusal, require_elements};
 
 /// Streams of cust.
 #[cfg_attr(docsrs, doc(cfg(feature = "cust")))]
@@ -41,7 +40,7 @@ impl<T: Value> Matrix<Cuda, T> {
     /// of `T`, such as `u16`.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] if elements are not as wide as `T`; [`Error::Count`] unless there are rows · columns of
+    /// [`Kind::Unsuitable`] if elements are not as wide as `T`, and unless there are rows · columns of
     /// them; as [`Matrix::from_device_ptr`].
     ///
     /// # Safety
@@ -56,7 +55,7 @@ impl<T: Value> Matrix<Cuda, T> {
     ) -> Result<Matrix<Cuda, T>> {
         // SAFETY: as this function's.
         let matrix = unsafe { Matrix::of_cust(group, memory, rows, columns) };
-        matrix.map_err(Refusal::of(group.rank(), "Matrix::from_cust"))
+        matrix.map_err(Error::of(group.rank(), "Matrix::from_cust"))
     }
 
     /// # Safety
@@ -66,14 +65,13 @@ impl<T: Value> Matrix<Cuda, T> {
         memory: &DeviceSlice<D>,
         rows: usize,
         columns: usize,
-    ) -> refusal::Result<Matrix<Cuda, T>> {
+    ) -> Result<Matrix<Cuda, T>> {
         if size_of::<D>() != size_of::<T>() {
-            return Err(Refusal::Unsuitable {
-                argument: "the memory of a matrix".into(),
-                what: "an element's width".into(),
-                expected: format!("{} bytes, of {}", size_of::<T>(), T::DTYPE),
-                found: format!("{} bytes", size_of::<D>()),
-            });
+            return Err(Error::unsuitable(
+                "an element's width of the memory of a matrix",
+                format!("{} bytes, of {}", size_of::<T>(), T::DTYPE),
+                format!("{} bytes", size_of::<D>()),
+            ));
         }
         bytes_of::<T>(rows, columns)?;
         let pitch = bytes_of::<T>(1, columns)?;

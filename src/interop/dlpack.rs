@@ -36,11 +36,10 @@ use super::tensors;
 use crate::backend::{Backend, Owner};
 use crate::element::{DType, Value};
 #[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::Kind;
+use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::{Matrix, Memory, bytes_of};
-use crate::refusal::{self, Refusal};
 
 /// Which device memory is on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -136,9 +135,9 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// returns an error, the tensor is still the caller's.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] unless the tensor has the group's device, the type `T` and two dimensions, and unless its
-    /// rows lie a fixed distance apart with their elements side by side; [`Error::Unaligned`] on GPUs unless its first
-    /// element and each row begin at a multiple of 16 bytes; [`Error::Limit`] if it has no columns and is not of f32, or if
+    /// [`Kind::Unsuitable`] unless the tensor has the group's device, the type `T` and two dimensions, and unless its
+    /// rows lie a fixed distance apart with their elements side by side, and on GPUs unless its first
+    /// element and each row begin at a multiple of 16 bytes; [`Kind::Limit`] if it has no columns and is not of f32, or if
     /// its rows are too far apart for memory. (The address of a tensor without elements does not matter and may be null.)
     ///
     /// # Safety
@@ -154,15 +153,12 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     ) -> Result<Matrix<B, T>> {
         // SAFETY: as this function's.
         let adopted = unsafe { Matrix::adopt(group, tensor) };
-        adopted.map_err(Refusal::of(group.rank(), "Matrix::from_dlpack"))
+        adopted.map_err(Error::of(group.rank(), "Matrix::from_dlpack"))
     }
 
     /// # Safety
     /// As [`Matrix::from_dlpack`].
-    unsafe fn adopt(
-        group: &Group<B>,
-        tensor: *mut DLManagedTensor,
-    ) -> refusal::Result<Matrix<B, T>> {
+    unsafe fn adopt(group: &Group<B>, tensor: *mut DLManagedTensor) -> Result<Matrix<B, T>> {
         // SAFETY: as this function's.
         let given = unsafe { (*tensor).dl_tensor };
         let backend = &group.inner().backend;
@@ -289,7 +285,7 @@ fn require_rows(
     [rows, columns]: [usize; 2],
     [next_row, next_column]: [i64; 2],
     overlap: bool,
-) -> refusal::Result<()> {
+) -> Result<()> {
     if rows > 0 && columns > 1 {
         require("the distance of a row's elements", next_column, 1)?;
     }
@@ -301,14 +297,13 @@ fn require_rows(
     Ok(())
 }
 
-fn require<V: PartialEq + ToString>(what: &str, found: V, expected: V) -> refusal::Result<()> {
+fn require<V: PartialEq + ToString>(what: &str, found: V, expected: V) -> Result<()> {
     if found == expected {
         return Ok(());
     }
-    Err(Refusal::Unsuitable {
-        argument: "a DLPack tensor".into(),
-        what: what.into(),
-        expected: expected.to_string(),
-        found: found.to_string(),
-    })
+    Err(Error::unsuitable(
+        format!("{} of {}", what, "a DLPack tensor"),
+        expected.to_string(),
+        found.to_string(),
+    ))
 }

@@ -9,13 +9,12 @@ use std::sync::Arc;
 use crate::backend::{Cuda, Sample, Variant};
 use crate::element::{DType, Value};
 #[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::Kind;
+use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::{
     Matrix, MatrixView, MatrixViewMut, Memory, ShardedMatrix, ViewMemory, bytes_of,
 };
-use crate::refusal::{self, Refusal};
 use crate::schedule::Config;
 
 /// CU_STREAM_PER_THREAD, which is a different stream on each thread.
@@ -58,10 +57,10 @@ impl Group<Cuda> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] while a [`StreamGuard`] or a matrix in cudarc's memory holds the current stream, and for
-    /// CU_STREAM_PER_THREAD, which is a different stream on each thread; [`Error::QueuedTogether`] if the stream shares
+    /// [`Kind::Unsuitable`] while a [`StreamGuard`] or a matrix in cudarc's memory holds the current stream, and for
+    /// CU_STREAM_PER_THREAD, which is a different stream on each thread; [`Kind::Misuse`] if the stream shares
     /// a queue of the device with the library's streams, as all streams of one priority do under
-    /// CUDA_DEVICE_MAX_CONNECTIONS=1; [`Error::Cuda`] if the driver refuses; the group's failure.
+    /// CUDA_DEVICE_MAX_CONNECTIONS=1; [`Kind::Device`] if the driver refuses; the group's failure.
     ///
     /// # Safety
     /// The stream lives until the group uses a different one or has ended.
@@ -87,7 +86,7 @@ impl Group<Cuda> {
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<()> {
         // SAFETY: as this function's.
-        let of = Refusal::of(self.rank(), "Group::set_stream");
+        let of = Error::of(self.rank(), "Group::set_stream");
         // SAFETY: as this function's.
         self.exclusively(|_| unsafe { self.take_over(stream, owner) }.map_err(of))
     }
@@ -108,7 +107,7 @@ impl Group<Cuda> {
         stream: *mut c_void,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<StreamGuard> {
-        let of = Refusal::of(self.rank(), "Group::hold_stream_of");
+        let of = Error::of(self.rank(), "Group::hold_stream_of");
         self.exclusively(|_| {
             if self.stream() != stream {
                 // SAFETY: as this function's.
@@ -127,14 +126,13 @@ impl Group<Cuda> {
         &self,
         stream: *mut c_void,
         owner: Arc<dyn Any + Send + Sync>,
-    ) -> refusal::Result<()> {
+    ) -> Result<()> {
         if stream.addr() == PER_THREAD {
-            return Err(Refusal::Unsuitable {
-                argument: "the stream".into(),
-                what: "the handle".into(),
-                expected: "one stream, whichever thread uses it".into(),
-                found: "CU_STREAM_PER_THREAD".into(),
-            });
+            return Err(Error::unsuitable(
+                "the handle of the stream",
+                "one stream, whichever thread uses it",
+                "CU_STREAM_PER_THREAD",
+            ));
         }
         let gpu = self.inner().backend.gpu();
         // SAFETY: as this function's.
@@ -142,12 +140,11 @@ impl Group<Cuda> {
         // The current stream may free memory that matrices still use.
         let guards = gpu.streams().guards();
         if guards > 0 {
-            return Err(Refusal::Unsuitable {
-                argument: "the stream before".into(),
-                what: "the number of holders (StreamGuard, CudarcMatrix)".into(),
-                expected: "0".into(),
-                found: guards.to_string(),
-            });
+            return Err(Error::unsuitable(
+                "the number of holders (StreamGuard, CudarcMatrix) of the stream before",
+                "0",
+                guards.to_string(),
+            ));
         }
         // SAFETY: as this function's.
         Ok(unsafe { gpu.streams().set_main(stream) }?)
@@ -173,7 +170,7 @@ impl Group<Cuda> {
     /// Records a CUevent behind all operations so far. Other streams, or the host, can wait for it.
     ///
     /// # Errors
-    /// [`Error::Cuda`] if the driver refuses; the group's failure.
+    /// [`Kind::Device`] if the driver refuses; the group's failure.
     ///
     /// # Safety
     /// `event` is an event of the device's primary context.
@@ -216,7 +213,7 @@ impl Group<Cuda> {
     /// The version of CUDA that the driver supports, as major · 1000 + minor · 10.
     ///
     /// # Errors
-    /// [`Error::Cuda`] if the driver refuses.
+    /// [`Kind::Device`] if the driver refuses.
     pub fn driver_version(&self) -> Result<i32> {
         self.inner().backend.gpu().device.driver_version()
     }
@@ -224,7 +221,7 @@ impl Group<Cuda> {
     /// Writes a pattern into every peer's memory, reads every peer's memory, and verifies both. Collective.
     ///
     /// # Errors
-    /// [`Error::PeerMemory`] names a pair of GPUs that fails; the group's failure.
+    /// [`Kind::PeerMemory`] names a pair of GPUs that fails; the group's failure.
     pub fn check_peers(&self) -> Result<()> {
         self.check()?;
         let inner = self.inner();
@@ -252,7 +249,7 @@ pub fn with_each_kernel(config: &Config, variant: Variant, dtypes: [DType; 2]) -
 /// samples; for benchmarks.
 ///
 /// # Errors
-/// [`Error::System`] if they can't be written as JSON.
+/// [`Kind::System`] if they can't be written as JSON.
 #[doc(hidden)]
 pub fn calibrate(group: &Group<Cuda>, samples: &[Sample]) -> Result<(String, f64)> {
     group.inner().backend.calibrate(group.rank(), samples)
@@ -276,7 +273,7 @@ pub fn ranks_share_gpus(group: &Group<Cuda>) -> bool {
 /// Aligns the ranks' streams, so that later work begins on all of them at the same time. Collective; for benchmarks.
 ///
 /// # Errors
-/// [`Error::Cuda`] if the driver refuses.
+/// [`Kind::Device`] if the driver refuses.
 #[doc(hidden)]
 pub fn align_streams(group: &Group<Cuda>) -> Result<()> {
     let inner = group.inner();
@@ -305,9 +302,9 @@ impl<T: Value> Matrix<Cuda, T> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Unaligned`] unless `ptr` and `pitch` are multiples of 16; [`Error::Limit`] if a row is longer
+    /// [`Kind::Unsuitable`] unless `ptr` and `pitch` are multiples of 16; [`Kind::Limit`] if a row is longer
     /// than the pitch, if there are no columns and the type is not f32, or if there are more rows or columns than
-    /// 2³¹ - 1; [`Error::Unsuitable`] if `ptr` is null, or if the memory would not end within the address space. The
+    /// 2³¹ - 1; [`Kind::Unsuitable`] if `ptr` is null, or if the memory would not end within the address space. The
     /// pitch of one row does not matter. Without elements, neither `ptr` nor `pitch` matters, and both may be 0.
     ///
     /// # Safety
@@ -327,7 +324,7 @@ impl<T: Value> Matrix<Cuda, T> {
     ) -> Result<Matrix<Cuda, T>> {
         // SAFETY: as this function's.
         let matrix = unsafe { Matrix::of_device_ptr(group, ptr, [rows, columns], pitch) };
-        matrix.map_err(Refusal::of(group.rank(), "Matrix::from_device_ptr"))
+        matrix.map_err(Error::of(group.rank(), "Matrix::from_device_ptr"))
     }
 
     /// # Safety
@@ -337,7 +334,7 @@ impl<T: Value> Matrix<Cuda, T> {
         ptr: u64,
         [rows, columns]: [usize; 2],
         pitch: usize,
-    ) -> refusal::Result<Matrix<Cuda, T>> {
+    ) -> Result<Matrix<Cuda, T>> {
         bytes_of::<T>(rows, columns)?;
         let width = bytes_of::<T>(1, columns)?;
         let memory = Memory {

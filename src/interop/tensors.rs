@@ -5,8 +5,8 @@ use std::any::Any;
 use std::ffi::c_void;
 
 use super::dlpack::{self, DLDevice, DLManagedTensor, DLTensor};
+use crate::error::{Error, Result};
 use crate::matrix::Memory;
-use crate::refusal::{Refusal, Result};
 
 /// The version of DLPack's ABI that [`VersionedTensor`] is of. Numbers of fp8 types came with 1.1.
 const VERSION: [u32; 2] = [1, 1];
@@ -92,11 +92,8 @@ impl Tensor {
 /// # Safety
 /// The tensor's fields are true.
 pub unsafe fn memory_of(tensor: &DLTensor, device: DLDevice, argument: &str) -> Result<Memory> {
-    let unsuitable = |what: &str, expected: String, found: String| Refusal::Unsuitable {
-        argument: argument.into(),
-        what: what.into(),
-        expected,
-        found,
+    let unsuitable = |what: &str, expected: String, found: String| {
+        Error::unsuitable(format!("{what} of {argument}"), expected, found)
     };
     let [expected, found] = [device, tensor.device].map(dlpack::device);
     if expected != found {

@@ -2,7 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::RouteJson;
 use crate::schedule::{Chunking, Config, Route, TileShape};
 
 #[derive(Serialize, Deserialize)]
@@ -12,7 +11,6 @@ pub struct ConfigJson {
     tile: TileShape,
     #[serde(with = "ChunkingJson")]
     chunking: Chunking,
-    #[serde(with = "RouteJson")]
     route: Route,
     // Older tables have none.
     #[serde(default)]

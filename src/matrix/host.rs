@@ -6,6 +6,8 @@ use crate::backend::Host;
 use crate::element::Value;
 #[cfg(doc)]
 use crate::error::Error;
+#[cfg(doc)]
+use crate::error::Kind;
 use crate::error::Result;
 use crate::schedule::limits::require;
 
@@ -26,7 +28,7 @@ impl<T: Value> Matrix<Host, T> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if other bytes lie between the rows, as in a part of another library's tensor; the
+    /// [`Kind::Unsupported`] if other bytes lie between the rows, as in a part of another library's tensor; the
     /// group's failure.
     #[track_caller]
     pub fn as_slice(&self) -> Result<&[T]> {

@@ -5,7 +5,7 @@ use std::fmt;
 use super::{Place, bytes_of_dtype};
 use crate::backend::Backend;
 use crate::element::DType;
-use crate::refusal::{Refusal, Result};
+use crate::error::{Error, Kind, Result};
 
 /// A matrix in this rank's memory: on the host backend in the process's, on GPUs in the device's.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -71,11 +71,8 @@ impl Memory {
         let pitch = if rows > 1 { self.pitch } else { 0 };
         for (what, value) in [("address", self.address as usize), ("pitch", pitch)] {
             if value & (multiple - 1) != 0 {
-                return Err(Refusal::Unaligned {
-                    what: format!("the {what} of {argument}"),
-                    value,
-                    multiple,
-                });
+                let what = format!("the {what} of {argument}");
+                return Err(Error::unaligned(what, value, multiple));
             }
         }
         // Rust's and CUDA's offsets are signed.
@@ -84,25 +81,24 @@ impl Memory {
             _ => (isize::MAX as usize - self.width()) / (rows - 1),
         };
         if rows > 1 && !(self.width()..=most).contains(&pitch) {
-            return Err(Refusal::Limit {
+            return Err(Error::of_kind(Kind::Limit {
                 what: format!("the pitch of {argument}, in bytes,"),
                 value: pitch,
                 min: self.width(),
                 max: most,
-            });
+            }));
         }
         let bytes = rows.saturating_sub(1) * pitch + self.width();
         let is_there = self.address != 0 && self.address.checked_add(bytes as u64).is_some();
         if !is_there {
-            return Err(Refusal::Unsuitable {
-                argument: argument.into(),
-                what: "the address".into(),
-                expected: format!("that of {bytes} bytes of memory"),
-                found: match self.address {
+            return Err(Error::unsuitable(
+                format!("the address of {argument}"),
+                format!("that of {bytes} bytes of memory"),
+                match self.address {
                     0 => "null".into(),
                     address => format!("{address:#x}"),
                 },
-            });
+            ));
         }
         Ok(())
     }
@@ -131,7 +127,7 @@ mod tests {
         assert_eq!(checked(4096, [8, 8], most - most % 2), Ok(()));
         for pitch in [most + 2 - most % 2, 1 << 62, 1 << 63, usize::MAX - 1] {
             let refused = checked(4096, [8, 8], pitch);
-            assert!(matches!(refused, Err(Refusal::Limit { .. })), "{refused:?}");
+            assert!(matches!(refused.unwrap_err().kind(), Kind::Limit { .. }));
         }
         // A single row has no pitch, and no rows lie nowhere.
         assert_eq!(checked(4096, [1, 8], usize::MAX), Ok(()));
@@ -147,8 +143,10 @@ mod tests {
         }
         for address in [0, u64::MAX - 15, u64::MAX - 1] {
             let refused = checked(address, [8, 8], 16);
-            let is_told = matches!(refused, Err(Refusal::Unsuitable { .. }));
-            assert!(is_told, "{refused:?}");
+            assert!(matches!(
+                refused.unwrap_err().kind(),
+                Kind::Unsuitable { .. }
+            ));
         }
         for extent in [1 << 31, 1 << 63, usize::MAX] {
             assert!(checked(4096, [extent, 8], 16).is_err());

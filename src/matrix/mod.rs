@@ -20,9 +20,10 @@ use rustix::io::Errno;
 
 use crate::backend::Backend;
 use crate::element::{DType, Value};
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Kind;
+use crate::error::{Error, Result, require_elements};
 use crate::group::Group;
-use crate::refusal::{self, require_elements};
 use crate::resources::require_available;
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
@@ -65,7 +66,7 @@ impl<B: Backend> Group<B> {
     /// There may be no rows. Operations then have nothing to do.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; [`Error::Limit`] if there are no columns, unless the type is f32: the scales of no rows
+    /// [`Kind::OutOfMemory`]; [`Kind::Limit`] if there are no columns, unless the type is f32: the scales of no rows
     /// are [1, 0].
     #[track_caller]
     pub fn zeros<T: Value>(&self, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
@@ -74,7 +75,7 @@ impl<B: Backend> Group<B> {
 
     #[track_caller]
     fn zeros_for<T: Value>(&self, call: &str, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
-        let memory = || -> refusal::Result<B::Buffer> {
+        let memory = || -> Result<B::Buffer> {
             bytes_of::<T>(rows, columns)?;
             let width = bytes_of::<T>(1, columns)?;
             let inner = self.inner();
@@ -88,7 +89,7 @@ impl<B: Backend> Group<B> {
     /// Allocates a [rows, columns] matrix of this rank, and copies `values` into it, row by row.
     ///
     /// # Errors
-    /// As [`Group::zeros`]; [`Error::Count`] unless there are rows · columns values.
+    /// As [`Group::zeros`]; [`Kind::Unsuitable`] unless there are rows · columns values.
     #[track_caller]
     pub fn upload<T: Value>(
         &self,
@@ -107,7 +108,7 @@ impl<B: Backend> Group<B> {
     /// cannot be allocated, or is promised and then missing when it is written.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`].
+    /// [`Kind::OutOfMemory`].
     #[doc(hidden)]
     pub fn zeros_of_host<T: Value>(&self, elements: usize) -> Result<Vec<T>> {
         let bytes = elements.saturating_mul(size_of::<T>());
@@ -120,12 +121,12 @@ impl<B: Backend> Group<B> {
 }
 
 /// The bytes of a [rows, columns] matrix.
-pub(crate) fn bytes_of<T: Value>(rows: usize, columns: usize) -> refusal::Result<usize> {
+pub(crate) fn bytes_of<T: Value>(rows: usize, columns: usize) -> Result<usize> {
     bytes_of_dtype(T::DTYPE, rows, columns)
 }
 
 /// As [`bytes_of`], of a type that is known at run time.
-pub(crate) fn bytes_of_dtype(dtype: DType, rows: usize, columns: usize) -> refusal::Result<usize> {
+pub(crate) fn bytes_of_dtype(dtype: DType, rows: usize, columns: usize) -> Result<usize> {
     limit("the number of rows", rows, 0, MAX_EXTENT)?;
     // The scales of no rows are [1, 0].
     let least = usize::from(dtype != DType::F32);
@@ -167,7 +168,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// [`Matrix::shape`] then says so. Operations that have begun keep the rows that they began with.
     ///
     /// # Errors
-    /// [`Error::Limit`] if the matrix was made with fewer rows.
+    /// [`Kind::Limit`] if the matrix was made with fewer rows.
     #[track_caller]
     pub fn set_rows(&mut self, rows: usize) -> Result<()> {
         let fits = limit("the number of rows", rows, 0, self.capacity);
@@ -180,7 +181,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// work on the group's stream, however long it takes.
     ///
     /// # Errors
-    /// [`Error::Count`] unless there are rows · columns values; as [`Group::synchronize`].
+    /// [`Kind::Unsuitable`] unless there are rows · columns values; as [`Group::synchronize`].
     #[track_caller]
     pub fn copy_from_host(&mut self, values: &[T]) -> Result<()> {
         self.require_length("Matrix::copy_from_host", values.len())?;
@@ -198,7 +199,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// Copies the matrix to `values`, row by row. It waits as [`Matrix::copy_from_host`].
     ///
     /// # Errors
-    /// [`Error::Count`] unless there are rows · columns values; as [`Group::synchronize`].
+    /// [`Kind::Unsuitable`] unless there are rows · columns values; as [`Group::synchronize`].
     #[track_caller]
     pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
         self.view().read("Matrix::copy_to_host", values)
@@ -207,7 +208,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// Copies the matrix to a new vector, row by row. It waits as [`Matrix::copy_from_host`].
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; as [`Group::synchronize`].
+    /// [`Kind::OutOfMemory`]; as [`Group::synchronize`].
     pub fn to_vec(&self) -> Result<Vec<T>> {
         let mut values = self.group.zeros_of_host(self.rows * self.columns)?;
         self.copy_to_host(&mut values)?;

@@ -8,14 +8,13 @@ use std::panic::Location;
 use crate::backend::Backend;
 use crate::element::{DType, Value};
 #[cfg(doc)]
-use crate::error::Error;
-use crate::error::{MadeCall, Result};
+use crate::error::Kind;
+use crate::error::{Error, MadeCall, Result, require_count};
 use crate::group::Group;
 #[cfg(doc)]
 use crate::matrix::Matrix;
 use crate::matrix::{MatrixView, MatrixViewMut, ViewMemory, bytes_of};
 use crate::ranks::members::Members;
-use crate::refusal::{self, Refusal, require_count};
 use crate::schedule::layout::{MAX_EXTENT, balanced_rows};
 use crate::schedule::limits::limit;
 use crate::schedule::{Layout, RowOrder};
@@ -57,7 +56,7 @@ impl<B: Backend> Group<B> {
     /// Allocates a symmetric [m, k] matrix whose rows are split evenly over the ranks. Collective.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] on every rank if one rank has too little memory; [`Error::CallMismatch`] unless all ranks
+    /// [`Kind::OutOfMemory`] on every rank if one rank has too little memory; [`Kind::CallMismatch`] unless all ranks
     /// give the same shape; the group's failure.
     #[track_caller]
     pub fn sharded<T: Value>(&self, m: usize, k: usize) -> Result<ShardedMatrix<B, T>> {
@@ -75,7 +74,7 @@ impl<B: Backend> Group<B> {
     /// [`Group::sharded`], where rank r owns `rows[r]` rows. Collective.
     ///
     /// # Errors
-    /// As [`Group::sharded`]; [`Error::Count`] unless `rows` has one count for each rank.
+    /// As [`Group::sharded`]; [`Kind::Unsuitable`] unless `rows` has one count for each rank.
     #[track_caller]
     pub fn sharded_rows<T: Value>(&self, rows: &[usize], k: usize) -> Result<ShardedMatrix<B, T>> {
         self.sharded_for("Group::sharded_rows", rows, k)
@@ -105,7 +104,7 @@ impl<B: Backend> Group<B> {
     /// [`ShardedMatrix::blocks_of`] says where they lie.
     ///
     /// # Errors
-    /// As [`Group::sharded`]; [`Error::Limit`] unless there are 1 to 64 stages.
+    /// As [`Group::sharded`]; [`Kind::Limit`] unless there are 1 to 64 stages.
     #[track_caller]
     pub fn sharded_staged<T: Value>(
         &self,
@@ -177,14 +176,14 @@ impl<B: Backend> Group<B> {
     }
 
     /// Which rank owns which rows.
-    fn layout(&self, rows: &[usize], k: usize, dtype: DType) -> refusal::Result<Layout> {
+    fn layout(&self, rows: &[usize], k: usize, dtype: DType) -> Result<Layout> {
         let layout = self.row_layout(rows, k)?;
         self.require_whole_pieces("K", k, dtype)?;
         Ok(layout)
     }
 
     /// Which rank owns which rows, whatever is in them.
-    pub(crate) fn row_layout(&self, rows: &[usize], k: usize) -> refusal::Result<Layout> {
+    pub(crate) fn row_layout(&self, rows: &[usize], k: usize) -> Result<Layout> {
         require_count(
             "the group",
             "rank",
@@ -201,16 +200,12 @@ impl<B: Backend> Group<B> {
         what: &str,
         columns: usize,
         dtype: DType,
-    ) -> refusal::Result<()> {
+    ) -> Result<()> {
         let multiple = (B::ROW_ALIGNMENT / dtype.bytes()).max(1);
         if columns.is_multiple_of(multiple) {
             return Ok(());
         }
-        Err(Refusal::Unaligned {
-            what: what.into(),
-            value: columns,
-            multiple,
-        })
+        Err(Error::unaligned(what, columns, multiple))
     }
 }
 
@@ -225,7 +220,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// captured in a graph. The group keeps the schedules that were used last.
     ///
     /// # Errors
-    /// [`Error::Count`] unless `rows` has one count for each rank; [`Error::Limit`] if there are more rows than the
+    /// [`Kind::Unsuitable`] unless `rows` has one count for each rank; [`Kind::Limit`] if there are more rows than the
     /// capacity.
     #[track_caller]
     pub fn set_rows(&mut self, rows: &[usize]) -> Result<()> {
@@ -301,7 +296,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// This rank's own rows, [rows, K], as an operand, for example as a residual.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the rows lie in several places, which [`ShardedMatrix::blocks_of`] lists.
+    /// [`Kind::Unsupported`] if the rows lie in several places, which [`ShardedMatrix::blocks_of`] lists.
     #[track_caller]
     pub fn shard(&self) -> Result<MatrixView<'_, B, T>> {
         self.shard_for("ShardedMatrix::shard")
@@ -320,7 +315,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
                     several.len(),
                     self.layout.stages()
                 );
-                let refused = Err(Refusal::Unsupported { what });
+                let refused = Err(Error::unsupported(what));
                 self.group.judged(call, refused)
             }
         }
@@ -346,7 +341,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// Copies this rank's copy of the whole matrix to `values`, row by row. It waits as [`Matrix::copy_from_host`].
     ///
     /// # Errors
-    /// [`Error::Count`] unless there are M · K values; as [`Group::synchronize`].
+    /// [`Kind::Unsuitable`] unless there are M · K values; as [`Group::synchronize`].
     #[track_caller]
     pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
         self.view().read("ShardedMatrix::copy_to_host", values)
@@ -355,7 +350,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// Copies this rank's copy of the whole matrix to a new vector, row by row. It waits as [`Matrix::copy_from_host`].
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; as [`Group::synchronize`].
+    /// [`Kind::OutOfMemory`]; as [`Group::synchronize`].
     pub fn to_vec(&self) -> Result<Vec<T>> {
         let [m, k] = self.shape();
         let mut values = self.group.zeros_of_host(m * k)?;
@@ -382,7 +377,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// Overwrites rows from `first_row` on, whichever rank owns them. It waits as [`Matrix::copy_from_host`].
     ///
     /// # Errors
-    /// [`Error::Limit`] if there are more values than elements from that row on; as [`Group::synchronize`].
+    /// [`Kind::Limit`] if there are more values than elements from that row on; as [`Group::synchronize`].
     #[doc(hidden)]
     #[track_caller]
     pub fn write(&mut self, first_row: usize, values: &[T]) -> Result<()> {
@@ -457,7 +452,7 @@ impl<'a, B: Backend, T: Value> ShardMut<'a, B, T> {
     /// Overwrites the rows with `values`, row by row. It waits as [`Matrix::copy_from_host`].
     ///
     /// # Errors
-    /// [`Error::Count`] unless there is one value for each element; as [`Group::synchronize`].
+    /// [`Kind::Unsuitable`] unless there is one value for each element; as [`Group::synchronize`].
     #[track_caller]
     pub fn copy_from_host(&mut self, values: &[T]) -> Result<()> {
         let k = self.0.layout.k();
@@ -473,7 +468,7 @@ impl<'a, B: Backend, T: Value> ShardMut<'a, B, T> {
     }
 
     /// Checks that there is a value for each element of the own rows. All values of the matrix are too many.
-    fn require_length(&self, values: usize) -> refusal::Result<()> {
+    fn require_length(&self, values: usize) -> Result<()> {
         // The text is made only for the refusal.
         if values == self.len() {
             return Ok(());

@@ -11,11 +11,10 @@ use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Value;
 #[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::Kind;
+use crate::error::{Error, Result, require_count, require_shape};
 use crate::group::Group;
 use crate::ops::overlap::check_copy;
-use crate::refusal::{self, Refusal, require_count, require_shape};
 use crate::schedule::MatrixSpec;
 use crate::schedule::limits::limit;
 
@@ -94,7 +93,7 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     /// Some of the view's rows, or none.
     ///
     /// # Errors
-    /// [`Error::Limit`] if the view does not have these rows.
+    /// [`Kind::Limit`] if the view does not have these rows.
     #[track_caller]
     pub fn rows(self, rows: Range<usize>) -> Result<Self> {
         self.rows_for("MatrixView::rows", rows)
@@ -120,7 +119,7 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     /// Some of the view's columns.
     ///
     /// # Errors
-    /// [`Error::Limit`] if there are none, or if the view does not have them; on GPUs [`Error::Unaligned`] unless the
+    /// [`Kind::Limit`] if there are none, or if the view does not have them; on GPUs [`Kind::Unsuitable`] unless the
     /// first column begins at a multiple of 16 bytes.
     #[track_caller]
     pub fn columns(self, columns: Range<usize>) -> Result<Self> {
@@ -148,7 +147,7 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     /// Copies the view to `values`, row by row. It waits as [`Matrix::copy_from_host`].
     ///
     /// # Errors
-    /// [`Error::Count`] unless there are rows · columns values; as [`Group::synchronize`].
+    /// [`Kind::Unsuitable`] unless there are rows · columns values; as [`Group::synchronize`].
     #[track_caller]
     pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
         self.read("MatrixView::copy_to_host", values)
@@ -168,7 +167,7 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; as [`Group::synchronize`].
+    /// [`Kind::OutOfMemory`]; as [`Group::synchronize`].
     pub fn to_vec(&self) -> Result<Vec<T>> {
         let [rows, columns] = self.shape;
         let mut values = self.group.zeros_of_host(rows * columns)?;
@@ -231,7 +230,7 @@ fn require_range(
     &Range { start, end }: &Range<usize>,
     least: usize,
     all: usize,
-) -> refusal::Result<()> {
+) -> Result<()> {
     let last_start = all.saturating_sub(least);
     // The texts are made only for the refusal.
     if start > last_start {
@@ -253,16 +252,12 @@ fn require_range(
 }
 
 /// Checks that a column begins a piece of `B::ROW_ALIGNMENT` bytes, by which memory is read and written.
-fn require_aligned<B: Backend>(what: &str, column: usize, size: usize) -> refusal::Result<()> {
+fn require_aligned<B: Backend>(what: &str, column: usize, size: usize) -> Result<()> {
     let multiple = (B::ROW_ALIGNMENT / size).max(1);
     if column.is_multiple_of(multiple) {
         return Ok(());
     }
-    Err(Refusal::Unaligned {
-        what: what.into(),
-        value: column,
-        multiple,
-    })
+    Err(Error::unaligned(what, column, multiple))
 }
 
 impl<B: Backend, T: Value> fmt::Debug for MatrixView<'_, B, T> {
@@ -299,7 +294,7 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
     /// Some of the view's columns.
     ///
     /// # Errors
-    /// As [`MatrixView::columns`]; on GPUs also [`Error::Unaligned`] unless the columns end at a multiple of 16 bytes
+    /// As [`MatrixView::columns`]; on GPUs also [`Kind::Unsuitable`] unless the columns end at a multiple of 16 bytes
     /// or at the end of the view.
     #[track_caller]
     pub fn columns(self, columns: Range<usize>) -> Result<Self> {
@@ -334,7 +329,7 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Count`] unless the sum of the widths is the number of columns; as [`MatrixViewMut::columns`].
+    /// [`Kind::Unsuitable`] unless the sum of the widths is the number of columns; as [`MatrixViewMut::columns`].
     #[track_caller]
     pub fn split_columns<const N: usize>(self, widths: [usize; N]) -> Result<[Self; N]> {
         const CALL: &str = "MatrixViewMut::split_columns";
@@ -381,8 +376,8 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Shape`] unless the shapes are equal; [`Error::ForeignArgument`] if the matrices belong to different
-    /// groups; [`Error::Unsuitable`] if the memory of both overlaps, unless it is the same; the group's failure.
+    /// [`Kind::Shape`] unless the shapes are equal; [`Kind::Unsuitable`] if the matrices belong to different
+    /// groups, and if the memory of both overlaps, unless it is the same; the group's failure.
     #[track_caller]
     pub fn copy_from<'m>(&mut self, from: impl Into<MatrixView<'m, B, T>>) -> Result<()> {
         const CALL: &str = "MatrixViewMut::copy_from";

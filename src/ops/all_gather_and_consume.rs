@@ -16,13 +16,10 @@ use crate::backend::Cuda;
 use crate::backend::sealed::{Bound, Callback};
 use crate::backend::{Backend, Host};
 use crate::element::Value;
-#[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
 use crate::matrix::ShardedMatrix;
 use crate::one_line::{option, write_parts};
 use crate::profile::span::Span;
-use crate::refusal::{self, Refusal};
 use crate::schedule::config::MAX_CHUNKS;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::{A, BESIDE, MATRICES};
@@ -69,15 +66,15 @@ const NAME: &str = OPERATION.name();
 /// ```
 ///
 /// # Errors
-/// On every rank, from this call or a later one: [`Error::Callback`] if `consume` returns an error on one rank;
-/// [`Error::RankPanicked`] if it panics there; [`Error::CallMismatch`] unless all ranks make the same call.
+/// On every rank, from this call or a later one: [`Kind::ProgramFailed`] if `consume` returns an error on one rank;
+/// [`Kind::RankPanicked`] if it panics there; [`Kind::CallMismatch`] unless all ranks make the same call.
 ///
-/// [`Error::Capturing`] if the first run is captured; the group's failure.
+/// [`Kind::Capturing`] if the first run is captured; the group's failure.
 ///
 /// `consume` is not called once the group has failed. It must not call the same group: such calls return
-/// [`Error::CallInCallback`], also those that read or write a matrix from the host. Nor may it wait for other threads'
+/// [`Kind::Misuse`], also those that read or write a matrix from the host. Nor may it wait for other threads'
 /// calls of the group. They wait until this call has returned, at most for the group's timeout, and then get
-/// [`Error::Busy`].
+/// [`Kind::Busy`].
 ///
 /// # Panics
 /// If `consume` panics. Its work on the streams has been joined with the group's stream before.
@@ -160,7 +157,7 @@ impl AllGatherAndConsume {
     /// Runs the operation, as [`all_gather_and_consume`].
     ///
     /// # Errors
-    /// As [`all_gather_and_consume`]; [`Error::Limit`] if the number of chunks or stages is out of range.
+    /// As [`all_gather_and_consume`]; [`Kind::Limit`] if the number of chunks or stages is out of range.
     ///
     /// # Panics
     /// As [`all_gather_and_consume`].
@@ -200,7 +197,7 @@ impl AllGatherAndConsume {
     /// The rows of both arrive under one flag. The function gets the same rows of both, on the same stream.
     ///
     /// # Errors
-    /// As [`AllGatherAndConsume::run`]; [`Error::Shape`] or [`Error::ForeignArgument`] unless the rows of `beside` are
+    /// As [`AllGatherAndConsume::run`]; [`Kind::Shape`] or [`Kind::Unsuitable`] unless the rows of `beside` are
     /// split like those of `a`.
     ///
     /// # Panics
@@ -273,15 +270,15 @@ impl AllGatherAndConsume {
         &self,
         a: RawShards<B>,
         beside: Option<RawShards<B>>,
-    ) -> refusal::Result<Arc<B::Program>> {
+    ) -> Result<Arc<B::Program>> {
         if let Some(beside) = &beside {
             require_same_group("beside", beside.group, a.group)?;
             if !a.layout.is_split_as(beside.layout) {
-                return Err(Refusal::Shape {
+                return Err(Error::of_kind(Kind::Shape {
                     argument: "beside (rows of each rank)".into(),
                     expected: a.layout.rows(),
                     found: beside.layout.rows(),
-                });
+                }));
             }
         }
         // If there are two ranks, only one shard moves. Half of it is consumed while the other half arrives.

@@ -14,6 +14,8 @@ use crate::backend::Backend;
 use crate::element::{DType, Element, OutputOf, WeightOf};
 #[cfg(doc)]
 use crate::error::Error;
+#[cfg(doc)]
+use crate::error::Kind;
 use crate::error::Result;
 use crate::explanation::Explanation;
 use crate::group::Group;
@@ -74,9 +76,9 @@ use crate::trace::Trace;
 /// ```
 ///
 /// # Errors
-/// [`Error::Shape`] or [`Error::ForeignArgument`] if the arguments don't fit together. Nothing has been done then, and
+/// [`Kind::Shape`] or [`Kind::Unsuitable`] if the arguments don't fit together. Nothing has been done then, and
 /// you may make the call again with other arguments. If you don't call again, the waiting ranks get this error half a
-/// second later, and the group has failed. [`Error::CallMismatch`] if a rank makes a different call; the group's
+/// second later, and the group has failed. [`Kind::CallMismatch`] if a rank makes a different call; the group's
 /// failure.
 #[track_caller]
 pub fn all_gather_matmul<B: Backend, T: Element, W: WeightOf<T>, O: OutputOf<T>>(
@@ -173,8 +175,8 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// [`Group::synchronize`](crate::Group::synchronize) waits for this library's, and a synchronised stream for your
     /// own. If the promise is broken, the product may use old weights.
     ///
-    /// Ranks may promise different things. The promise is of no use on the host backend, if ranks share a GPU, if the
-    /// kernel's CTAs are limited, or if copies bring the rows or take the sums away.
+    /// Ranks may promise different things. The promise has no effect on the host backend, when ranks share a GPU, when
+    /// the kernel's CTAs are limited, or when copies bring the rows or take the sums away.
     pub fn constant_weights(mut self) -> Self {
         self.options.constant_weights = true;
         self
@@ -248,8 +250,8 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// schedule. Later calls use it again.
     ///
     /// # Errors
-    /// As [`all_gather_matmul`]; [`Error::Count`] unless there is one output for each weight, or one for the two weights
-    /// of a gated product; [`Error::DType`] if the outputs' types differ; [`Error::Limit`] or [`Error::Unsupported`] if
+    /// As [`all_gather_matmul`]; [`Kind::Unsuitable`] unless there is one output for each weight, or one for the two weights
+    /// of a gated product, and if the outputs' types differ; [`Kind::Limit`] or [`Kind::Unsupported`] if
     /// the configuration can't be used.
     #[track_caller]
     pub fn run<'w, 'o>(
@@ -270,9 +272,9 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// multiplies two tiles allocates and frees a few words each time.) This call is not collective.
     ///
     /// # Errors
-    /// [`Error::Limit`] if `n` or the configuration is out of range, if there are more than four weights, or if gate
-    /// and up differ in N; [`Error::Unsupported`] if the configuration is not supported; [`Error::Count`] if a gated
-    /// product has more than two weights; [`Error::Shape`] or [`Error::ForeignArgument`] if the bias does not fit; the
+    /// [`Kind::Limit`] if `n` or the configuration is out of range, if there are more than four weights, or if gate
+    /// and up differ in N; [`Kind::Unsupported`] if the configuration is not supported; [`Kind::Unsuitable`] if a gated
+    /// product has more than two weights; [`Kind::Shape`] or [`Kind::Unsuitable`] if the bias does not fit; the
     /// group's failure.
     #[track_caller]
     pub fn prepare(
@@ -295,7 +297,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     ///
     /// `rows` are [M, K], split evenly, or the rows of each rank and K: [`RowSplit`]. The builder says the rest, as for
     /// [`AllGatherMatmul::prepare`]. The stages of a matrix of [`Group::sharded_staged`] are those of
-    /// [`AllGatherMatmul::stages`]. The question allocates no memory of the device and makes no rank wait.
+    /// [`AllGatherMatmul::stages`]. It allocates nothing on the device and does not block.
     ///
     /// ```
     /// use gemmesh::{AllGatherMatmul, F8E4M3, Group, Host, Result, Scaling};
@@ -405,8 +407,8 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// As [`AllGatherMatmul::run`].
     ///
     /// # Errors
-    /// As [`all_gather_matmul`]; [`Error::Count`] unless there are as many weights and outputs as planned;
-    /// [`Error::DType`] if an output has a different type than planned ([`AllGatherMatmul::output_dtype`]).
+    /// As [`all_gather_matmul`]; [`Kind::Unsuitable`] unless there are as many weights and outputs as planned, and
+    /// if an output has a different type than planned ([`AllGatherMatmul::output_dtype`]).
     #[track_caller]
     pub fn run<'w, 'o>(
         &self,
@@ -454,7 +456,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// Only multiplies, with the rows of `a` that this rank has gathered before. Not collective.
     ///
     /// # Errors
-    /// [`Error::Shape`], [`Error::Count`], [`Error::DType`] or [`Error::ForeignArgument`]; the group's failure.
+    /// [`Kind::Shape`] or [`Kind::Unsuitable`]; the group's failure.
     #[track_caller]
     pub fn matmul<'w, 'o>(
         &self,
@@ -507,7 +509,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// Copies all rows from the other ranks without notifying them. Not collective; for benchmarks.
     ///
     /// # Errors
-    /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
+    /// [`Kind::Shape`] or [`Kind::Unsuitable`]; the group's failure.
     ///
     /// # Safety
     /// Until the copy has ended, no other rank writes its own rows of this matrix.

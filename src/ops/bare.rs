@@ -7,14 +7,11 @@ use super::call::{self, Added, Arguments, require_same_group};
 use crate::backend::Backend;
 use crate::backend::sealed::{Bound, Implementation};
 use crate::element::Element;
-#[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
 use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
 use crate::ranks::call::MATRICES;
-use crate::refusal::{self, Refusal};
 use crate::schedule::Schedule;
 use crate::schedule::limits::{limit, require};
 
@@ -26,8 +23,8 @@ type BareOperands<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);
 /// `shared` are the schedule's first matrices. `product` has the weight and the output of its product.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::Limit`] or [`Error::ForeignArgument`] if the matrices do not fit the schedule;
-/// [`Error::Limit`] if the schedule is a different rank's; the errors of any operation.
+/// [`Kind::Shape`], [`Kind::Limit`] or [`Kind::Unsuitable`] if the matrices do not fit the schedule;
+/// [`Kind::Limit`] if the schedule is a different rank's; the errors of any operation.
 ///
 /// # Safety
 /// Tiles are disjoint and wait for the flags of the rows that they read. The ranks' schedules belong together: when a
@@ -44,7 +41,7 @@ pub unsafe fn run_schedule<B: Backend, T: Element>(
     group.check()?;
     let rank = group.rank();
     let bound = bind(group, schedule, shared, product);
-    let (program, matrices) = bound.map_err(Refusal::of(rank, "run_schedule"))?;
+    let (program, matrices) = bound.map_err(Error::of(rank, "run_schedule"))?;
     let numbers: Vec<u32> = shared.iter().map(|matrix| matrix.id()).collect();
     let arguments = Arguments {
         call: "run_schedule",
@@ -63,7 +60,7 @@ fn bind<'m, B: Backend, T: Element>(
     schedule: Schedule,
     shared: &[&'m ShardedMatrix<B, T>],
     product: Option<BareOperands<'m, B, T>>,
-) -> refusal::Result<BoundProgram<'m, B>> {
+) -> Result<BoundProgram<'m, B>> {
     let rank = group.rank();
     limit("the rank of a schedule", schedule.rank(), rank, rank)?;
     let world = group.world_size();
@@ -98,7 +95,7 @@ fn check_matrix<B: Backend, T: Element>(
     number: usize,
     found: [usize; 2],
     [its, group]: [&Group<B>; 2],
-) -> refusal::Result<()> {
+) -> Result<()> {
     let argument = format!("matrix {number} of the schedule");
     require_same_group(&argument, its, group)?;
     let spec = schedule.matrices().get(number);
@@ -107,26 +104,26 @@ fn check_matrix<B: Backend, T: Element>(
     if expected == Some(found) {
         return Ok(());
     }
-    Err(Refusal::Shape {
+    Err(Error::of_kind(Kind::Shape {
         argument,
         expected: expected.unwrap_or_default().into(),
         found: found.into(),
-    })
+    }))
 }
 
 /// Checks that every matrix that `schedule` moves or multiplies is bound, and only once. The first `shared` matrices
 /// and those of the product are bound.
-fn check_numbers(schedule: &Schedule, shared: usize) -> refusal::Result<()> {
+fn check_numbers(schedule: &Schedule, shared: usize) -> Result<()> {
     let all = schedule.matrices().len();
     limit("shared matrices", shared, 0, MATRICES.min(all))?;
     let is_shared = |what: &str, number: usize| match number < shared {
         true => Ok(()),
-        false => Err(Refusal::Limit {
+        false => Err(Error::of_kind(Kind::Limit {
             what: format!("{what}, of {shared} that are shared,"),
             value: number,
             min: 0,
             max: shared.saturating_sub(1),
-        }),
+        })),
     };
     let none = schedule.reduction().is_none();
     require("a schedule that is run as it is must not reduce", none)?;

@@ -11,8 +11,9 @@ use super::overlap;
 use crate::backend::Backend;
 use crate::backend::sealed::{Bound, Callback, Run};
 use crate::element::{DType, Value};
-use crate::error::Result;
 use crate::error::call::place_of;
+pub(crate) use crate::error::require_shape;
+use crate::error::{Error, Kind, Result};
 use crate::explanation::Explanation;
 use crate::group::{Group, Inner};
 use crate::matrix::{MatrixView, MatrixViewMut, Memory, ShardedMatrix, ViewMemory};
@@ -20,8 +21,6 @@ use crate::profile::nvtx::range;
 use crate::profile::span::Span;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::call::PostedCall;
-pub use crate::refusal::require_shape;
-use crate::refusal::{self, Refusal};
 use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::MATRICES;
 use crate::schedule::{Config, Layout, Problem, RowOrder};
@@ -83,7 +82,7 @@ impl<'a, B: Backend> RawView<'a, B> {
         group: &'a Group<B>,
         argument: &str,
         memory: Memory,
-    ) -> refusal::Result<RawView<'a, B>> {
+    ) -> Result<RawView<'a, B>> {
         memory.check::<B>(argument)?;
         Ok(RawView {
             group,
@@ -132,7 +131,7 @@ impl<'a, B: Backend> RawOutput<'a, B> {
         group: &'a Group<B>,
         argument: &str,
         memory: Memory,
-    ) -> refusal::Result<RawOutput<'a, B>> {
+    ) -> Result<RawOutput<'a, B>> {
         memory.check::<B>(argument)?;
         Ok(RawOutput {
             group,
@@ -203,7 +202,7 @@ impl<'a, B: Backend> RawShards<'a, B> {
     }
 
     /// Checks that the rows lie rank after rank. An operation that makes rows in place needs this.
-    pub fn require_by_rank(&self, argument: &str) -> refusal::Result<()> {
+    pub fn require_by_rank(&self, argument: &str) -> Result<()> {
         let stages = match self.layout.order() {
             RowOrder::ByRank => 1,
             RowOrder::ByStage => self.layout.stages(),
@@ -217,16 +216,16 @@ impl<'a, B: Backend> RawShards<'a, B> {
         [name, of_rows]: [&str; 2],
         layout: &Layout,
         columns: usize,
-    ) -> refusal::Result<()> {
+    ) -> Result<()> {
         require_shape(name, [layout.m(), columns], self.shape())?;
         if layout.is_split_as(self.layout) {
             return Ok(());
         }
-        Err(Refusal::Shape {
+        Err(Error::of_kind(Kind::Shape {
             argument: of_rows.into(),
             expected: layout.rows(),
             found: self.layout.rows(),
-        })
+        }))
     }
 }
 
@@ -392,24 +391,35 @@ pub fn explain<B: Backend>(group: &Group<B>, problem: &Problem, config: Config) 
 }
 
 /// Checks that a type is the planned one.
-pub fn require_dtype(argument: &str, expected: DType, found: DType) -> refusal::Result<()> {
+pub fn require_dtype(argument: &str, expected: DType, found: DType) -> Result<()> {
     if expected == found {
         return Ok(());
     }
-    Err(Refusal::DType {
-        argument: argument.into(),
-        expected,
-        found,
-    })
+    // More words may follow the name, such as which output it is.
+    let option = match argument {
+        _ if argument.starts_with("out") => "output_dtype",
+        _ if argument.starts_with('b') && expected.is_fp8() && found.is_fp8() => "weight_dtype",
+        _ => "",
+    };
+    let remedy = match option {
+        "" => format!("give it {expected}"),
+        option => format!("prepare it with {option}(DType::{found:?})"),
+    };
+    Err(Error::of_kind(Kind::Unsuitable {
+        what: format!("the dtype of {argument}"),
+        expected: format!("{expected}, for which this call was prepared"),
+        found: found.to_string(),
+        remedy: Some(remedy),
+    }))
 }
 
 /// Checks that an output has the type of the rows. Without element types, the compiler has not checked it.
-pub fn require_alike(rows: DType, out: DType) -> refusal::Result<()> {
+pub fn require_alike(rows: DType, out: DType) -> Result<()> {
     require_property("out", "the dtype", rows == out, rows, out)
 }
 
 /// Checks that rows can be added, as [`Float`](crate::Float) says.
-pub fn require_float(argument: &str, rows: DType) -> refusal::Result<()> {
+pub fn require_float(argument: &str, rows: DType) -> Result<()> {
     require_property(
         argument,
         "the dtype",
@@ -419,23 +429,22 @@ pub fn require_float(argument: &str, rows: DType) -> refusal::Result<()> {
     )
 }
 
-/// Fails unless `fits`: what `what` of an argument must be, and what it is.
+/// Fails with `(property, expected, found)` unless `fits`.
 pub fn require_property(
     argument: &str,
     what: &str,
     fits: bool,
     expected: impl ToString,
     found: impl ToString,
-) -> refusal::Result<()> {
+) -> Result<()> {
     if fits {
         return Ok(());
     }
-    Err(Refusal::Unsuitable {
-        argument: argument.into(),
-        what: what.into(),
-        expected: expected.to_string(),
-        found: found.to_string(),
-    })
+    Err(Error::unsuitable(
+        format!("{what} of {argument}"),
+        expected.to_string(),
+        found.to_string(),
+    ))
 }
 
 /// `group`: the group whose rank makes the call.
@@ -443,6 +452,6 @@ pub fn require_same_group<B: Backend>(
     argument: &str,
     its: &Group<B>,
     group: &Group<B>,
-) -> refusal::Result<()> {
+) -> Result<()> {
     group.require_same(argument, its)
 }

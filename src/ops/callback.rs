@@ -4,7 +4,7 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use crate::backend::Backend;
-use crate::error::{Error, Result};
+use crate::error::{Kind, Result};
 use crate::group::{Group, in_words};
 use crate::ranks::last_panic;
 
@@ -39,15 +39,15 @@ impl<'a, B: Backend> Callbacks<'a, B> {
         let forked = self.group.inner().members.refuse_fork();
         let error = match called {
             Ok(Ok(())) => return forked,
-            Ok(Err(reason)) => Error::Callback {
-                rank,
-                call: self.call.into(),
+            Ok(Err(reason)) => Kind::ProgramFailed {
+                function_of: Some(self.call.into()),
                 reason,
-            },
+            }
+            .on(rank),
             Err(payload) => {
                 let message = last_panic::message_of(&*payload);
                 self.panic = Some(payload);
-                Error::RankPanicked { rank, message }
+                Kind::RankPanicked { message }.on(rank)
             }
         };
         Err(members.fail(error))

@@ -35,8 +35,8 @@ use crate::schedule::{Layout, Operation, Problem, Route};
 /// [`matmul_reduce_scatter`](crate::matmul_reduce_scatter).
 ///
 /// # Errors
-/// [`Error::CallMismatch`](crate::Error::CallMismatch) if a rank makes a different call;
-/// [`Error::Capturing`](crate::Error::Capturing) if the first run is captured in a graph; the group's failure.
+/// [`Kind::CallMismatch`](crate::error::Kind::CallMismatch) if a rank makes a different call;
+/// [`Kind::Capturing`](crate::error::Kind::Capturing) if the first run is captured in a graph; the group's failure.
 #[track_caller]
 pub fn all_gather<B: Backend, T: Value>(a: &ShardedMatrix<B, T>) -> Result<()> {
     gather_rows(a.into())
@@ -89,7 +89,7 @@ fn gather<B: Backend>(operation: Operation, a: RawShards<B>) -> Result<()> {
 /// ```
 ///
 /// # Errors
-/// As [`all_gather`]; [`Error::Limit`](crate::Error::Limit) unless `root` is a rank.
+/// As [`all_gather`]; [`Kind::Limit`](crate::error::Kind::Limit) unless `root` is a rank.
 #[track_caller]
 pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize) -> Result<()> {
     broadcast_rows((&*a).into(), root)
@@ -145,9 +145,9 @@ pub fn broadcast_rows<B: Backend>(a: RawShards<B>, root: usize) -> Result<()> {
 /// ```
 ///
 /// # Errors
-/// As [`all_gather`]; [`Error::Shape`](crate::Error::Shape) or
-/// [`Error::ForeignArgument`](crate::Error::ForeignArgument) if the output does not fit;
-/// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+/// As [`all_gather`]; [`Kind::Shape`](crate::error::Kind::Shape) or
+/// [`Kind::Unsuitable`](crate::error::Kind::Unsuitable) if the output does not fit;
+/// [`Kind::OutOfMemory`](crate::error::Kind::OutOfMemory).
 #[track_caller]
 pub fn reduce_scatter<'a, 'o, B: Backend, T: Float>(
     a: impl Into<MatrixView<'a, B, T>>,

@@ -14,11 +14,10 @@ use super::row_split::{RowSplit, staged};
 use super::scales::{Expected, RawShardedOperand};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::profile::span::Span;
-use crate::refusal::{self, Refusal};
 use crate::schedule::plan::matrices::MATRICES;
 use crate::schedule::{Config, Operation, Problem, Schedule, Widths};
 
@@ -69,7 +68,7 @@ impl GatherProduct<'_> {
         widths: &Widths,
     ) -> Result<PlannedGather<B>> {
         let group = a.group;
-        let prepare = || -> refusal::Result<PlannedGather<B>> {
+        let prepare = || -> Result<PlannedGather<B>> {
             self.options.check_widths(widths)?;
             let layout = staged(a.layout.clone(), self.stages)?;
             let call = self.options.planned();
@@ -123,7 +122,7 @@ impl GatherProduct<'_> {
         group: &Group<B>,
         addends: &Addends<B>,
         problem: &Problem,
-    ) -> refusal::Result<Arc<B::Program>> {
+    ) -> Result<Arc<B::Program>> {
         addends.check(group, problem, problem.layout.m())?;
         group.program(problem.clone(), self.options.config)
     }
@@ -214,7 +213,7 @@ impl<B: Backend> PlannedGather<B> {
             ..Problem::new(COPY, self.problem.dtypes.operands, layout, 0)
         };
         let program = self.group.program(problem, Some(self.config()));
-        let program = program.map_err(Refusal::of(self.group.rank(), COPY.name()))?;
+        let program = program.map_err(Error::of(self.group.rank(), COPY.name()))?;
         let call = self.call(&program);
         call.alone(COPY, &Addends::default(), a, None, None)
     }
@@ -306,11 +305,11 @@ impl<B: Backend> GatherCall<'_, B> {
         addends: &Addends<B>,
         a: &RawShardedOperand<B>,
         product: Option<&RawProduct<B>>,
-    ) -> refusal::Result<()> {
+    ) -> Result<()> {
         let (group, problem) = (a.values.group, self.problem);
         let layout = &problem.layout;
         require_same_group("the prepared product", self.group, group)?;
-        // A plan that is made for this call fits it.
+        // Only a prepared call can fail here; a short call was planned from these arguments.
         let names = [
             "a [M, K] of a prepared call",
             "a (rows of each rank) of a prepared call",

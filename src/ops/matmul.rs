@@ -11,6 +11,8 @@ use crate::backend::Backend;
 use crate::element::{DType, Element, OutputOf, WeightOf};
 #[cfg(doc)]
 use crate::error::Error;
+#[cfg(doc)]
+use crate::error::Kind;
 use crate::error::Result;
 use crate::explanation::Explanation;
 use crate::group::Group;
@@ -48,7 +50,7 @@ use crate::schedule::{
 /// ```
 ///
 /// # Errors
-/// [`Error::Shape`] or [`Error::ForeignArgument`] if the arguments don't fit together; the group's failure.
+/// [`Kind::Shape`] or [`Kind::Unsuitable`] if the arguments don't fit together; the group's failure.
 #[track_caller]
 pub fn matmul<B: Backend, T: Element, W: WeightOf<T>, O: OutputOf<T>>(
     a: &Matrix<B, T>,
@@ -181,8 +183,8 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     /// It takes one weight and one output, or several, as [`AllGatherMatmul::run`](crate::AllGatherMatmul::run).
     ///
     /// # Errors
-    /// As [`matmul`]; [`Error::Count`] or [`Error::DType`] as
-    /// [`AllGatherMatmul::run`](crate::AllGatherMatmul::run); [`Error::Limit`] or [`Error::Unsupported`] if the
+    /// As [`matmul`]; [`Kind::Unsuitable`] as
+    /// [`AllGatherMatmul::run`](crate::AllGatherMatmul::run); [`Kind::Limit`] or [`Kind::Unsupported`] if the
     /// configuration can't be used.
     #[track_caller]
     pub fn run<'m, 'o>(
@@ -202,9 +204,9 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     /// equal, or one N for both. Later runs need no planning.
     ///
     /// # Errors
-    /// [`Error::Limit`] if a shape or the configuration is out of range, or if gate and up differ in N;
-    /// [`Error::Count`] if a gated product has more than two weights; [`Error::Unsupported`] if the configuration is
-    /// not supported; [`Error::Shape`] or [`Error::ForeignArgument`] if the bias or the residual does not fit; the
+    /// [`Kind::Limit`] if a shape or the configuration is out of range, or if gate and up differ in N;
+    /// [`Kind::Unsuitable`] if a gated product has more than two weights; [`Kind::Unsupported`] if the configuration is
+    /// not supported; [`Kind::Shape`] or [`Kind::Unsuitable`] if the bias or the residual does not fit; the
     /// group's failure.
     #[track_caller]
     pub fn prepare(
@@ -225,7 +227,7 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     /// give. An engine asks when it loads a model, before there is a matrix.
     ///
     /// The builder says what [`Matmul::prepare`] needs to know: types, scales, layout, configuration. The question
-    /// allocates no memory of the device and makes no rank wait. It says nothing of the memory that a call needs.
+    /// allocates no memory of the device and does not block. It says nothing of the memory that a call needs.
     ///
     /// ```
     /// use gemmesh::{DType, F8E4M3, Group, Host, Matmul, Result, Scaling};
@@ -315,7 +317,7 @@ impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
     /// As [`Matmul::run`].
     ///
     /// # Errors
-    /// As [`matmul`]; [`Error::Count`] unless there are as many weights and outputs as planned; [`Error::DType`] if an
+    /// As [`matmul`]; [`Kind::Unsuitable`] unless there are as many weights and outputs as planned, and if an
     /// output has a different type than planned ([`Matmul::output_dtype`]).
     #[track_caller]
     pub fn run<'m, 'o>(

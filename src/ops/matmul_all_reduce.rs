@@ -15,6 +15,8 @@ use crate::backend::Backend;
 use crate::element::{AddendOf, DType, Element, WeightOf};
 #[cfg(doc)]
 use crate::error::Error;
+#[cfg(doc)]
+use crate::error::Kind;
 use crate::error::Result;
 use crate::explanation::Explanation;
 use crate::group::Group;
@@ -187,7 +189,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// The first call for a shape makes the schedule. Later calls use it again.
     ///
     /// # Errors
-    /// As [`matmul_all_reduce`]; [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used.
+    /// As [`matmul_all_reduce`]; [`Kind::Limit`] or [`Kind::Unsupported`] if the configuration can't be used.
     #[track_caller]
     pub fn run<'m, O: AddendOf<T>>(
         &self,
@@ -205,8 +207,8 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// has allocates it. This call is not collective.
     ///
     /// # Errors
-    /// [`Error::Shape`] or [`Error::ForeignArgument`] if the output, the bias or the residual does not fit;
-    /// [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used; the group's failure.
+    /// [`Kind::Shape`] or [`Kind::Unsuitable`] if the output, the bias or the residual does not fit;
+    /// [`Kind::Limit`] or [`Kind::Unsupported`] if the configuration can't be used; the group's failure.
     #[track_caller]
     pub fn prepare<'m, O: AddendOf<T>>(
         &self,
@@ -227,7 +229,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     ///
     /// `rows` are the extents [M, K] of `a`, of which K is this rank's slice. The rows of the output are split evenly, or
     /// as `rows` says: [`RowSplit`]. N is that of the weight. As [`Matmul::supported`](crate::Matmul::supported), it needs
-    /// no matrix and makes no rank wait.
+    /// no matrix and does not block.
     ///
     /// ```
     /// use gemmesh::{F8E4M3, Group, Host, MatmulAllReduce, Result, Scaling};
@@ -347,7 +349,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// Only multiplies, and leaves the partials where they are made. Not collective; for benchmarks, after a run.
     ///
     /// # Errors
-    /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
+    /// [`Kind::Shape`] or [`Kind::Unsuitable`]; the group's failure.
     #[doc(hidden)]
     #[track_caller]
     pub fn matmul<W: WeightOf<T>>(&self, a: &Matrix<B, T>, b: &Matrix<B, W>) -> Result<()> {
@@ -369,7 +371,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// collective; for benchmarks, after a run.
     ///
     /// # Errors
-    /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
+    /// [`Kind::Shape`] or [`Kind::Unsuitable`]; the group's failure.
     ///
     /// # Safety
     /// Until the copy has ended, no other rank begins an operation that makes partials or sums, or writes its rows of

@@ -15,13 +15,12 @@ use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{DType, Element, OutputOf, WeightOf};
 #[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::Kind;
+use crate::error::{Error, Result};
 use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
-use crate::refusal::Refusal;
 use crate::schedule::{Accumulation, Activation, Config, Scaling, Schedule, WeightLayout};
 use crate::trace::Trace;
 
@@ -78,8 +77,8 @@ use crate::trace::Trace;
 /// [`MatmulReduceScatter::run`].
 ///
 /// # Errors
-/// [`Error::Shape`] or [`Error::ForeignArgument`] if the arguments don't fit together; nothing has been done then.
-/// [`Error::CallMismatch`] if a rank makes a different call; [`Error::OutOfMemory`] if the memory for partials cannot
+/// [`Kind::Shape`] or [`Kind::Unsuitable`] if the arguments don't fit together; nothing has been done then.
+/// [`Kind::CallMismatch`] if a rank makes a different call; [`Kind::OutOfMemory`] if the memory for partials cannot
 /// be allocated; the group's failure.
 #[track_caller]
 pub fn matmul_reduce_scatter<B: Backend, T: Element, W: WeightOf<T>, O: OutputOf<T>>(
@@ -236,8 +235,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// The first call for a shape makes the schedule. Later calls use it again.
     ///
     /// # Errors
-    /// As [`matmul_reduce_scatter`]; [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used, or
-    /// if the output is quantised; [`Error::Count`] unless there is one output, and unless
+    /// As [`matmul_reduce_scatter`]; [`Kind::Limit`] or [`Kind::Unsupported`] if the configuration can't be used, or
+    /// if the output is quantised; [`Kind::Unsuitable`] unless there is one output, and unless
     /// [`MatmulReduceScatter::rows`] has one count for each rank, M in all.
     #[track_caller]
     pub fn run<'m, 'o>(
@@ -256,7 +255,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// sharded matrix is a multiple of 16 bytes long.)
     ///
     /// # Errors
-    /// As [`MatmulReduceScatter::run`]; [`Error::Shape`] unless `out` is [M, N], or if [`MatmulReduceScatter::rows`]
+    /// As [`MatmulReduceScatter::run`]; [`Kind::Shape`] unless `out` is [M, N], or if [`MatmulReduceScatter::rows`]
     /// gives a different split.
     #[track_caller]
     pub fn run_into<'m, O: OutputOf<T>>(
@@ -275,9 +274,9 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// has allocates it. This call is not collective.
     ///
     /// # Errors
-    /// [`Error::Limit`] if `n` or the configuration is out of range; [`Error::Unsupported`] if the configuration is not
-    /// supported; [`Error::Count`] unless [`MatmulReduceScatter::rows`] has one count for each rank, M in all;
-    /// [`Error::Shape`] or [`Error::ForeignArgument`] if the bias or the residual does not fit; the group's failure.
+    /// [`Kind::Limit`] if `n` or the configuration is out of range; [`Kind::Unsupported`] if the configuration is not
+    /// supported; [`Kind::Unsuitable`] unless [`MatmulReduceScatter::rows`] has one count for each rank, M in all;
+    /// [`Kind::Shape`] or [`Kind::Unsuitable`] if the bias or the residual does not fit; the group's failure.
     #[track_caller]
     pub fn prepare<'m>(
         &self,
@@ -295,7 +294,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// Whether this group can multiply a matrix [m, k] by a weight of N = `n` and sum: `Ok`, or the error that the call
     /// would give.
     ///
-    /// As [`Matmul::supported`](crate::Matmul::supported), it needs no matrix and makes no rank wait.
+    /// As [`Matmul::supported`](crate::Matmul::supported), it needs no matrix and does not block.
     ///
     /// ```
     /// use gemmesh::{DType, Group, Host, MatmulReduceScatter, Result, bf16};
@@ -381,7 +380,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// As [`MatmulReduceScatter::run`]. `a` is [M, K], `b` is [N, K], `out` is [rows, N].
     ///
     /// # Errors
-    /// As [`matmul_reduce_scatter`]; [`Error::Count`] unless there is one output; [`Error::DType`] if it has a different
+    /// As [`matmul_reduce_scatter`]; [`Kind::Unsuitable`] unless there is one output, and if it has a different
     /// type than planned ([`MatmulReduceScatter::output_dtype`]).
     #[track_caller]
     pub fn run<'m, 'o>(
@@ -451,7 +450,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// Only multiplies, and leaves the partials where they are made. Not collective; for benchmarks, after a run.
     ///
     /// # Errors
-    /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
+    /// [`Kind::Shape`] or [`Kind::Unsuitable`]; the group's failure.
     #[doc(hidden)]
     #[track_caller]
     pub fn matmul<W: WeightOf<T>>(&self, a: &Matrix<B, T>, b: &Matrix<B, W>) -> Result<()> {
@@ -467,7 +466,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     pub fn reduce_scatter<O: OutputOf<T>>(&self, out: &mut Matrix<B, O>) -> Result<()> {
         let mut out = Outputs::<B, T>::from(out).all;
         let checked = self.planned.check_out(&out);
-        checked.map_err(Refusal::of(self.planned.group().rank(), "reduce_scatter"))?;
+        checked.map_err(Error::of(self.planned.group().rank(), "reduce_scatter"))?;
         self.planned.reduce(&self.addends, only(&mut out), &[])
     }
 

@@ -8,8 +8,8 @@
 
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
+use crate::error::{Error, Result};
 use crate::matrix::Place;
-use crate::refusal::{Refusal, Result};
 use crate::schedule::plan::matrices::{
     A, A_SCALES, B, B_SCALES, BESIDE, BIAS, MATRICES, OUT, OUT_SCALES, PARTIALS, RESIDUAL,
 };
@@ -18,7 +18,7 @@ use crate::schedule::{Addend, Extent, MAX_WEIGHTS, MatrixSpec, Move, Schedule, T
 /// Checks the memory of a call's matrices, which have the numbers of [`matrices`](crate::schedule::plan::matrices).
 ///
 /// # Errors
-/// `Refusal::Unsuitable` names the two arguments that overlap.
+/// `Kind::Unsuitable` names the two arguments that overlap.
 pub fn check<B: Backend>(schedule: &Schedule, bound: &[Bound<B>; MATRICES]) -> Result<()> {
     // In most calls no matrix lies between the first and the last byte of another.
     let mut all = [const { (0, 0..0) }; MATRICES];
@@ -50,7 +50,7 @@ fn may_be_written(number: usize) -> bool {
 /// same. The copy is a call of the group all the same.
 ///
 /// # Errors
-/// `Refusal::Unsuitable` if they overlap otherwise.
+/// `Kind::Unsuitable` if they overlap otherwise.
 pub fn check_copy<B: Backend>(
     source: &Bound<B>,
     target: &Bound<B>,
@@ -69,13 +69,8 @@ pub fn check_copy<B: Backend>(
 }
 
 /// The memory of `argument` is that of a different argument.
-pub fn overlapping(argument: &str, found: &str) -> Refusal {
-    Refusal::Unsuitable {
-        argument: argument.into(),
-        what: "the memory".into(),
-        expected: "apart from it".into(),
-        found: found.into(),
-    }
+pub fn overlapping(argument: &str, found: &str) -> Error {
+    Error::unsuitable(format!("the memory of {argument}"), "apart from it", found)
 }
 
 /// The place of a bound matrix. None if there is no memory.
@@ -229,7 +224,7 @@ impl<B: Backend> CallMemory<'_, '_, B> {
         })
     }
 
-    fn refusal(&self, argument: usize, other: &str) -> Refusal {
+    fn refusal(&self, argument: usize, other: &str) -> Error {
         overlapping(&self.name(argument), &format!("partly that of {other}"))
     }
 

@@ -17,7 +17,6 @@ use crate::backend::sealed::Bound;
 use crate::error::Result;
 use crate::explanation::Explanation;
 use crate::group::Group;
-use crate::refusal;
 use crate::schedule::plan::matrices::{self, MATRICES};
 use crate::schedule::{Config, Layout, Operation, Problem, Schedule, Widths};
 
@@ -83,7 +82,7 @@ fn plan<B: Backend>(
     shape: [usize; 2],
     widths: &[usize],
     call: &CallForm,
-) -> refusal::Result<PlannedProduct<B>> {
+) -> Result<PlannedProduct<B>> {
     let problem = problem(options, group, addends, shape, widths, call)?;
     Ok(PlannedProduct {
         program: group.program(problem.clone(), options.config)?,
@@ -100,7 +99,7 @@ fn problem<B: Backend>(
     [m, k]: [usize; 2],
     widths: &[usize],
     call: &CallForm,
-) -> refusal::Result<Problem> {
+) -> Result<Problem> {
     let layout = Layout::new(&[m], k)?;
     let problem = options.problem::<B>(OPERATION, layout, widths, call)?;
     addends.check(group, &problem, m)?;
@@ -162,7 +161,7 @@ impl<B: Backend> PlannedProduct<B> {
         addends: &Addends<B>,
         a: &RawOperand<B>,
         (weights, outputs): &RawProduct<B>,
-    ) -> refusal::Result<()> {
+    ) -> Result<()> {
         let (group, problem) = (&self.group, &self.problem);
         let layout = &problem.layout;
         let widths = problem.form.columns(problem.n)?;
@@ -174,7 +173,7 @@ impl<B: Backend> PlannedProduct<B> {
             ..
         } = a.values;
         require_same_group("a", its, group)?;
-        // A plan that is made for this call fits it.
+        // Only a prepared call can fail here; a short call was planned from these arguments.
         require_shape("a [M, K] of a prepared call", expected, shape)?;
         require_dtype("a", problem.dtypes.operands, dtype)?;
         a.check_scales(group, &Expected::rows(problem.form.a_scaling, expected))?;

@@ -17,11 +17,10 @@ use super::scales::{Expected, Operand, RawOperand};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
-use crate::error::Result;
+use crate::error::{Error, Result, require_count};
 use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::profile::span::Span;
-use crate::refusal::{self, Refusal, require_count};
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::{self, MATRICES, PARTIALS};
@@ -59,7 +58,7 @@ impl Which {
         layout: Layout,
         n: usize,
         call: &CallForm,
-    ) -> refusal::Result<Problem> {
+    ) -> Result<Problem> {
         limit("N", n, 1, MAX_EXTENT)?;
         let problem = Problem {
             hosts: group.host_map().clone(),
@@ -98,7 +97,7 @@ impl Which {
         layout: Layout,
         n: usize,
         call: &CallForm,
-    ) -> refusal::Result<Option<Config>> {
+    ) -> Result<Option<Config>> {
         let problem = self.problem(options, addends, group, layout, n, call)?;
         let (schedule, config) = group.checked_schedule(&problem, options.config)?;
         let has_product = schedule.product().is_some();
@@ -128,7 +127,7 @@ impl<B: Backend> PlannedSums<B> {
         layout: Layout,
         n: usize,
         call: &CallForm,
-    ) -> refusal::Result<PlannedSums<B>> {
+    ) -> Result<PlannedSums<B>> {
         let problem = which.problem(options, addends, group, layout, n, call)?;
         let (sum, config) = group.configured_program(problem.clone(), options.config)?;
         let multiply = match B::schedule(&sum).product() {
@@ -158,16 +157,12 @@ pub struct SumOperands<'m, 'd, B: Backend> {
 
 impl<B: Backend> SumOperands<'_, '_, B> {
     /// What the operands say of a call that was not prepared. `out`: the output's form, if there is an output.
-    pub fn called(
-        &self,
-        options: &ProductOptions,
-        out: Option<OutputForm>,
-    ) -> refusal::Result<CallForm> {
+    pub fn called(&self, options: &ProductOptions, out: Option<OutputForm>) -> Result<CallForm> {
         options.called(self.a.scaling()?, &self.weights, out)
     }
 
     /// N of a call that was not prepared.
-    pub fn n(&self, options: &ProductOptions) -> refusal::Result<usize> {
+    pub fn n(&self, options: &ProductOptions) -> Result<usize> {
         let SumOperands { a, weights, .. } = self;
         require_count("a sum over ranks", "weight", 1, "this call", weights.len())?;
         let RawView { group, shape, .. } = a.values;
@@ -246,7 +241,7 @@ impl<B: Backend> PlannedSums<B> {
             weights,
             addends,
         }: &SumOperands<B>,
-    ) -> refusal::Result<()> {
+    ) -> Result<()> {
         let RawView {
             group,
             dtype,
@@ -257,7 +252,7 @@ impl<B: Backend> PlannedSums<B> {
         let layout = &problem.layout;
         require_same_group("the prepared sum", &self.group, group)?;
         let what = match self.which {
-            // A plan that is made for this call fits it.
+            // Only a prepared call can fail here; a short call was planned from these arguments.
             Which::Own => "a [M, K] of a prepared call",
             Which::All => "a [M, K]",
         };
@@ -270,14 +265,14 @@ impl<B: Backend> PlannedSums<B> {
     }
 
     /// Checks an output that is this rank's own.
-    pub fn check_out(&self, out: &[ProductOutput<B>]) -> refusal::Result<()> {
+    pub fn check_out(&self, out: &[ProductOutput<B>]) -> Result<()> {
         let (rows, problem) = (self.own_rows().len(), &self.problem);
         let what = "out [rows of this rank, N]";
         check_outputs(&self.group, what, problem, &[problem.n], rows, out)
     }
 
     /// Checks an output that is a sharded matrix: its rows are split like the sum's.
-    pub fn check_sharded(&self, out: RawShards<B>) -> refusal::Result<()> {
+    pub fn check_sharded(&self, out: RawShards<B>) -> Result<()> {
         let Problem { layout, n, .. } = &self.problem;
         let planned = self.problem.dtypes.output;
         require_dtype("out", planned, out.dtype)?;
@@ -291,7 +286,7 @@ impl<B: Backend> PlannedSums<B> {
     pub fn run(
         &self,
         operands: &SumOperands<B>,
-        checked: refusal::Result<()>,
+        checked: Result<()>,
         out: Bound<B>,
         shared: &[u32],
         trace: Option<&mut Vec<Span>>,
@@ -314,7 +309,7 @@ impl<B: Backend> PlannedSums<B> {
     #[track_caller]
     pub fn matmul(&self, operands: &SumOperands<B>) -> Result<()> {
         let checked = self.check(operands);
-        checked.map_err(Refusal::of(self.group.rank(), self.which.name()))?;
+        checked.map_err(Error::of(self.group.rank(), self.which.name()))?;
         let program = self.part(Operation::MultiplyPartials)?;
         let addends = &operands.addends;
         self.launch(
@@ -332,7 +327,7 @@ impl<B: Backend> PlannedSums<B> {
     pub fn reduce(&self, addends: &Addends<B>, out: Bound<B>, shared: &[u32]) -> Result<()> {
         let config = Some(self.config.with_route(Route::Pull));
         let program = self.group.program(self.problem.clone(), config);
-        let program = program.map_err(Refusal::of(self.group.rank(), self.which.name()))?;
+        let program = program.map_err(Error::of(self.group.rank(), self.which.name()))?;
         self.launch(None, &program, addends, None, (out, shared), None)
     }
 
@@ -357,7 +352,7 @@ impl<B: Backend> PlannedSums<B> {
             ..self.problem.clone()
         };
         let program = self.group.program(problem, Some(self.config));
-        program.map_err(Refusal::of(self.group.rank(), operation.name()))
+        program.map_err(Error::of(self.group.rank(), operation.name()))
     }
 
     /// `out`: the output, and the numbers of the sharded matrices that are written.
@@ -380,7 +375,7 @@ impl<B: Backend> PlannedSums<B> {
         for part in before.into_iter().chain([program]) {
             // A part of a sum is planned as with pulled partials, and only these lie without gaps.
             limit("bytes of partials", bytes(B::schedule(part)), 0, room)
-                .map_err(Refusal::of(self.group.rank(), self.which.name()))?;
+                .map_err(Error::of(self.group.rank(), self.which.name()))?;
         }
         let partials = match schedule.is_idle() {
             true => None,
@@ -407,11 +402,7 @@ impl<B: Backend> PlannedSums<B> {
 }
 
 /// The split of `m` rows of a product over `k`: rank r gets `rows[r]` rows.
-pub fn split<B: Backend>(
-    group: &Group<B>,
-    rows: &[usize],
-    [m, k]: [usize; 2],
-) -> refusal::Result<Layout> {
+pub fn split<B: Backend>(group: &Group<B>, rows: &[usize], [m, k]: [usize; 2]) -> Result<Layout> {
     let layout = group.row_layout(rows, k)?;
     // The text is made only for the refusal.
     if layout.m() != m {

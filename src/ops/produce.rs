@@ -14,13 +14,12 @@ use crate::backend::Cuda;
 use crate::backend::sealed::{Bound, Callback};
 use crate::backend::{Backend, Host};
 use crate::element::{DType, Float, Value};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
 use crate::one_line::{option, write_parts};
 use crate::profile::span::Span;
-use crate::refusal::{self, Refusal};
 use crate::schedule::config::MAX_CHUNKS;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::collectives::chunked;
@@ -74,16 +73,16 @@ const EXCHANGE: Operation = Operation::ProduceAndAllToAll;
 /// As [`matmul_reduce_scatter`](crate::matmul_reduce_scatter), with which it shares the memory for partials.
 ///
 /// # Errors
-/// On every rank, from this call or a later one: [`Error::Callback`] if `produce` returns an error on one rank;
-/// [`Error::RankPanicked`] if it panics there; [`Error::Timeout`], which names the rank, if it does not return there;
-/// [`Error::CallMismatch`] unless all ranks make the same call.
+/// On every rank, from this call or a later one: [`Kind::ProgramFailed`] if `produce` returns an error on one rank;
+/// [`Kind::RankPanicked`] if it panics there; [`Kind::Timeout`], which names the rank, if it does not return there;
+/// [`Kind::CallMismatch`] unless all ranks make the same call.
 ///
-/// [`Error::Shape`] if the output does not fit; [`Error::OutOfMemory`]; [`Error::Capturing`] if the first run is
+/// [`Kind::Shape`] if the output does not fit; [`Kind::OutOfMemory`]; [`Kind::Capturing`] if the first run is
 /// captured; the group's failure.
 ///
 /// `produce` is not called once the group has failed. It must not call the same group: such calls return
-/// [`Error::CallInCallback`]. Nor may it wait for other threads' calls of the group. They wait until this call has
-/// returned, at most for the group's timeout, and then get [`Error::Busy`].
+/// [`Kind::Misuse`]. Nor may it wait for other threads' calls of the group. They wait until this call has
+/// returned, at most for the group's timeout, and then get [`Kind::Busy`].
 ///
 /// # Panics
 /// If `produce` panics. Its work on the streams has been joined with the group's stream before.
@@ -208,7 +207,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
     /// Runs the operation with `m` rows in all, as [`produce_and_reduce_scatter`].
     ///
     /// # Errors
-    /// As [`produce_and_reduce_scatter`]; [`Error::Limit`] if the number of blocks is out of range; [`Error::Count`]
+    /// As [`produce_and_reduce_scatter`]; [`Kind::Limit`] if the number of blocks is out of range; [`Kind::Unsuitable`]
     /// unless [`ProduceAndReduceScatter::rows`] has one count for each rank, m in all.
     ///
     /// # Panics
@@ -283,7 +282,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
     /// sharded matrix is a multiple of 16 bytes long.)
     ///
     /// # Errors
-    /// As [`ProduceAndReduceScatter::run`]; [`Error::Shape`] if [`ProduceAndReduceScatter::rows`] gives a different
+    /// As [`ProduceAndReduceScatter::run`]; [`Kind::Shape`] if [`ProduceAndReduceScatter::rows`] gives a different
     /// split.
     ///
     /// # Panics
@@ -308,11 +307,11 @@ impl<'a> ProduceAndReduceScatter<'a> {
         let split = out.layout.rows();
         let planned = || {
             if let Some(rows) = self.rows.filter(|&rows| rows != split) {
-                return Err(Refusal::Shape {
+                return Err(Error::of_kind(Kind::Shape {
                     argument: "out (rows of each rank)".into(),
                     expected: rows.to_vec(),
                     found: split.clone(),
-                });
+                }));
             }
             out.require_by_rank("out")?;
             self.plan(group, out.layout, out.dtype)
@@ -321,7 +320,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
         planned.run(out.own_rows(), &[], None, produce)
     }
 
-    fn layout<B: Backend>(&self, group: &Group<B>, m: usize, n: usize) -> refusal::Result<Layout> {
+    fn layout<B: Backend>(&self, group: &Group<B>, m: usize, n: usize) -> Result<Layout> {
         match self.rows {
             Some(rows) => super::partial_sums::split(group, rows, [m, n]),
             None => Layout::balanced(m, n, group.world_size()),
@@ -333,7 +332,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
         group: &Group<B>,
         layout: &Layout,
         dtype: DType,
-    ) -> refusal::Result<Planned<B>> {
+    ) -> Result<Planned<B>> {
         require_float("out", dtype)?;
         Planned::new(group, REDUCE, layout, dtype, self.chunks)
     }
@@ -387,7 +386,7 @@ impl ProduceAndAllToAll {
     /// Runs the operation, as [`produce_and_all_to_all`].
     ///
     /// # Errors
-    /// As [`produce_and_all_to_all`]; [`Error::Limit`] if the number of blocks is out of range.
+    /// As [`produce_and_all_to_all`]; [`Kind::Limit`] if the number of blocks is out of range.
     ///
     /// # Panics
     /// As [`produce_and_all_to_all`].
@@ -432,7 +431,7 @@ impl<B: Backend> Planned<B> {
         layout: &Layout,
         dtype: DType,
         chunks: Option<usize>,
-    ) -> refusal::Result<Self> {
+    ) -> Result<Self> {
         let chunks = chunks.unwrap_or(1);
         limit(
             "the number of chunks of a rank's rows",
@@ -475,28 +474,29 @@ impl<B: Backend> Planned<B> {
             added: Added::default(),
         };
         let mut callbacks = Callbacks::new(group, self.operation.name());
-        let mut producer = |request: &Request, stream: *mut c_void| {
-            let number = request.place.matrix;
-            let memory = matrices[number].symmetric();
-            let spec = &schedule.matrices()[number];
-            let block = RawBlock {
-                room: room.as_ref().filter(|_| number == PARTIALS),
-                memory: memory.ok_or_else(|| Error::Internal {
-                    rank: group.rank(),
-                    what: format!(
+        let mut producer =
+            |request: &Request, stream: *mut c_void| {
+                let number = request.place.matrix;
+                let memory = matrices[number].symmetric();
+                let spec = &schedule.matrices()[number];
+                let block =
+                    RawBlock {
+                        room: room.as_ref().filter(|_| number == PARTIALS),
+                        memory: memory.ok_or_else(|| {
+                            Kind::Internal { what: format!(
                         "a caller makes rows of matrix {number}, which ranks do not share"
-                    ),
-                })?,
-                owner: request.owner,
-                rows: request.rows.clone(),
-                columns: request.place.columns.len(),
-                pitch: spec.columns,
-                dtype: spec.dtype,
-                first: request.place.rows.start,
-                stream,
+                    ) }.on(group.rank())
+                        })?,
+                        owner: request.owner,
+                        rows: request.rows.clone(),
+                        columns: request.place.columns.len(),
+                        pitch: spec.columns,
+                        dtype: spec.dtype,
+                        first: request.place.rows.start,
+                        stream,
+                    };
+                callbacks.call(|| produce(block))
             };
-            callbacks.call(|| produce(block))
-        };
         let callback = Some(Callback::Producer(&mut producer));
         let result = call::run_with(group, None, &self.program, arguments, trace, callback);
         callbacks.finish(result)

@@ -10,9 +10,9 @@ use super::scales::{self, Expected, RawOperand};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::DType;
+use crate::error::{Error, Result, require_count};
 use crate::group::Group;
 use crate::one_line::write_parts;
-use crate::refusal::{Refusal, Result, require_count};
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::{self, MATRICES};
@@ -267,7 +267,7 @@ impl ProductOptions {
         self.check_count(weights.len())?;
         let widths = weights.iter().enumerate().map(|(number, weight)| {
             let n = self.n_of(group, k, &weight.values);
-            n.map_err(Refusal::one_of("weight", number, weights.len()))
+            n.map_err(Error::one_of("weight", number, weights.len()))
         });
         widths.collect()
     }
@@ -413,7 +413,7 @@ pub fn check_weights<B: Backend>(
             .and_then(|()| require_shape(what, shape, found))
             .and_then(|()| require_dtype("b", problem.dtypes.weights, dtype))
             .and_then(|()| weight.check_scales(group, &expected));
-        fits.map_err(Refusal::one_of("weight", number, weights.len()))?;
+        fits.map_err(Error::one_of("weight", number, weights.len()))?;
     }
     Ok(())
 }
@@ -448,7 +448,7 @@ pub fn check_outputs<B: Backend>(
             .and_then(|()| require_shape(what, [rows, n], shape))
             .and_then(|()| require_dtype("out", problem.dtypes.output, dtype))
             .and_then(|()| out.check_scales(group, planned));
-        fits.map_err(Refusal::one_of("output", number, outputs.len()))?;
+        fits.map_err(Error::one_of("output", number, outputs.len()))?;
     }
     Ok(())
 }

@@ -13,11 +13,10 @@ use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{DType, F8E4M3, Float};
 #[cfg(doc)]
-use crate::error::Error;
+use crate::error::Kind;
 use crate::error::Result;
 use crate::group::Group;
 use crate::matrix::{MatrixView, MatrixViewMut};
-use crate::refusal;
 use crate::schedule::plan::collectives::chunked;
 use crate::schedule::plan::matrices::{A, MATRICES, OUT, OUT_SCALES};
 use crate::schedule::{Config, DTypes, Form, Layout, Operation, Problem, Quantization, Schedule};
@@ -64,7 +63,7 @@ const OPERATION: Operation = Operation::Quantize;
 /// complete.
 ///
 /// # Errors
-/// [`Error::Shape`] or [`Error::ForeignArgument`] if the arguments don't fit together; [`Error::Unsupported`] if a
+/// [`Kind::Shape`] or [`Kind::Unsuitable`] if the arguments don't fit together; [`Kind::Unsupported`] if a
 /// scale that is given would be rounded to a power of two; the group's failure.
 #[track_caller]
 pub fn quantize<'x, 'o, B: Backend, T: Float>(
@@ -141,7 +140,7 @@ impl<B: Backend, T: Float> Quantize<B, T> {
     /// Plans the quantising of matrices [m, n], so that it can run many times. Later runs need no planning.
     ///
     /// # Errors
-    /// [`Error::Limit`] if a shape is out of range; [`Error::Unsupported`] as [`quantize`]; the group's failure.
+    /// [`Kind::Limit`] if a shape is out of range; [`Kind::Unsupported`] as [`quantize`]; the group's failure.
     #[track_caller]
     pub fn prepare(&self, group: &Group<B>, shape: [usize; 2]) -> Result<PreparedQuantize<B, T>> {
         let planned = PlannedQuantize::plan(group, T::DTYPE, shape, self.quantization);
@@ -154,7 +153,7 @@ impl<B: Backend, T: Float> Quantize<B, T> {
 
     /// Whether this group can quantise matrices [m, n] of `T`: `Ok`, or the error that the call would give.
     ///
-    /// As [`Matmul::supported`](crate::Matmul::supported), it needs no matrix and makes no rank wait.
+    /// As [`Matmul::supported`](crate::Matmul::supported), it needs no matrix and does not block.
     ///
     /// ```
     /// use gemmesh::{Group, Host, Quantization, Quantize, Result, bf16};
@@ -187,11 +186,7 @@ impl<B: Backend, T: Float> Default for Quantize<B, T> {
 }
 
 /// The problem of quantising a matrix [m, n] of `dtype`.
-fn problem(
-    dtype: DType,
-    [m, n]: [usize; 2],
-    quantization: Quantization,
-) -> refusal::Result<Problem> {
+fn problem(dtype: DType, [m, n]: [usize; 2], quantization: Quantization) -> Result<Problem> {
     Ok(Problem {
         dtypes: DTypes {
             output: DType::F8E4M3,
@@ -233,7 +228,7 @@ impl<B: Backend, T: Float> PreparedQuantize<B, T> {
     /// As [`Quantize::run`].
     ///
     /// # Errors
-    /// As [`quantize`]; [`Error::Unsuitable`] if the scales are others than planned ([`Quantize::quantization`]).
+    /// As [`quantize`]; [`Kind::Unsuitable`] if the scales are others than planned ([`Quantize::quantization`]).
     #[track_caller]
     pub fn run<'x, 'o>(
         &self,
@@ -270,7 +265,7 @@ impl<B: Backend> PlannedQuantize<B> {
         dtype: DType,
         shape: [usize; 2],
         quantization: Quantization,
-    ) -> refusal::Result<Self> {
+    ) -> Result<Self> {
         require_float("x", dtype)?;
         let problem = problem(dtype, shape, quantization)?;
         Ok(PlannedQuantize {

@@ -7,9 +7,9 @@ use super::scales::whole_columns;
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{DType, F8E4M3, Value};
+use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut};
-use crate::refusal::{Refusal, Result};
 use crate::schedule::limits::require;
 use crate::schedule::plan::matrices::{MATRICES, OUT, OUT_SCALES};
 use crate::schedule::{Quantization, Scaling};
@@ -273,10 +273,9 @@ fn require_planned(planned: Option<Quantization>, found: Option<Quantization>) -
         None => "None".into(),
     };
     let planned = words(planned);
-    Err(Refusal::Unsuitable {
-        argument: "out".into(),
-        what: "the quantization".into(),
-        expected: format!("{planned}, for which the call was prepared (quantization)"),
-        found: words(found),
-    })
+    Err(Error::unsuitable(
+        "the quantization of out",
+        format!("{planned}, for which the call was prepared (quantization)"),
+        words(found),
+    ))
 }

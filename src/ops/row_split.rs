@@ -4,9 +4,9 @@ use std::fmt;
 
 use smallvec::SmallVec;
 
+use crate::Result;
 use crate::backend::Backend;
 use crate::group::Group;
-use crate::refusal::Result;
 use crate::schedule::limits::limit;
 use crate::schedule::{Layout, RowOrder};
 

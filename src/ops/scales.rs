@@ -6,9 +6,9 @@ use super::call::{RawShards, RawView, require_property, require_same_group, requ
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{DType, Element};
+use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::{Matrix, MatrixView, ShardedMatrix};
-use crate::refusal::{Refusal, Result};
 use crate::schedule::limits::require;
 use crate::schedule::plan::matrices::{A, A_SCALES, BESIDE, MATRICES};
 use crate::schedule::scaling::SCALED_BLOCK;
@@ -166,7 +166,7 @@ impl<'a, B: Backend> Scales<'a, B> {
             (_, 0, _) => "Scales::first_column is for Scales::blocks",
             _ => "Scales::first_row is for the blocks of a weight",
         };
-        Err(Refusal::Unsupported { what: what.into() })
+        Err(Error::unsupported(what))
     }
 }
 
@@ -444,15 +444,14 @@ impl Expected {
         if self.scaling == found {
             return Ok(());
         }
-        Err(Refusal::Unsuitable {
-            argument: self.argument.into(),
-            what: "the scaling".into(),
-            expected: format!(
+        Err(Error::unsuitable(
+            format!("{} of {}", "the scaling", self.argument),
+            format!(
                 "{:?}, for which the call was prepared (scaling)",
                 self.scaling
             ),
-            found: format!("{found:?}"),
-        })
+            format!("{found:?}"),
+        ))
     }
 }
 
@@ -581,7 +580,7 @@ impl<'a, B: Backend> RawShardedOperand<'a, B> {
 /// The matrix of scales that is gathered with rows of K columns, as its type and its columns.
 ///
 /// # Errors
-/// `Refusal::Unsupported` if there is one, but no rows are gathered.
+/// `Kind::Unsupported` if there is one, but no rows are gathered.
 pub fn beside<B: Backend>(
     scaling: Scaling,
     k: usize,

@@ -11,10 +11,9 @@ use super::row_split::RowSplit;
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::profile::span::Span;
-use crate::refusal::{self, Refusal};
 use crate::schedule::plan::collectives::stored;
 use crate::schedule::plan::matrices::{self, MATRICES};
 use crate::schedule::{Config, Layout, Operation, Problem, Route};
@@ -50,7 +49,7 @@ impl ScatterProduct<'_> {
     pub fn run_into<B: Backend>(&self, operands: &SumOperands<B>, out: RawShards<B>) -> Result<()> {
         let RawView { group, shape, .. } = operands.a.values;
         let [m, k] = shape;
-        let plan = || -> refusal::Result<PlannedSums<B>> {
+        let plan = || -> Result<PlannedSums<B>> {
             let n = operands.n(self.options)?;
             require_same_group("out", out.group, group)?;
             require_shape("out [M, N]", [m, n], out.shape())?;
@@ -104,12 +103,12 @@ impl ScatterProduct<'_> {
         n: usize,
         layout: Layout,
         call: &CallForm,
-    ) -> refusal::Result<PlannedSums<B>> {
+    ) -> Result<PlannedSums<B>> {
         PlannedSums::new(self.options, addends, Which::Own, group, layout, n, call)
     }
 
     /// Which rank owns which rows of the product of a matrix [m, k].
-    fn layout<B: Backend>(&self, group: &Group<B>, [m, k]: [usize; 2]) -> refusal::Result<Layout> {
+    fn layout<B: Backend>(&self, group: &Group<B>, [m, k]: [usize; 2]) -> Result<Layout> {
         match self.rows {
             Some(rows) => split(group, rows, [m, k]),
             None => Layout::balanced(m, k, group.world_size()),
@@ -221,7 +220,7 @@ impl<B: Backend> PlannedAllReduce<B> {
         [m, k]: [usize; 2],
         out: RawShards<B>,
         call: &CallForm,
-    ) -> refusal::Result<PlannedAllReduce<B>> {
+    ) -> Result<PlannedAllReduce<B>> {
         let [_, n] = out.shape();
         require_same_group("out", out.group, group)?;
         require_shape("out [M, N]", [m, n], out.shape())?;
@@ -256,7 +255,7 @@ impl<B: Backend> PlannedAllReduce<B> {
     /// Only sums and gathers, with the partials of an earlier run. Collective.
     #[track_caller]
     pub fn reduce(&self, addends: &Addends<B>, out: RawShards<B>) -> Result<()> {
-        let of = Refusal::of(self.sums.group().rank(), Which::All.name());
+        let of = Error::of(self.sums.group().rank(), Which::All.name());
         self.sums.check_sharded(out).map_err(of)?;
         let gather = match (&self.gather, self.sums.reduces_own_rows) {
             (Some(gather), _) => Some(gather.clone()),
@@ -274,7 +273,7 @@ impl<B: Backend> PlannedAllReduce<B> {
     #[track_caller]
     pub unsafe fn copy(&self, out: RawShards<B>) -> Result<()> {
         let checked = self.sums.check_sharded(out);
-        checked.map_err(Refusal::of(self.sums.group().rank(), Which::All.name()))?;
+        checked.map_err(Error::of(self.sums.group().rank(), Which::All.name()))?;
         // SAFETY: as this function's.
         unsafe { self.sums.copy(out.bound()) }
     }
@@ -299,7 +298,7 @@ impl<B: Backend> PlannedAllReduce<B> {
 }
 
 /// The program that gathers the sums of all rows, if each rank has the sums of its own rows.
-fn gather_of<B: Backend>(out: RawShards<B>, config: Config) -> refusal::Result<Arc<B::Program>> {
+fn gather_of<B: Backend>(out: RawShards<B>, config: Config) -> Result<Arc<B::Program>> {
     let (problem, config) = gather_problem(out.dtype, out.layout.clone(), config);
     out.group.program(problem, Some(config))
 }

@@ -20,8 +20,8 @@ pub(crate) fn now() -> u64 {
 
 /// By how many nanoseconds this process's time namespace sets a clock forward, `monotonic` or `boottime`.
 pub(crate) fn namespace_offset(clock: &str) -> i64 {
-    // The offsets are of the namespace in which this process's children are born. Where that is another, this
-    // process has made it, and is in the first one: a made-up one in between is not thought of.
+    // The offsets are of the namespace in which this process's children are born. Where that is another, this process
+    // has made it, and is in the first one: we ignore intermediate namespaces.
     let namespace = |name| fs::read_link(format!("/proc/self/ns/{name}")).ok();
     let offsets = fs::read_to_string("/proc/self/timens_offsets").unwrap_or_default();
     let is_own = namespace("time") == namespace("time_for_children");

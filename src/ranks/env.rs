@@ -10,7 +10,7 @@ use self::several::{KEY, hosts, meeting};
 use super::address::Address;
 use super::secret::Secret;
 use super::surroundings::{Surroundings, ThisProcess};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::schedule::Hosts;
 
 /// A rank as a launcher describes it.
@@ -342,19 +342,16 @@ pub fn has_rank() -> bool {
 /// The error that no launcher has started this process as a rank.
 pub fn no_launcher() -> Error {
     if std::env::var_os("SLURM_PROCID").is_some() {
-        return Error::Environment {
+        return Error::of_kind(Kind::Environment {
             launcher: SRUN.into(),
             missing:
                 "a rank's variables (those here are a batch script's or an interactive shell's)"
                     .into(),
-        };
+        });
     }
-    Error::Environment {
-        launcher: "a launcher".into(),
-        missing: "the rank's variables, such as RANK and LOCAL_RANK of torchrun, OMPI_COMM_WORLD_RANK of mpirun \
+    Error::of_kind(Kind::Environment { launcher: "a launcher".into(), missing: "the rank's variables, such as RANK and LOCAL_RANK of torchrun, OMPI_COMM_WORLD_RANK of mpirun \
                   or SLURM_PROCID of srun"
-            .into(),
-    }
+            .into() })
 }
 
 /// All variables that are read, by launcher. Launchers share some of them.
@@ -370,26 +367,26 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
 /// Describes `process` as its launcher does. `None` if no launcher has started it as a rank.
 ///
 /// # Errors
-/// [`Error::Environment`] names missing variables, and [`Error::EnvironmentValue`] a value that cannot be used.
+/// [`Kind::Environment`] names missing variables, and [`Kind::EnvironmentValue`] a value that cannot be used.
 pub fn describe(process: &impl Surroundings) -> Result<Option<Described>> {
     let Some(launcher) = recognise(process) else {
         return Ok(None);
     };
     let missing = launcher.missing(process);
     if !missing.is_empty() {
-        return Err(Error::Environment {
+        return Err(Error::of_kind(Kind::Environment {
             launcher: launcher.name.into(),
             missing: missing.join(", "),
-        });
+        }));
     }
     let (rank_name, rank) = number(process, launcher.rank)?;
     let (world_name, world) = number(process, launcher.world)?;
     if rank >= world {
-        return Err(Error::EnvironmentValue {
+        return Err(Error::of_kind(Kind::EnvironmentValue {
             name: rank_name.into(),
             value: rank.to_string(),
             reason: format!("it must be below {world_name}, which is {world}"),
-        });
+        }));
     }
     let hosts = hosts(process, launcher, rank, world)?;
     let address = address(process, launcher)?;
@@ -441,14 +438,14 @@ fn text(process: &impl Surroundings, name: &str) -> Result<Option<String>> {
     match process.variable(name).map(OsString::into_string) {
         None => Ok(None),
         Some(Ok(text)) => Ok(Some(text)),
-        Some(Err(bytes)) => Err(Error::EnvironmentValue {
+        Some(Err(bytes)) => Err(Error::of_kind(Kind::EnvironmentValue {
             name: name.into(),
             value: match is_secret(name) {
                 true => NOT_SHOWN.into(),
                 false => bytes.to_string_lossy().into_owned(),
             },
             reason: "it is not UTF-8".into(),
-        }),
+        })),
     }
 }
 
@@ -458,14 +455,14 @@ fn number(process: &impl Surroundings, names: &[&'static str]) -> Result<(&'stat
     let value = text(process, name)?.unwrap_or_default();
     match value.parse() {
         Ok(number) => Ok((name, number)),
-        Err(error) => Err(Error::EnvironmentValue {
+        Err(error) => Err(Error::of_kind(Kind::EnvironmentValue {
             name: name.into(),
             reason: match std::num::ParseIntError::kind(&error) {
                 IntErrorKind::PosOverflow => "it is too large".into(),
                 _ => "it must be a number, 0 or more".into(),
             },
             value,
-        }),
+        })),
     }
 }
 

@@ -40,9 +40,7 @@ pub struct GotError {
 impl GotError {
     /// Its words, those of the call that failed and those of later calls.
     fn words(&self) -> [String; 2] {
-        let again = Error::Poisoned {
-            cause: Box::new(self.got.clone()),
-        };
+        let again = self.got.clone().again();
         [&self.got, &again].map(Error::to_string)
     }
 
@@ -100,27 +98,22 @@ impl Family {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Kind;
 
     fn in_pair(error: Error) -> GotError {
-        let named = Error::InGroup {
-            group: "pair 1".into(),
-            job_ranks: vec![2, 3],
-            error: Box::new(error.clone()),
-        };
+        let named = error.clone().of_group("pair 1", &[2, 3]);
         GotError { got: error, named }
     }
 
     #[test]
     fn a_program_that_tells_of_a_failure_is_known_by_its_words() {
         let family = Family::default();
-        let failure = in_pair(Error::Capturing { rank: 3 });
+        let failure = in_pair(Kind::Capturing.on(3));
         let got = &failure.got;
         assert_eq!(family.told_by(&got.to_string(), 3), None);
         family.note_failure(failure.clone());
-        family.note_failure(in_pair(Error::Capturing { rank: 2 }));
-        let again = Error::Poisoned {
-            cause: Box::new(got.clone()),
-        };
+        family.note_failure(in_pair(Kind::Capturing.on(2)));
+        let again = got.clone().again();
         for words in [got.to_string(), format!("step 7: {again}")] {
             assert_eq!(family.told_by(&words, 3), Some(failure.clone()), "{words}");
         }
@@ -133,7 +126,7 @@ mod tests {
     #[test]
     fn the_latest_errors_are_known_by_their_words_also_if_the_rank_went_on() {
         let family = Family::default();
-        let errors = (0..2 * KNOWN).map(|rank| in_pair(Error::Capturing { rank }));
+        let errors = (0..2 * KNOWN).map(|rank| in_pair(Kind::Capturing.on(rank)));
         let errors: Vec<GotError> = errors.collect();
         for error in &errors {
             family.note(error.clone());

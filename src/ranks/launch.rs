@@ -17,13 +17,12 @@ use super::children::Child;
 use super::output::Outputs;
 use super::reports::{FailureReport, ReportReceiver};
 use super::{env, poll};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::one_line::{option, write_parts};
-use crate::refusal::Refusal;
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::limit;
 
-/// After a rank has failed, the other ranks have this long to end before they are killed. [`Error::RankFailed`] says it
+/// After a rank has failed, the other ranks have this long to end before they are killed. [`Kind::RankFailed`] says it
 /// too.
 const GRACE: Duration = Duration::from_millis(1500);
 /// The death of a rank may be seen this much later than the end of a rank that failed because of it.
@@ -69,7 +68,7 @@ pub struct RankEnvironment {
 /// ```
 ///
 /// # Errors
-/// [`Error::Environment`] names the variables that are missing, [`Error::EnvironmentValue`] one that can't be used.
+/// [`Kind::Environment`] names the variables that are missing, [`Kind::EnvironmentValue`] one that can't be used.
 pub fn rank_environment() -> Result<Option<RankEnvironment>> {
     let described = env::describe_this_process()?;
     Ok(described.map(|described| RankEnvironment {
@@ -126,13 +125,13 @@ pub fn is_secret(variable: &str) -> bool {
 /// ```
 ///
 /// # Errors
-/// - [`Error::RankFailed`] if a rank fails. It names the rank at fault, how it ended, and the cause if the ranks know
+/// - [`Kind::RankFailed`] if a rank fails. It names the rank at fault, how it ended, and the cause if the ranks know
 ///   it. If the group has failed, this is the rank that the group blames, although others may have ended before it, and
 ///   although its process may have ended without an error. Otherwise it is the first rank that failed.
-/// - [`Error::AlreadyRank`] if this process is a rank; [`Error::Environment`] or [`Error::EnvironmentValue`] if it is a
+/// - [`Kind::Misuse`] if this process is a rank; [`Kind::Environment`] or [`Kind::EnvironmentValue`] if it is a
 ///   rank whose variables are incomplete or wrong.
-/// - [`Error::Limit`] unless there are 1 to 64 ranks.
-/// - [`Error::System`] if the system refuses something, or if all ranks have succeeded but not all that they printed
+/// - [`Kind::Limit`] unless there are 1 to 64 ranks.
+/// - [`Kind::System`] if the system refuses something, or if all ranks have succeeded but not all that they printed
 ///   could be written. It then names the output and says how many bytes are missing.
 #[track_caller]
 pub fn launch(world: usize) -> Result<()> {
@@ -233,7 +232,7 @@ impl Launch {
     pub fn run_while(self, goes_on: Option<&mut dyn FnMut() -> bool>) -> Result<()> {
         refuse_rank(env::describe_this_process())?;
         let world = limit("the number of ranks", self.world, 1, MAX_WORLD);
-        world.map_err(Refusal::of(None, "launch"))?;
+        world.map_err(Error::of(None, "launch"))?;
         let address = address::draw().map_err(Error::system(None, "draw a random address"))?;
         let receiver = ReportReceiver::new(&address, self.world)?;
         let mut outputs = Outputs::default();
@@ -316,11 +315,17 @@ fn this_program() -> PathBuf {
 /// Fails if `this` process is a rank.
 fn refuse_rank(this: Result<Option<env::Described>>) -> Result<()> {
     match this? {
-        Some(described) => Err(Error::AlreadyRank {
-            launcher: described.launcher.into(),
-        }),
+        Some(described) => Err(Error::of_kind(already_rank(described.launcher))),
         None => Ok(()),
     }
+}
+
+fn already_rank(launcher: &str) -> Kind {
+    let what = format!(
+        "this process is a rank, started by {launcher}, and cannot launch ranks; if it is a rank, as is_rank() says, call \
+         Group::from_env instead"
+    );
+    Kind::Misuse { what }
 }
 
 /// A rank's process, which does not outlive this value.
@@ -497,7 +502,7 @@ impl Failure {
             (!done(rank) || !done(report.rank)).then(|| (rank, error.clone()))
         });
         let (rank, cause) = match blamed {
-            Some((rank, error)) => (rank, Some(Box::new(error))),
+            Some((rank, error)) => (rank, Some(error)),
             None => (self.rank, None),
         };
         let status = match ends[rank] {
@@ -505,12 +510,12 @@ impl Failure {
             None => "still running, and killed".into(),
         };
         let killed = (0..ends.len()).filter(|&other| other != rank && ends[other].is_none());
-        Error::RankFailed {
-            rank,
+        Kind::RankFailed {
             status,
             cause,
             killed: killed.collect(),
         }
+        .on(rank)
     }
 }
 
@@ -532,11 +537,11 @@ mod tests {
     }
 
     fn left(rank: usize) -> Error {
-        Error::RankLeft {
-            rank,
+        Kind::RankLeft {
             waiting: 0,
             what: "barrier()".into(),
         }
+        .on(rank)
     }
 
     /// The rank that the launcher blames if rank 0 was seen to fail first, how it ended, and the cause.
@@ -549,15 +554,11 @@ mod tests {
             status: Some(ExitStatus::from_raw(ONE)),
             since: Instant::now(),
         };
-        match failure.error(ends, reports) {
-            Error::RankFailed {
-                rank,
-                status,
-                cause,
-                ..
-            } => (rank, status, cause.map(|cause| *cause)),
-            other => panic!("{other}"),
-        }
+        let error = failure.error(ends, reports);
+        let Kind::RankFailed { status, cause, .. } = error.kind() else {
+            panic!("{error}");
+        };
+        (error.rank().unwrap(), status.clone(), cause.clone())
     }
 
     #[test]
@@ -584,12 +585,12 @@ mod tests {
 
     #[test]
     fn of_several_missing_ranks_one_that_failed_is_named() {
-        let missing = Error::RanksMissing {
+        let missing = Error::of_kind(Kind::RanksMissing {
             ranks: vec![1, 2, 3, 70],
             address: "job".into(),
             waited_ms: 1,
             reason: None,
-        };
+        });
         let ends = [ended(ONE), ended(OK), None, ended(KILLED)];
         let (rank, ..) = blame(&ends, &[report(0, missing.clone())]);
         assert_eq!(rank, 3);
@@ -599,10 +600,10 @@ mod tests {
 
     #[test]
     fn an_error_that_names_no_rank_is_that_of_the_rank_that_reported_it() {
-        let error = Error::Environment {
+        let error = Error::of_kind(Kind::Environment {
             launcher: "torchrun".into(),
             missing: "RANK".into(),
-        };
+        });
         let error = Some(error);
         let report = FailureReport {
             rank: 0,
@@ -626,23 +627,18 @@ mod tests {
             meeting: None,
         };
         let refused = refuse_rank(Ok(Some(described))).unwrap_err();
-        assert_eq!(
-            refused,
-            Error::AlreadyRank {
-                launcher: "torchrun".into()
-            }
-        );
+        assert_eq!(refused, Error::of_kind(already_rank("torchrun")));
         assert_eq!(refuse_rank(Ok(None)), Ok(()));
-        let incomplete = Error::Environment {
+        let incomplete = Error::of_kind(Kind::Environment {
             launcher: "torchrun".into(),
             missing: "LOCAL_RANK".into(),
-        };
+        });
         assert_eq!(refuse_rank(Err(incomplete.clone())), Err(incomplete));
-        let unusable = Error::EnvironmentValue {
+        let unusable = Error::of_kind(Kind::EnvironmentValue {
             name: "RANK".into(),
             value: "-1".into(),
             reason: String::new(),
-        };
+        });
         assert_eq!(refuse_rank(Err(unusable.clone())), Err(unusable));
     }
 }

@@ -20,7 +20,7 @@ use super::tree::Tree;
 use super::wait_times::WaitTimes;
 use super::watcher::{Watched, Watcher};
 use super::{last_panic, panics};
-use crate::error::{Error, MadeCall, Result};
+use crate::error::{Error, Kind, MadeCall, Result};
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::{Awaited, Flag, Wait};
 use crate::schedule::Hosts;
@@ -147,9 +147,7 @@ impl Members {
         self.refuse_fork()?;
         match self.shared.fault() {
             None => Ok(()),
-            Some(cause) => Err(Error::Poisoned {
-                cause: Box::new(self.got(cause)),
-            }),
+            Some(cause) => Err(self.got(cause).again()),
         }
     }
 
@@ -197,7 +195,7 @@ impl Members {
         self.shared.clone()
     }
 
-    /// What tells the other hosts of this one, for users that outlive this value. None on most ranks.
+    /// Relay to other hosts; outlives `Members`. None unless this rank leads its host.
     pub fn mirror(&self) -> Option<Arc<Mirror>> {
         self.mirror.clone()
     }
@@ -250,7 +248,7 @@ impl Members {
     /// Agrees with the other ranks that the next call is operation `epoch`, without a message.
     ///
     /// # Errors
-    /// [`Error::CallMismatch`] if another rank called something else; the group's failure while this rank waits for one
+    /// [`Kind::CallMismatch`] if another rank called something else; the group's failure while this rank waits for one
     /// that is so far behind that its calls can't be compared any more.
     pub fn post(&self, epoch: Epoch, operation: PostedCall<'_>) -> Result<()> {
         self.refuse_fork()?;
@@ -278,10 +276,12 @@ impl Members {
             pulled: false,
         };
         match self.wait_until(|| Ok(false), epoch, awaited) {
-            Ok(()) => self.fail(Error::Internal {
-                rank: self.rank,
-                what: "a wait without an end has ended".into(),
-            }),
+            Ok(()) => self.fail(
+                Kind::Internal {
+                    what: "a wait without an end has ended".into(),
+                }
+                .on(self.rank),
+            ),
             Err(error) => error,
         }
     }
@@ -426,11 +426,13 @@ impl Members {
     /// `rank` has not done.
     fn left(&self, rank: usize, number: Option<u64>, what: String) -> Error {
         let reason = self.shared.why_left(rank, number);
-        reason.unwrap_or(Error::RankLeft {
-            rank,
-            waiting: self.rank,
-            what,
-        })
+        reason.unwrap_or(
+            Kind::RankLeft {
+                waiting: self.rank,
+                what,
+            }
+            .on(rank),
+        )
     }
 }
 

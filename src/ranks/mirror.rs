@@ -25,7 +25,7 @@ use super::poll;
 use super::shared_state::{Known, LATE_VOTES, SharedState};
 use super::tcp;
 use super::wire::{self, Connection};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 
 /// The time between two looks, while something happens and else.
 const PACE: Duration = Duration::from_millis(1);
@@ -271,16 +271,18 @@ impl Teller {
             return;
         }
         let error = match &line.end {
-            Some(End::Garbage(reason)) => Error::Message {
-                rank,
+            Some(End::Garbage(reason)) => Kind::Message {
                 reason: reason.clone(),
-            },
-            Some(End::Closed) | None if !line.was_silent() => Error::RankLost { rank, noticed_by },
-            Some(End::CutOff | End::Closed) | None => Error::HostLost {
-                rank,
+            }
+            .on(rank),
+            Some(End::Closed) | None if !line.was_silent() => {
+                Kind::RankLost { noticed_by }.on(rank)
+            }
+            Some(End::CutOff | End::Closed) | None => Kind::HostLost {
                 noticed_by,
                 silent_ms: self.longest.as_millis() as u64,
-            },
+            }
+            .on(rank),
         };
         self.shared.report(error, false);
     }

@@ -3,8 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::env::Described;
-use crate::error::{Error, Result};
-use crate::refusal::Refusal;
+use crate::error::{Error, Kind, Result};
 use crate::schedule::limits::limit;
 
 /// A longer name would leave no room in reports of failures.
@@ -61,27 +60,17 @@ impl Naming {
 
     /// An error of the group as others read it: with the group's name, and which ranks of the job its ranks are.
     pub fn named(&self, error: Error) -> Error {
-        let Some(group) = &self.name else {
-            return error;
-        };
-        match error {
-            // It has come through a call that has named it, or it is of a part of the group.
-            Error::InGroup { .. } => error,
-            Error::Poisoned { cause } => Error::Poisoned {
-                cause: Box::new(self.named(*cause)),
-            },
-            error => Error::InGroup {
-                group: group.clone(),
-                job_ranks: self.job_ranks.clone(),
-                error: Box::new(error.of_job(&self.job_ranks)),
-            },
+        match &self.name {
+            // If it knows its group, it has come through a call that has named it, or it is of a part of the group.
+            Some(name) => error.in_group(name, &self.job_ranks),
+            None => error,
         }
     }
 
     /// Of a group whose ranks have met. `other` is its name if it has none and is a part of a job.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] unless all ranks give the same name.
+    /// [`Kind::Mismatch`] unless all ranks give the same name.
     pub fn agreed(arrivals: &[Arrival], other: impl FnOnce() -> String) -> Result<Naming> {
         let names = arrivals.iter().map(|arrival| &arrival.name).enumerate();
         let name = agree(names)?;
@@ -108,7 +97,7 @@ impl Naming {
 /// The name that all `ranks` give their group.
 ///
 /// # Errors
-/// [`Error::Mismatch`] names the first rank that gives a different name than the first.
+/// [`Kind::Mismatch`] names the first rank that gives a different name than the first.
 pub fn agree<'a>(
     ranks: impl IntoIterator<Item = (usize, &'a Option<String>)>,
 ) -> Result<Option<String>> {
@@ -119,14 +108,13 @@ pub fn agree<'a>(
     let words = |name: &Option<String>| name.as_ref().map_or("none".into(), |n| format!("{n:?}"));
     match ranks.find(|(_, name)| *name != expected) {
         None => Ok(expected.clone()),
-        Some((rank, name)) => Err(Error::Mismatch {
-            rank,
+        Some((rank, name)) => Err(Kind::Mismatch {
             what: "group name".into(),
             theirs: words(name),
             other,
             expected: words(expected),
-            call: None,
-        }),
+        }
+        .on(rank)),
     }
 }
 
@@ -135,7 +123,7 @@ pub fn agree<'a>(
 pub fn check(rank: Option<usize>, name: Option<&str>) -> Result<()> {
     let bytes = name.map_or(1, str::len);
     let fits = limit("the number of bytes of the name", bytes, 1, MAX_NAME);
-    fits.map_err(Refusal::of(rank, "Builder::name"))
+    fits.map_err(Error::of(rank, "Builder::name"))
 }
 
 #[cfg(test)]

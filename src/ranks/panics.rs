@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, Once, PoisonError, Weak};
 
 use super::last_panic::{NO_WORDS, set, text_of};
 use super::shared_state::SharedState;
-use crate::error::Error;
+use crate::error::Kind;
 
 /// The groups of this process, if its panics abort. Such a panic unwinds nothing that could tell the other ranks.
 static ABORTED: Mutex<Vec<Weak<SharedState>>> = Mutex::new(Vec::new());
@@ -50,10 +50,12 @@ fn note(panic: &PanicHookInfo) {
 /// Tells groups of a panic that ends this process.
 fn tell(groups: &[Weak<SharedState>], message: &str) {
     for group in groups.iter().filter_map(Weak::upgrade) {
-        group.fail(Error::RankPanicked {
-            rank: group.rank(),
-            message: Some(message.into()),
-        });
+        group.fail(
+            Kind::RankPanicked {
+                message: Some(message.into()),
+            }
+            .on(group.rank()),
+        );
     }
 }
 

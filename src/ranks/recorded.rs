@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use proptest::strategy::Strategy;
 
 use super::*;
+use crate::error::{Class, Error, Kind};
 use crate::ranks::meeting::Key;
 use crate::ranks::naming::JobRank;
 
@@ -186,10 +187,10 @@ fn assert_described(variables: &[&str], launcher: &'static str, address: &str) {
 fn assert_missing(variables: &[&str], launcher: &str, missing: &str) {
     let process = process(variables);
     assert!(recognise(&process).is_some());
-    let expected = Error::Environment {
+    let expected = Error::of_kind(Kind::Environment {
         launcher: launcher.into(),
         missing: missing.into(),
-    };
+    });
     assert_eq!(describe(&process), Err(expected));
 }
 
@@ -678,10 +679,14 @@ fn ranks_of_every_launcher_are_ranks_though_the_size_is_missing() {
             ..process(&[&rank, &script])
         };
         let described = describe(&rank);
-        assert!(
-            matches!(&described, Err(Error::Environment { launcher: named, .. }) if named == launcher),
-            "{described:?}"
-        );
+        let error = described.unwrap_err();
+        let Kind::Environment {
+            launcher: named, ..
+        } = error.kind()
+        else {
+            panic!("{error}");
+        };
+        assert_eq!(named, launcher);
     }
     let nothing_else = without(&first(HYDRA_PORT), &["MPI_LOCALNRANKS"]);
     assert_missing(&[&nothing_else, ONE_TASK], PMI, "PMI_SIZE");
@@ -733,9 +738,10 @@ fn without_a_launcher_there_is_no_rank() {
 fn values_that_cannot_be_are_refused() {
     let with = |name: &str, value: &str| {
         let own = format!("{name}={value}");
-        match describe(&process(&[&own, TORCHRUN])) {
-            Err(Error::EnvironmentValue { name, value, .. }) => (name, value),
-            other => panic!("{other:?}"),
+        let error = describe(&process(&[&own, TORCHRUN])).unwrap_err();
+        match error.kind() {
+            Kind::EnvironmentValue { name, value, .. } => (name.clone(), value.clone()),
+            _ => panic!("{error}"),
         }
     };
     for (name, value) in [
@@ -748,8 +754,9 @@ fn values_that_cannot_be_are_refused() {
         assert_eq!(with(name, value), (name.into(), value.into()));
     }
     let two_hosts = describe(&process(&["SLURM_STEP_TASKS_PER_NODE=1(x2)", SRUN_TASK]));
-    let Err(Error::EnvironmentValue { name, .. }) = two_hosts else {
-        panic!("{two_hosts:?}");
+    let error = two_hosts.unwrap_err();
+    let Kind::EnvironmentValue { name, .. } = error.kind() else {
+        panic!("{error}");
     };
     assert_eq!(name, "SLURM_STEP_TASKS_PER_NODE");
 }
@@ -761,11 +768,11 @@ fn a_value_that_is_no_text_is_refused_not_overlooked() {
         let mut process = process(&[TORCHRUN]);
         let value = OsString::from_vec(b"4\xff".to_vec());
         process.variables.insert(0, (broken.into(), value));
-        let expected = Error::EnvironmentValue {
+        let expected = Error::of_kind(Kind::EnvironmentValue {
             name: broken.into(),
             value: "4\u{fffd}".into(),
             reason: "it is not UTF-8".into(),
-        };
+        });
         assert_eq!(describe(&process), Err(expected));
     }
 }
@@ -791,10 +798,10 @@ proptest::proptest! {
             Ok(described) => {
                 proptest::prop_assert!(described.is_none_or(|this| this.rank < this.world));
             }
-            Err(Error::Environment { .. } | Error::EnvironmentValue { .. }) => {
+            Err(error) => {
+                proptest::prop_assert_eq!(error.kind().class(), Class::Environment);
                 proptest::prop_assert!(recognise(&process).is_some());
             }
-            Err(other) => panic!("{other}"),
         }
     }
 }

@@ -39,7 +39,7 @@ use super::search::{ACCEPT, Found, Search};
 use super::shared_state::SharedState;
 use super::watcher::Watched;
 use super::wire::{Channel, Connection, Frame, WireError};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::json;
 use crate::ranks::memfd::{Mapping, memfd};
 
@@ -54,7 +54,7 @@ pub const LINGER: Duration = Duration::from_secs(1);
 /// Meets the other ranks by protocol version `version`.
 ///
 /// # Errors
-/// The same on every rank that comes: [`Error::RanksMissing`], [`Error::DuplicateRank`] or [`Error::Mismatch`].
+/// The same on every rank that comes: [`Kind::RanksMissing`], [`Kind::DuplicateRank`] or [`Kind::Mismatch`].
 pub fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
     if identity.world == 1 {
         // There are no other ranks, so no process can be in the way.
@@ -90,7 +90,7 @@ pub fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
             Err(WireError::Stopped(error)) => return Err(error),
             Err(WireError::Garbage(reason)) => {
                 let rank = identity.leader();
-                return Err(Error::Message { rank, reason });
+                return Err(Kind::Message { reason }.on(rank));
             }
             Err(WireError::Io(error)) => {
                 let action = format!("talk to rank {}", identity.leader());
@@ -174,7 +174,7 @@ fn map(identity: &Identity, fds: io::Result<Vec<OwnedFd>>) -> Result<Mapping> {
     let [memory] = &fds[..] else {
         let reason = format!("{} descriptors of shared memory", fds.len());
         let rank = identity.leader();
-        return Err(Error::Message { rank, reason });
+        return Err(Kind::Message { reason }.on(rank));
     };
     Mapping::shared(memory, SharedState::BYTES)
         .map_err(Error::out_of_memory(rank, SharedState::BYTES))
@@ -234,15 +234,19 @@ fn members(
 
 /// Agrees with the other ranks on what the group is called.
 fn agree(members: &Members, identity: &Identity) -> Result<Naming> {
-    let own = serde_json::to_vec(&identity.arrival).map_err(|error| Error::Internal {
-        rank: identity.rank,
-        what: format!("an arrival cannot be written: {error}"),
+    let own = serde_json::to_vec(&identity.arrival).map_err(|error| {
+        Kind::Internal {
+            what: format!("an arrival cannot be written: {error}"),
+        }
+        .on(identity.rank)
     });
     let gathered = members.gather_messages(&opening(), own.map(|bytes| (bytes, None)))?;
     let arrivals = gathered.payloads.iter().enumerate().map(|(rank, bytes)| {
-        serde_json::from_slice::<Arrival>(bytes).map_err(|error| Error::Message {
-            rank,
-            reason: error.to_string(),
+        serde_json::from_slice::<Arrival>(bytes).map_err(|error| {
+            Kind::Message {
+                reason: error.to_string(),
+            }
+            .on(rank)
         })
     });
     let arrivals = arrivals.collect::<Result<Vec<_>>>();

@@ -27,7 +27,7 @@ use super::address::{self, Address};
 use super::poll;
 use super::secret::Secret;
 use crate::error::{Error, Result};
-use crate::json::{self, optional};
+use crate::json;
 
 /// The longest report: an error.
 const MAX_REPORT: usize = 16 << 10;
@@ -45,7 +45,6 @@ pub struct FailureReport {
     /// The rank that reported the failure to the group. Both are ranks of the job.
     pub by: usize,
     /// The group's first failure. None withdraws earlier reports, because the rank has met the others again.
-    #[serde(with = "optional")]
     pub error: Option<Error>,
 }
 
@@ -112,7 +111,7 @@ impl ReportSender {
             self.send(&FailureReport {
                 rank: self.rank,
                 by,
-                error: Some(json::fitted(error.first().clone(), MAX_REPORT - AROUND)),
+                error: Some(json::fitted(error.clone().first(), MAX_REPORT - AROUND)),
             });
         });
     }
@@ -248,6 +247,7 @@ impl AsFd for ReportReceiver {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Kind;
     use crate::ranks::memfd::{Mapping, memfd};
     use crate::ranks::naming::Naming;
     use std::sync::atomic::AtomicBool;
@@ -256,10 +256,7 @@ mod tests {
     use crate::ranks::shared_state::SharedState;
 
     fn lost(rank: usize) -> Error {
-        Error::RankLost {
-            rank,
-            noticed_by: 0,
-        }
+        Kind::RankLost { noticed_by: 0 }.on(rank)
     }
 
     fn told(receiver: &mut ReportReceiver) -> Vec<(usize, usize)> {
@@ -350,10 +347,12 @@ mod tests {
         let long = FailureReport {
             rank: 1,
             by: 0,
-            error: Some(Error::Message {
-                rank: 0,
-                reason: "x".repeat(MAX_REPORT),
-            }),
+            error: Some(
+                Kind::Message {
+                    reason: "x".repeat(MAX_REPORT),
+                }
+                .on(0),
+            ),
         };
         let token = report_token(&launch);
         for bytes in [
@@ -454,11 +453,11 @@ pub mod fuzzing {
 
     /// Reports as ranks write them.
     pub fn seeds() -> Vec<Vec<u8>> {
-        let left = Error::RankLeft {
-            rank: 1,
+        let left = Kind::RankLeft {
             waiting: 0,
             what: "barrier()".into(),
-        };
+        }
+        .on(1);
         let report = |error| FailureReport {
             rank: 0,
             by: 2,

@@ -18,7 +18,7 @@ use super::notice::{self, Wait};
 use super::peer::{Peer, User, user_of};
 use super::pidfd;
 use super::rendezvous::LINGER;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::resources;
 
 /// The pause after a failed try.
@@ -150,7 +150,7 @@ impl<'a> Search<'a> {
         }
         let leader = self.identity.leader();
         if self.identity.has_ended(leader) {
-            return Err(Error::RankNeverJoined { rank: leader });
+            return Err(Kind::NeverJoined.on(leader));
         }
         if self.begin.elapsed() >= self.identity.deadlines.rendezvous() {
             return Err(self.failure());
@@ -200,11 +200,11 @@ impl<'a> Search<'a> {
         }
         let name = self.last_descriptor.clone();
         if let Holder::Same(_, peer) = self.visit(&name, &mut socket)? {
-            return Err(Error::System {
-                rank: Some(self.identity.leader()),
+            return Err(Kind::System {
                 action: ACCEPT.into(),
                 reason: resources::explain_open_files(peer.pid),
-            });
+            }
+            .on(self.identity.leader()));
         }
         // There was a name left for rank 0.
         if taken < NAMES {
@@ -254,15 +254,17 @@ impl<'a> Search<'a> {
         let leads = self.identity.leads();
         let address = address::shown(&self.identity.address);
         let waited_ms = self.begin.elapsed().as_millis() as u64;
-        match (&self.untrusted, self.holder) {
-            (Some(reason), _) if !leads => Error::UnknownUser {
+        let missing = |reason| {
+            Error::of_kind(Kind::RanksMissing {
                 ranks: vec![leader],
-                rank,
-                address,
-                reason: reason.clone(),
-            },
-            (_, holder) if leads || holder.is_some() || self.full => Error::AddressTaken {
-                rank,
+                address: address.clone(),
+                waited_ms,
+                reason,
+            })
+        };
+        match (&self.untrusted, self.holder) {
+            (Some(why), _) if !leads => missing(Some(turned_away(rank, why))),
+            (_, holder) if leads || holder.is_some() || self.full => Kind::AddressTaken {
                 address,
                 holder: match holder {
                     Some(peer) => peer.to_string(),
@@ -270,19 +272,17 @@ impl<'a> Search<'a> {
                     None => "a process that does not listen".into(),
                 },
                 waited_ms,
-            },
-            _ if self.closed => Error::RankLost {
-                rank: leader,
-                noticed_by: rank,
-            },
-            _ => Error::RanksMissing {
-                ranks: vec![leader],
-                address,
-                waited_ms,
-                reason: None,
-            },
+            }
+            .on(rank),
+            _ if self.closed => Kind::RankLost { noticed_by: rank }.on(leader),
+            _ => missing(None),
         }
     }
+}
+
+/// What is known of ranks that have not come, if `rank` turned a process away, whose user is not known for this reason.
+pub fn turned_away(rank: usize, why: &str) -> String {
+    format!("rank {rank} turned a process away: {why}")
 }
 
 /// Opens a socket that does not block, also when it connects. (A stopped rank 0 accepts only so many connections.)

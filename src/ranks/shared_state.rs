@@ -28,7 +28,7 @@ use super::last_panic;
 use super::naming::Naming;
 use super::reports::ReportSender;
 use crate::error::call::Place;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::json;
 use crate::process::Process;
 use crate::protocol::board::{Note, Post, Report};
@@ -308,10 +308,12 @@ impl SharedState {
     /// Tells the other ranks that this rank panics, if this thread does.
     pub fn report_panic(&self) {
         if std::thread::panicking() {
-            self.fail(Error::RankPanicked {
-                rank: self.rank,
-                message: last_panic::message(),
-            });
+            self.fail(
+                Kind::RankPanicked {
+                    message: last_panic::message(),
+                }
+                .on(self.rank),
+            );
         }
     }
 
@@ -334,16 +336,18 @@ impl SharedState {
         let deadline = Instant::now() + Duration::from_millis(500);
         loop {
             if let Some(bytes) = report.read() {
-                return json::error(&bytes).unwrap_or_else(|e| Error::Message {
-                    rank: by,
-                    reason: format!("its report of a failure: {e}"),
+                return json::error(&bytes).unwrap_or_else(|e| {
+                    Kind::Message {
+                        reason: format!("its report of a failure: {e}"),
+                    }
+                    .on(by)
                 });
             }
             if Instant::now() > deadline {
-                return Error::RankLost {
-                    rank: by,
+                return Kind::RankLost {
                     noticed_by: self.rank,
-                };
+                }
+                .on(by);
             }
             std::thread::yield_now();
         }
@@ -370,18 +374,12 @@ impl SharedState {
         self.family.note(self.got(error));
     }
 
-    /// An error that this rank's program gets, also as other groups read it, whose ranks have other numbers.
+    /// This rank's error, also in the rank numbering of its parent groups.
     fn got(&self, error: &Error) -> GotError {
-        let got = error.first().clone();
-        let named = match &got {
-            Error::InGroup { .. } => got.clone(),
-            // Ranks of a group without a name have the numbers of the job.
-            _ => Error::InGroup {
-                group: WHOLE.into(),
-                job_ranks: (0..self.world).collect(),
-                error: Box::new(got.clone()),
-            },
-        };
+        let got = error.clone().first();
+        // Ranks of a group without a name have the numbers of the job.
+        let job_ranks: Vec<usize> = (0..self.world).collect();
+        let named = got.clone().of_group(WHOLE, &job_ranks);
         GotError { got, named }
     }
 
@@ -413,10 +411,11 @@ impl SharedState {
             Some(error) if is_named => error.named,
             // A group without a name is the whole one.
             Some(error) => error.got,
-            None => Error::ProgramFailed {
-                rank: self.rank,
+            None => Kind::ProgramFailed {
+                function_of: None,
                 reason,
-            },
+            }
+            .on(self.rank),
         }
     }
 

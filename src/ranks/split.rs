@@ -23,7 +23,7 @@ use super::reports::ReportSender;
 use super::shared_state::SharedState;
 use super::watcher::Watched;
 use super::wire::Connection;
-use crate::error::{Call, Error, MadeCall, Result};
+use crate::error::{Call, Error, Kind, MadeCall, Result};
 
 /// The name of the call.
 pub const SPLIT: &str = "split";
@@ -58,7 +58,7 @@ struct Part {
 /// Splits `whole`, and returns this rank's end of its part. Collective.
 ///
 /// # Errors
-/// The same on every rank of `whole`, which goes on: [`Error::Mismatch`] if ranks of a color give different names, and
+/// The same on every rank of `whole`, which goes on: [`Kind::Mismatch`] if ranks of a color give different names, and
 /// errors of a rank that has no descriptors or memory left. If `whole` fails, its failure.
 pub fn split(whole: &Members, claim: Result<Claim>, deadlines: Deadlines) -> Result<Members> {
     let part = Part::of(whole, &claims(whole, claim)?)?;
@@ -71,7 +71,11 @@ pub fn split(whole: &Members, claim: Result<Claim>, deadlines: Deadlines) -> Res
     let processes = share_processes(whole, &part)?;
     let (rank, world) = (part.rank, part.ranks.len());
     let ends = part.ends(rank);
-    let near = Watched::of(ends, &connections, processes.into_iter().map(Ok))?;
+    let near = Watched::of(
+        ends,
+        &connections,
+        processes.into_iter().map(Ok::<_, Error>),
+    )?;
     let connections = Connections {
         near,
         ..Connections::default()
@@ -89,17 +93,21 @@ pub fn split(whole: &Members, claim: Result<Claim>, deadlines: Deadlines) -> Res
 /// What each rank asks for, by rank.
 fn claims(whole: &Members, own: Result<Claim>) -> Result<Vec<Claim>> {
     let bytes = own.and_then(|claim| {
-        let bytes = serde_json::to_vec(&claim).map_err(|error| Error::Internal {
-            rank: whole.rank,
-            what: format!("a claim cannot be written: {error}"),
+        let bytes = serde_json::to_vec(&claim).map_err(|error| {
+            Kind::Internal {
+                what: format!("a claim cannot be written: {error}"),
+            }
+            .on(whole.rank)
         });
         Ok((bytes?, None))
     });
     let gathered = whole.gather_messages(&split_call(), bytes)?;
     let claims = gathered.payloads.iter().enumerate().map(|(rank, bytes)| {
-        serde_json::from_slice(bytes).map_err(|error| Error::Message {
-            rank,
-            reason: error.to_string(),
+        serde_json::from_slice(bytes).map_err(|error| {
+            Kind::Message {
+                reason: error.to_string(),
+            }
+            .on(rank)
         })
     });
     claims
@@ -120,11 +128,11 @@ impl Part {
             let mut ranks = of_color(claim.color).map(|(rank, _)| rank);
             let first = ranks.next().unwrap_or(whole.rank);
             if let Some(rank) = ranks.find(|&rank| !whole.hosts.share(first, rank)) {
-                return Err(Error::Unsupported {
-                    rank,
-                    call: Call::new(SPLIT.into(), claims[rank].place.clone()),
+                return Err(Kind::Unsupported {
                     what: "the ranks of a part must all run on one host".into(),
-                });
+                }
+                .on(rank)
+                .in_call(Call::new(SPLIT.into(), claims[rank].place.clone())));
             }
         }
         let own = &claims[whole.rank];
@@ -166,12 +174,14 @@ impl Part {
 }
 
 /// The mismatch of names with the call of the rank that differs.
-fn in_split(mut error: Error, claims: &[Claim]) -> Error {
-    if let Error::Mismatch { rank, call, .. } = &mut error {
-        let place = claims[*rank].place.clone();
-        *call = Some(Call::new(SPLIT.into(), place));
+fn in_split(error: Error, claims: &[Claim]) -> Error {
+    match (error.kind(), error.rank()) {
+        (Kind::Mismatch { .. }, Some(rank)) => {
+            let place = claims[rank].place.clone();
+            error.with_call(Call::new(SPLIT.into(), place))
+        }
+        _ => error,
     }
-    error
 }
 
 /// The memory of this rank's part, and this rank's control connections in it.
@@ -189,9 +199,11 @@ fn share_memory(whole: &Members, part: &Part) -> Result<(Mapping, Vec<Arc<Connec
     };
     whole.share(&split_call(), own, |fds| {
         let first = fds[part.ranks[0]].as_ref();
-        let first = first.ok_or_else(|| Error::Internal {
-            rank: whole.rank,
-            what: "a part's ranks have no memory in common".into(),
+        let first = first.ok_or_else(|| {
+            Kind::Internal {
+                what: "a part's ranks have no memory in common".into(),
+            }
+            .on(whole.rank)
         })?;
         let memory = Mapping::shared(first.as_fd(), SharedState::BYTES).map_err(lacking())?;
         let connections = match connection {

@@ -11,7 +11,7 @@ use super::pidfd::PeerProcess;
 use super::poll;
 use super::shared_state::SharedState;
 use super::wire::{self, Connection};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 
 /// A thread that notices when control connections close and when the processes at their other ends end.
 #[derive(Debug)]
@@ -110,10 +110,7 @@ fn watch(rank: usize, shared: &SharedState, mut peers: Vec<Watched>, stopped: &U
         peers.retain(|peer| {
             let is_gone = peer.is_gone();
             if is_gone && !shared.has_left(peer.rank) {
-                shared.fail(Error::RankLost {
-                    rank: peer.rank,
-                    noticed_by: rank,
-                });
+                shared.fail(Kind::RankLost { noticed_by: rank }.on(peer.rank));
             }
             !is_gone
         });

@@ -13,7 +13,6 @@ use crate::ops::partial_sums::SumOperands;
 use crate::ops::product::{Addends, RawOutputs, RawProduct, RawWeights};
 use crate::ops::quantized::ProductOutput;
 use crate::ops::scales::{Placed as PlacedScales, RawOperand, RawShardedOperand, Scales};
-use crate::refusal::{self, Refusal};
 use crate::schedule::Quantization;
 
 /// The arguments of a call as its group takes them. They have the safety of the call that gives them.
@@ -24,28 +23,24 @@ pub(super) struct Arguments<'g, 'c, B: Backend> {
 
 // Operands are large, and returning one moves it. So those that make one are inlined where it is kept, and lists are lent.
 impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
-    fn view(&self, name: &str, memory: Memory) -> refusal::Result<RawView<'g, B>> {
+    fn view(&self, name: &str, memory: Memory) -> Result<RawView<'g, B>> {
         // SAFETY: as that of the call.
         unsafe { RawView::at(self.group, name, memory) }
     }
 
-    fn output(&self, name: &str, memory: Memory) -> refusal::Result<RawOutput<'g, B>> {
+    fn output(&self, name: &str, memory: Memory) -> Result<RawOutput<'g, B>> {
         // SAFETY: as that of the call.
         unsafe { RawOutput::at(self.group, name, memory) }
     }
 
     /// Scales in this rank's memory. `name`: theirs in messages.
-    fn scales(&self, name: &str, memory: Memory) -> refusal::Result<RawView<'g, B>> {
+    fn scales(&self, name: &str, memory: Memory) -> Result<RawView<'g, B>> {
         require_f32(name, memory.dtype)?;
         self.view(name, memory)
     }
 
     #[inline(always)]
-    fn operand(
-        &self,
-        [name, scales]: [&str; 2],
-        operand: &Operand,
-    ) -> refusal::Result<RawOperand<'g, B>> {
+    fn operand(&self, [name, scales]: [&str; 2], operand: &Operand) -> Result<RawOperand<'g, B>> {
         let scales = match operand.scales {
             Some((memory, scaling)) => Some(Scales::raw(self.scales(scales, memory)?, scaling)),
             None => None,
@@ -54,7 +49,7 @@ impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
     }
 
     #[inline(always)]
-    pub fn addends(&self) -> refusal::Result<Addends<'g, B>> {
+    pub fn addends(&self) -> Result<Addends<'g, B>> {
         let ProductCall { bias, residual, .. } = self.call;
         Ok(Addends {
             bias: bias.map(|bias| self.view("bias", bias)).transpose()?,
@@ -65,7 +60,7 @@ impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
     }
 
     /// Adds the weights to a list.
-    fn weights(&self, weights: &mut RawWeights<'g, B>) -> refusal::Result<()> {
+    fn weights(&self, weights: &mut RawWeights<'g, B>) -> Result<()> {
         for weight in self.call.weights {
             weights.push(self.operand(["b", SCALES_OF_B], weight)?);
         }
@@ -73,7 +68,7 @@ impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
     }
 
     /// The rows, which must be this rank's own.
-    pub fn own(&self) -> refusal::Result<RawOperand<'g, B>> {
+    pub fn own(&self) -> Result<RawOperand<'g, B>> {
         match &self.call.a {
             RowOperand::Own(own) => self.operand(["a", SCALES_OF_A], own),
             RowOperand::Sharded(..) => Err(misplaced("a", "a matrix of this rank's own")),
@@ -82,7 +77,7 @@ impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
 
     /// The rows, which must be sharded.
     #[inline(always)]
-    pub fn sharded(&self) -> refusal::Result<RawShardedOperand<'g, B>> {
+    pub fn sharded(&self) -> Result<RawShardedOperand<'g, B>> {
         let RowOperand::Sharded(shards, scales) = &self.call.a else {
             return Err(misplaced("a", "a sharded matrix"));
         };
@@ -101,7 +96,7 @@ impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
         Ok(RawShardedOperand::new(shards, scales))
     }
 
-    pub fn operands(&self) -> refusal::Result<SumOperands<'g, 'g, B>> {
+    pub fn operands(&self) -> Result<SumOperands<'g, 'g, B>> {
         let mut operands = SumOperands {
             a: self.own()?,
             weights: RawWeights::new(),
@@ -112,7 +107,7 @@ impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
     }
 
     /// Adds the outputs, which must be this rank's own, to a list.
-    pub fn outputs(&self, outputs: &mut RawOutputs<'g, B>) -> refusal::Result<()> {
+    pub fn outputs(&self, outputs: &mut RawOutputs<'g, B>) -> Result<()> {
         let Outputs::Own(all) = self.call.outputs else {
             return Err(misplaced("out", "a matrix of this rank's own"));
         };
@@ -133,7 +128,7 @@ impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
     /// Makes lists of the weights and of the outputs, which must be this rank's own, and lends them to `run`.
     pub fn with_product(
         &self,
-        refuse: &dyn Fn(Refusal) -> Error,
+        refuse: &dyn Fn(Error) -> Error,
         run: impl FnOnce(RawProduct<'_, 'g, 'g, B>) -> Result<()>,
     ) -> Result<()> {
         let (mut weights, mut outputs) = (RawWeights::new(), RawOutputs::new());
@@ -143,7 +138,7 @@ impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
     }
 
     /// The sums, which must go to a sharded matrix.
-    pub fn sums(&self) -> refusal::Result<RawShards<'g, B>> {
+    pub fn sums(&self) -> Result<RawShards<'g, B>> {
         match self.call.outputs {
             Outputs::Sharded(shards) => shards.raw("out"),
             Outputs::Own(_) => Err(misplaced("out", "a sharded matrix")),
@@ -155,21 +150,16 @@ const SCALES_OF_A: &str = "scales of a";
 const SCALES_OF_B: &str = "scales of b";
 const SCALES_OF_OUT: &str = "scales of out";
 
-fn require_f32(name: &str, found: DType) -> refusal::Result<()> {
+fn require_f32(name: &str, found: DType) -> Result<()> {
     require_property(name, "the dtype", found == DType::F32, DType::F32, found)
 }
 
-pub(super) fn misplaced(argument: &str, expected: &str) -> Refusal {
+pub(super) fn misplaced(argument: &str, expected: &str) -> Error {
     let found = match expected {
         "a sharded matrix" => "a matrix of this rank's own",
         _ => "a sharded matrix",
     };
-    Refusal::Unsuitable {
-        argument: argument.into(),
-        what: "the kind".into(),
-        expected: expected.into(),
-        found: found.into(),
-    }
+    Error::unsuitable(format!("the kind of {argument}"), expected, found)
 }
 
 /// Scales of an output, which are made or given as `how` says.
@@ -180,7 +170,7 @@ pub(super) unsafe fn quantized<B: Backend>(
     group: &Group<B>,
     memory: Memory,
     how: Quantization,
-) -> refusal::Result<Quantized<'_, B>> {
+) -> Result<Quantized<'_, B>> {
     require_f32(SCALES_OF_OUT, memory.dtype)?;
     // SAFETY: as this function's.
     unsafe {

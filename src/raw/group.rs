@@ -13,7 +13,9 @@ use super::shards::{self, AnyShards, ShardsOf, Split, with_type};
 use crate::backend::Cuda;
 use crate::backend::{Backend, Host, Owner};
 use crate::element::{DType, F8E4M3, F8E5M2, bf16, f16};
-use crate::error::{Call, Error, Result, called_at};
+#[cfg(doc)]
+use crate::error::Kind;
+use crate::error::{Error, Result, called_at, require_count, require_shape};
 use crate::group::{Builder, GATHERED_BYTES, Group};
 use crate::interop::dlpack::{DLDevice, DLTensor};
 use crate::interop::tensors;
@@ -24,7 +26,6 @@ use crate::ops::{
     AllGatherAndConsume, ProduceAndAllToAll, ProduceAndReduceScatter, RowSplit, collectives,
     quantize,
 };
-use crate::refusal::{self, Refusal};
 use crate::schedule::{MatrixSpec, Numerics, Quantization, Scaling};
 use crate::trace::{Timeline, Trace};
 
@@ -97,7 +98,7 @@ pub enum Joining<'a> {
 /// Joins a group. Collective.
 ///
 /// # Errors
-/// As the functions that [`Joining`] names; [`Error::Unsupported`] if the library has no such backend.
+/// As the functions that [`Joining`] names; [`Kind::Unsupported`] if the library has no such backend.
 pub fn join(backend: BackendKind, options: Options, joining: Joining) -> Result<Arc<dyn AnyGroup>> {
     match backend {
         BackendKind::Host => join_as::<Host>(options, joining),
@@ -113,13 +114,9 @@ pub fn join(backend: BackendKind, options: Options, joining: Joining) -> Result<
                 Joining::Address { rank, .. } => (rank, "Group::connect"),
                 Joining::Gather { rank, .. } => (rank, "Group::connect_with"),
             };
-            Err(Error::Unsupported {
-                rank,
-                call: call.into(),
-                what: "this build of the library has the host backend only; ask for that backend, or build the library \
-                       with CUDA"
-                    .into(),
-            })
+            let what = "this build of the library has the host backend only; ask for that backend, or build the library \
+                        with CUDA";
+            Err(Error::unsupported(what).on(rank).in_call(call.into()))
         }
     }
 }
@@ -449,8 +446,7 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
     }
 
     fn refuse_because(&self, call: &str, what: &str) -> Error {
-        let what = what.into();
-        called_at(None, || self.refusal(call)(Refusal::Refused { what }))
+        called_at(None, || self.refusal(call)(Error::unsupported(what)))
     }
 
     fn refuse_for(&self, call: &str, error: Error) -> Error {
@@ -627,7 +623,7 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
                 .and_then(|source| Ok((source, RawOutput::at(self, "the target", to)?)))
         };
         let both = both.and_then(|both| {
-            refusal::require_shape("the source", to.shape, from.shape)?;
+            require_shape("the source", to.shape, from.shape)?;
             require_alike(from.dtype, to.dtype)?;
             Ok(both)
         });
@@ -747,11 +743,11 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
 }
 
 /// Checks that the host's bytes are as many as the matrix has, and not the matrix's own.
-fn require_bytes(memory: Memory, bytes: &[u8]) -> refusal::Result<()> {
+fn require_bytes(memory: Memory, bytes: &[u8]) -> Result<()> {
     let expected = memory.shape[0].saturating_mul(memory.width());
     if bytes.len() != expected {
         let what = format!("a matrix {}{:?}", memory.dtype, memory.shape);
-        refusal::require_count(&what, "byte", expected, "the buffer", bytes.len())?;
+        require_count(&what, "byte", expected, "the buffer", bytes.len())?;
     }
     let buffer = Place {
         address: bytes.as_ptr() as u64,
@@ -773,22 +769,23 @@ pub fn wrong_device(group: &dyn AnyGroup, call: &str, argument: &str, found: DLD
 
 /// An error of a door's own: an argument of `call` that no [`AnyGroup`] sees.
 pub fn unsuitable(group: &dyn AnyGroup, call: &str, argument: &str, found: [&str; 3]) -> Error {
-    let error = unsuited(argument, found).into_error(Some(group.rank()), Call::from(call));
-    group.named(error)
+    group.named(
+        unsuited(argument, found)
+            .on(group.rank())
+            .in_call(call.into()),
+    )
 }
 
 /// An error of a door's own: `what` is wrong with an argument of `call`.
 pub fn refused(group: &dyn AnyGroup, call: &str, what: &str) -> Error {
-    let refusal = Refusal::Refused { what: what.into() };
-    group.named(refusal.into_error(Some(group.rank()), Call::from(call)))
+    group.named(
+        Error::unsupported(what)
+            .on(group.rank())
+            .in_call(call.into()),
+    )
 }
 
-/// A property of an argument, what it must be, and what it is.
-fn unsuited(argument: &str, [what, expected, found]: [&str; 3]) -> Refusal {
-    Refusal::Unsuitable {
-        argument: argument.into(),
-        what: what.into(),
-        expected: expected.into(),
-        found: found.into(),
-    }
+/// `(property, expected, found)`.
+fn unsuited(argument: &str, [what, expected, found]: [&str; 3]) -> Error {
+    Error::unsuitable(format!("{what} of {argument}"), expected, found)
 }

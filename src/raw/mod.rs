@@ -8,9 +8,7 @@
 #![allow(unsafe_code)]
 
 mod arguments;
-mod dialect;
 mod group;
-mod kind;
 mod pipelines;
 mod planned;
 mod product;
@@ -19,12 +17,10 @@ mod shards;
 pub use crate::interop::tensors::{Tensor, VersionedTensor, export, export_versioned};
 pub use crate::matrix::Memory;
 pub use crate::schedule::MAX_WEIGHTS;
-pub use dialect::Dialect;
 pub use group::{
     AnyBackend, AnyGroup, BackendKind, Gather, Joining, Options, join, refused, unsuitable,
     wrong_device,
 };
-pub use kind::ErrorKind;
 pub use pipelines::{Consume, Produce, Rows, RowsFor};
 pub use product::{
     Operand, Output, Outputs, Prepared, PreparedFor, Product, ProductCall, ProductKind, RowOperand,

@@ -12,7 +12,6 @@ use crate::ops::partial_sums::PlannedSums;
 use crate::ops::product::RawOutputs;
 use crate::ops::sum_product::PlannedAllReduce;
 use crate::profile::span::Span;
-use crate::refusal::Refusal;
 use crate::schedule::Config;
 use crate::trace::Trace;
 
@@ -24,7 +23,7 @@ pub(super) trait Planned<B: Backend>: Send + Sync {
     fn run(
         &self,
         arguments: &Arguments<'_, '_, B>,
-        refuse: &dyn Fn(Refusal) -> Error,
+        refuse: &dyn Fn(Error) -> Error,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()>;
     fn explain(&self) -> String;
@@ -67,12 +66,12 @@ impl<B: AnyBackend> Planned<B> for PlannedProduct<B> {
     fn run(
         &self,
         arguments: &Arguments<'_, '_, B>,
-        refuse: &dyn Fn(Refusal) -> Error,
+        refuse: &dyn Fn(Error) -> Error,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         if trace.is_some() {
-            let what = "a product of one rank has no trace".into();
-            return Err(refuse(Refusal::Unsupported { what }));
+            let what = "a product of one rank has no trace";
+            return Err(refuse(Error::unsupported(what)));
         }
         let a = arguments.own().map_err(refuse)?;
         let addends = arguments.addends().map_err(refuse)?;
@@ -92,7 +91,7 @@ impl<B: AnyBackend> Planned<B> for PlannedGather<B> {
     fn run(
         &self,
         arguments: &Arguments<'_, '_, B>,
-        refuse: &dyn Fn(Refusal) -> Error,
+        refuse: &dyn Fn(Error) -> Error,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let a = arguments.sharded().map_err(refuse)?;
@@ -113,7 +112,7 @@ impl<B: AnyBackend> Planned<B> for PlannedSums<B> {
     fn run(
         &self,
         arguments: &Arguments<'_, '_, B>,
-        refuse: &dyn Fn(Refusal) -> Error,
+        refuse: &dyn Fn(Error) -> Error,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let operands = arguments.operands().map_err(refuse)?;
@@ -143,7 +142,7 @@ impl<B: AnyBackend> Planned<B> for PlannedAllReduce<B> {
     fn run(
         &self,
         arguments: &Arguments<'_, '_, B>,
-        refuse: &dyn Fn(Refusal) -> Error,
+        refuse: &dyn Fn(Error) -> Error,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let operands = arguments.operands().map_err(refuse)?;

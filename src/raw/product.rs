@@ -9,7 +9,7 @@ use super::planned::Bound;
 use super::shards::AnyShards;
 use crate::backend::Backend;
 use crate::element::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, require_count};
 use crate::group::Group;
 use crate::ops::RowSplit;
 use crate::ops::call::require_property;
@@ -17,7 +17,6 @@ use crate::ops::gather_product::GatherProduct;
 use crate::ops::own_product;
 use crate::ops::product::{Addends, ProductOptions, RawOutputs};
 use crate::ops::sum_product::{self, ScatterProduct};
-use crate::refusal::{self, Refusal};
 use crate::route::Route;
 use crate::schedule::scaling::WeightScalings;
 use crate::schedule::{
@@ -102,7 +101,7 @@ impl Product {
         }
     }
 
-    fn check(&self) -> refusal::Result<()> {
+    fn check(&self) -> Result<()> {
         let fits = self.dtype.is_multiplied();
         let expected = "bf16, f16, f8e4m3 or f8e5m2";
         require_property("a", "the dtype", fits, expected, self.dtype)
@@ -208,14 +207,14 @@ pub trait Prepared: Send + Sync {
 }
 
 /// The error of a product that is refused. The other ranks are told, unless the product is this rank's alone.
-pub(super) fn refused<B: Backend>(group: &Group<B>, kind: ProductKind, refusal: Refusal) -> Error {
+pub(super) fn refused<B: Backend>(group: &Group<B>, kind: ProductKind, error: Error) -> Error {
     match kind {
         ProductKind::Matmul => {
-            let error = Refusal::of(group.rank(), kind.name())(refusal);
+            let error = Error::of(group.rank(), kind.name())(error);
             let noted = group.noted::<()>(Err(error.clone()));
             noted.err().unwrap_or(error)
         }
-        _ => group.refusal(kind.name())(refusal),
+        _ => group.refusal(kind.name())(error),
     }
 }
 
@@ -276,7 +275,7 @@ pub(super) unsafe fn run<B: AnyBackend>(
 }
 
 /// What a product is planned for is of the wrong kind.
-fn planned_for(kind: ProductKind) -> Refusal {
+fn planned_for(kind: ProductKind) -> Error {
     match kind {
         ProductKind::AllGatherMatmul => misplaced("a", "a sharded matrix"),
         ProductKind::MatmulAllReduce => misplaced("out", "a sharded matrix"),
@@ -309,8 +308,7 @@ fn plan<B: AnyBackend>(
     rows: PreparedFor,
     widths: &[usize],
 ) -> Result<Box<dyn Prepared>> {
-    let judge =
-        |refusal: Refusal| -> Error { Refusal::of(group.rank(), product.kind.name())(refusal) };
+    let judge = Error::of(group.rank(), product.kind.name());
     product.check().map_err(judge)?;
     let options = ProductOptions {
         config,
@@ -351,8 +349,8 @@ fn plan<B: AnyBackend>(
 }
 
 /// The N of the only weight.
-fn only_width(widths: &Widths) -> refusal::Result<usize> {
-    refusal::require_count("a sum over ranks", "weight", 1, "this call", widths.len())?;
+fn only_width(widths: &Widths) -> Result<usize> {
+    require_count("a sum over ranks", "weight", 1, "this call", widths.len())?;
     Ok(widths[0])
 }
 
@@ -363,7 +361,7 @@ pub(super) fn supports<B: AnyBackend>(
     rows: &RowSplit,
     widths: &[usize],
 ) -> Result<()> {
-    let judge = Refusal::of(group.rank(), product.kind.name());
+    let judge = Error::of(group.rank(), product.kind.name());
     product.check().map_err(judge)?;
     let options = product.options();
     let (addends, widths) = (Addends::default(), Widths::from(widths));

@@ -5,11 +5,10 @@ use std::ops::{Deref, DerefMut, Range};
 use super::{Memory, group::AnyBackend};
 use crate::backend::{Backend, Host, sealed::Implementation};
 use crate::element::{DType, F8E4M3, F8E5M2, Value, bf16, f16};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::ShardedMatrix;
 use crate::ops::call::RawShards;
-use crate::refusal::{self, Refusal};
 
 /// How the rows of a sharded matrix are split when it is made.
 #[derive(Clone, Copy, Debug)]
@@ -82,15 +81,14 @@ impl DerefMut for AnyShards {
 
 impl AnyShards {
     /// The matrix, as calls of a group of backend `B` take it. `argument`: its name in messages.
-    pub(super) fn raw<B: AnyBackend>(&self, argument: &str) -> refusal::Result<RawShards<'_, B>> {
+    pub(super) fn raw<B: AnyBackend>(&self, argument: &str) -> Result<RawShards<'_, B>> {
         match B::shards_of(self) {
             Some(shards) => Ok(shards.raw()),
-            None => Err(Refusal::Unsuitable {
-                argument: argument.into(),
-                what: "the backend".into(),
-                expected: B::NAME.into(),
-                found: "another".into(),
-            }),
+            None => Err(Error::unsuitable(
+                format!("the backend of {argument}"),
+                B::NAME,
+                "another",
+            )),
         }
     }
 }

@@ -10,7 +10,7 @@ use super::{
     Reduction, Region, Request, Residual, ScaleMatrix, Sum, Tile, Transfer, WeightLayout,
 };
 use crate::element::DType;
-use crate::refusal::{Refusal, Result};
+use crate::error::{Error, Result};
 use crate::route::Route;
 
 /// N and K of fp8 operands are multiples of this.
@@ -219,7 +219,7 @@ impl Parts {
                     "rows of {} cannot be multiplied by weights of {dtype}",
                     a_spec.dtype
                 );
-                return Err(Refusal::Unsupported { what });
+                return Err(Error::unsupported(what));
             }
         }
         scaling::check(a_spec.dtype, product)?;
@@ -383,7 +383,7 @@ fn check_fp8(product: &Product) -> Result<()> {
     for (what, extent) in widths.chain([("K", product.k)]) {
         if !extent.is_multiple_of(FP8_MULTIPLE) {
             let what = format!("{what} of fp8 must be a multiple of {FP8_MULTIPLE}, not {extent}");
-            return Err(Refusal::Unsupported { what });
+            return Err(Error::unsupported(what));
         }
     }
     Ok(())
@@ -401,6 +401,7 @@ fn below(what: &str, value: usize, end: usize) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Kind;
     use crate::schedule::plan::matrices::{A, A_SCALES, B_SCALES, OUT, OUT_SCALES};
     use crate::schedule::plan::plan;
     use crate::schedule::{
@@ -446,9 +447,8 @@ mod tests {
         plan(&problem, 0, CONFIG)
     }
 
-    fn unsupported(what: &str) -> Option<Refusal> {
-        let what = what.into();
-        Some(Refusal::Unsupported { what })
+    fn unsupported(what: &str) -> Option<Error> {
+        Some(Error::unsupported(what))
     }
 
     #[test]
@@ -487,7 +487,7 @@ mod tests {
             unsupported("scales must be f32")
         );
         let wrong = refused(OUT_SCALES, MatrixSpec::new(DType::F32, 5, 2));
-        assert!(matches!(wrong, Some(Refusal::Limit { .. })), "{wrong:?}");
+        assert!(matches!(wrong.unwrap().kind(), Kind::Limit { .. }));
         let words = "outputs that are quantised must be F8E4M3";
         let wrong = MatrixSpec::new(DType::F16, 5, 200);
         assert_eq!(refused(OUT, wrong), unsupported(words));

@@ -6,7 +6,7 @@ pub use super::layout::MAX_CHUNKS;
 
 use super::layout::MAX_EXTENT;
 use super::limits::{limit, require};
-use crate::refusal::Result;
+use crate::Result;
 use crate::route::Route;
 
 /// Chunks are cut along K at multiples of this many columns, so that a cut lies between two steps of a GPU's kernel.
@@ -249,7 +249,7 @@ impl Config {
     /// Checks that the tiles cut K only in ways that `numerics` allows.
     ///
     /// # Errors
-    /// `Refusal::Limit` for parts of K.
+    /// `Kind::Limit` for parts of K.
     pub(crate) fn check_numerics(&self, numerics: Numerics) -> Result<()> {
         if numerics == Numerics::Invariant {
             let TileShape {

@@ -7,8 +7,8 @@ use super::layout::MAX_EXTENT;
 use super::limits::{limit, require};
 use super::quantization::Quantization;
 use super::scaling::{Scaling, WeightScalings};
+use crate::Result;
 use crate::element::DType;
-use crate::refusal::Result;
 
 /// The most weights of one product.
 pub const MAX_WEIGHTS: usize = 4;
@@ -129,8 +129,8 @@ impl Form {
     /// The columns of each output. Together they are N.
     ///
     /// # Errors
-    /// `Refusal::Limit` if N or a width is out of bounds, or if the widths don't add up to N.
-    /// `Refusal::Unsupported` if a gated product has several widths.
+    /// `Kind::Limit` if N or a width is out of bounds, or if the widths don't add up to N.
+    /// `Kind::Unsupported` if a gated product has several widths.
     pub fn columns(&self, n: usize) -> Result<Widths> {
         limit("N", n, 1, MAX_EXTENT)?;
         if self.widths.is_empty() {
@@ -192,7 +192,7 @@ impl Form {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::refusal::Refusal;
+    use crate::error::Kind;
 
     #[test]
     fn functions_are_theirs_to_a_few_units_in_the_last_place() {
@@ -255,10 +255,10 @@ mod tests {
             (form(&[1; MAX_WEIGHTS + 1], false), MAX_WEIGHTS + 1),
             (form(&[4, 4], true), 8),
         ] {
-            let refused = form.columns(n);
+            let refused = form.columns(n).unwrap_err();
             let expected = match form.gated {
-                true => matches!(refused, Err(Refusal::Unsupported { .. })),
-                false => matches!(refused, Err(Refusal::Limit { .. })),
+                true => matches!(refused.kind(), Kind::Unsupported { .. }),
+                false => matches!(refused.kind(), Kind::Limit { .. }),
             };
             assert!(expected, "{form:?} {n}");
         }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::refusal::{Refusal, Result};
+use crate::error::{Error, Result};
 use crate::route::Route;
 
 /// Which ranks share a host. Every host has the same number of **places**, numbered from 0, and each rank has a place.
@@ -29,7 +29,7 @@ impl Hosts {
     /// The hosts of ranks, of which `names` says each one's. Hosts and places are numbered in the order of ranks.
     ///
     /// # Errors
-    /// `Refusal::Unsupported` if one host has more ranks than another.
+    /// `Kind::Unsupported` if one host has more ranks than another.
     pub fn of<N: PartialEq>(names: &[N]) -> Result<Hosts> {
         let mut hosts: Vec<(&N, Vec<usize>)> = Vec::new();
         for (rank, name) in names.iter().enumerate() {
@@ -46,7 +46,7 @@ impl Hosts {
                 odd[0],
                 odd.len()
             );
-            return Err(Refusal::Unsupported { what });
+            return Err(Error::unsupported(what));
         }
         if hosts.len() <= 1 {
             return Ok(Hosts::default());

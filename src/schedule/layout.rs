@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::limits::limit;
-use crate::refusal::Result;
+use crate::Result;
 
 /// The most ranks that a group can have. (Miri checks all flags at each borrow, so there it is lower.)
 pub const MAX_WORLD: usize = if cfg!(miri) { 4 } else { 64 };
@@ -43,7 +43,7 @@ impl Layout {
     /// Splits `m` rows over `world` ranks as evenly as whole rows allow, the longer shards first.
     ///
     /// # Errors
-    /// `Refusal::Limit` when an extent is above [`MAX_EXTENT`], `k` is 0, or `world` is 0 or above
+    /// `Kind::Limit` when an extent is above [`MAX_EXTENT`], `k` is 0, or `world` is 0 or above
     /// [`MAX_WORLD`].
     pub fn balanced(m: usize, k: usize, world: usize) -> Result<Layout> {
         limit("world size", world, 1, MAX_WORLD)?;
@@ -89,7 +89,7 @@ impl Layout {
     /// The same layout, with each rank's rows cut into `stages` blocks, as evenly as whole rows allow.
     ///
     /// # Errors
-    /// `Refusal::Limit` if `stages` is 0 or above [`MAX_CHUNKS`].
+    /// `Kind::Limit` if `stages` is 0 or above [`MAX_CHUNKS`].
     pub fn staged(self, stages: usize, order: RowOrder) -> Result<Layout> {
         limit("the number of stages", stages, 1, MAX_CHUNKS)?;
         Ok(Layout {
@@ -102,7 +102,7 @@ impl Layout {
     /// The same split of the rows, in one stage, for a matrix of `k` columns.
     ///
     /// # Errors
-    /// `Refusal::Limit` when `k` is 0 or above [`MAX_EXTENT`].
+    /// `Kind::Limit` when `k` is 0 or above [`MAX_EXTENT`].
     pub fn of_columns(&self, k: usize) -> Result<Layout> {
         limit("K", k, 1, MAX_EXTENT)?;
         Ok(Layout {

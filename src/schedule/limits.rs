@@ -1,9 +1,9 @@
 //! Checks that return an error: `limit` for numbers out of bounds, `require` for what is not supported.
 
-use crate::refusal::{Refusal, Result};
+use crate::error::{Error, Kind, Result};
 
 /// # Errors
-/// `Refusal::Limit` if `value` is below `min` or above `max`.
+/// `Kind::Limit` if `value` is below `min` or above `max`.
 #[inline]
 pub(crate) fn limit(what: &str, value: usize, min: usize, max: usize) -> Result<()> {
     if (min..=max).contains(&value) {
@@ -14,19 +14,19 @@ pub(crate) fn limit(what: &str, value: usize, min: usize, max: usize) -> Result<
 
 /// A separate cold function, so that the common path stays short.
 #[cold]
-pub(super) fn out_of(what: &str, value: usize, min: usize, max: usize) -> Refusal {
-    Refusal::Limit {
+pub(super) fn out_of(what: &str, value: usize, min: usize, max: usize) -> Error {
+    Error::of_kind(Kind::Limit {
         what: what.into(),
         value,
         min,
         max,
-    }
+    })
 }
 
 /// Checks that `holds`. `what` says what must hold, for example "operands must be bf16 or f16".
 ///
 /// # Errors
-/// `Refusal::Unsupported` if `holds` is false.
+/// `Kind::Unsupported` if `holds` is false.
 #[inline]
 pub(crate) fn require(what: &str, holds: bool) -> Result<()> {
     match holds {
@@ -36,6 +36,6 @@ pub(crate) fn require(what: &str, holds: bool) -> Result<()> {
 }
 
 #[cold]
-fn unsupported(what: &str) -> Refusal {
-    Refusal::Unsupported { what: what.into() }
+fn unsupported(what: &str) -> Error {
+    Error::unsupported(what)
 }

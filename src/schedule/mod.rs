@@ -17,7 +17,6 @@ pub mod quantization;
 pub mod scaling;
 mod transfer;
 
-pub use crate::refusal::Refusal;
 pub use crate::route::Route;
 pub use agreed::Agreed;
 pub use config::{Chunking, Config, Numerics, TileShape};
@@ -41,8 +40,8 @@ use layout::{MAX_CHUNKS, MAX_WORLD};
 use limits::limit;
 use plan::matrices::PARTIALS;
 
+use crate::Result;
 use crate::protocol::flag::Awaited;
-use crate::refusal::Result;
 
 /// The most chunk flags that a rank keeps, and so the most transfers that can come to it.
 pub const MAX_FLAGS: usize = MAX_WORLD * MAX_CHUNKS;
@@ -75,8 +74,8 @@ impl Schedule {
     /// Checks these parts and makes a schedule of them.
     ///
     /// # Errors
-    /// `Refusal::Limit` if more transfers come to this rank than it has flags, if there are more
-    /// than 2²⁸ tiles, or if something is out of bounds. `Refusal::Unsupported` if a type or
+    /// `Kind::Limit` if more transfers come to this rank than it has flags, if there are more
+    /// than 2²⁸ tiles, or if something is out of bounds. `Kind::Unsupported` if a type or
     /// a combination of parts is not supported.
     pub fn new(parts: Parts) -> Result<Schedule> {
         limit(
@@ -372,7 +371,7 @@ impl Schedule {
 
     /// The rank whose rows a tile holds, as far as the schedule says.
     ///
-    /// For partials that are pulled or sent in one step it is this rank, which makes them. For rows of several ranks,
+    /// If partials are pulled, or sent in one step, the owner is this rank: it makes them. For rows of several ranks,
     /// see [`Schedule::source_of_tile`].
     pub fn owner_of_tile(&self, tile: &Tile) -> usize {
         let adds = self.product().map(|product| {

@@ -2,7 +2,7 @@
 
 use super::{Form, Hosts, Layout, Operation, Quantization};
 use crate::element::DType;
-use crate::refusal::{Refusal, Result};
+use crate::error::{Error, Result};
 
 /// What an operation is asked to do. [`plan`](super::plan::plan) makes a schedule of a problem, a rank and a
 /// configuration.
@@ -75,7 +75,7 @@ impl DTypes {
     /// The types of a product. What it adds has the operands' type if that has 16 bits, and is bf16 if it does not.
     ///
     /// # Errors
-    /// `Refusal::Unsupported` if products of these operands cannot be stored as `output` without being quantised.
+    /// `Kind::Unsupported` if products of these operands cannot be stored as `output` without being quantised.
     pub fn of_product(
         [operands, weights]: [DType; 2],
         output: DType,
@@ -83,7 +83,7 @@ impl DTypes {
     ) -> Result<DTypes> {
         if quantization.is_none() && !operands.is_stored_as(output) {
             let what = format!("a product of {operands} cannot be stored as {output}");
-            return Err(Refusal::Unsupported { what });
+            return Err(Error::unsupported(what));
         }
         let partials = match operands.is_half() {
             true => operands,

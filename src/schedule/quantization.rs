@@ -6,7 +6,7 @@ use super::limits::require;
 use super::scaling::{SCALED_BLOCK, check_first};
 use super::{MatrixSpec, Scaling};
 use crate::element::DType;
-use crate::refusal::{Refusal, Result};
+use crate::error::{Error, Result};
 
 /// The largest number of F8E4M3.
 const LARGEST: f32 = 448.0;
@@ -117,7 +117,7 @@ impl Quantization {
     }
 
     /// # Errors
-    /// `Refusal::Unsupported` if a scale that the caller gives would be rounded, or if the first column can't be where it
+    /// `Kind::Unsupported` if a scale that the caller gives would be rounded, or if the first column can't be where it
     /// is said to be.
     fn check(self) -> Result<()> {
         check_first(
@@ -162,7 +162,7 @@ impl OutputScales {
     /// The matrix of the scales of a sum whose output is this one, and has `n` columns that are written.
     ///
     /// # Errors
-    /// `Refusal::Unsupported` if the output cannot be quantised like this.
+    /// `Kind::Unsupported` if the output cannot be quantised like this.
     pub(super) fn spec(&self, out: MatrixSpec, n: usize) -> Result<MatrixSpec> {
         self.quantization.check()?;
         let is_stored = out.dtype == DType::F8E4M3;
@@ -174,7 +174,7 @@ impl OutputScales {
     /// Checks that a product of N columns can be quantised.
     ///
     /// # Errors
-    /// `Refusal::Unsupported` if N is not a multiple of 16.
+    /// `Kind::Unsupported` if N is not a multiple of 16.
     pub(super) fn check_width(&self, n: usize) -> Result<()> {
         if n.is_multiple_of(PRODUCT_MULTIPLE) {
             return Ok(());
@@ -182,13 +182,13 @@ impl OutputScales {
         let what = format!(
             "N of an output that is quantised must be a multiple of {PRODUCT_MULTIPLE}, not {n}"
         );
-        Err(Refusal::Unsupported { what })
+        Err(Error::unsupported(what))
     }
 
     /// Checks that a product of N columns can be quantised tile by tile. A tile has so many columns.
     ///
     /// # Errors
-    /// `Refusal::Unsupported` if a block lies in several tiles.
+    /// `Kind::Unsupported` if a block lies in several tiles.
     pub fn check_tiles(&self, n: usize, columns: usize) -> Result<()> {
         let begins_with_block = self.quantization.scaling.first_column() == 0;
         let is_whole = begins_with_block && columns.is_multiple_of(SCALED_BLOCK) || columns >= n;

@@ -4,7 +4,7 @@ use super::Product;
 use super::form::MAX_WEIGHTS;
 use super::limits::{limit, require};
 use crate::element::DType;
-use crate::refusal::{Refusal, Result};
+use crate::error::{Error, Result};
 
 /// The rows and columns of a block of a weight that share a scale, and the columns of a row that do.
 pub const SCALED_BLOCK: usize = 128;
@@ -216,9 +216,9 @@ pub(super) fn check_first(what: &str, first: usize) -> Result<()> {
     if first.is_multiple_of(FIRST_MULTIPLE) {
         return Ok(());
     }
-    Err(Refusal::Unsupported {
-        what: format!("{what} must be a multiple of {FIRST_MULTIPLE}, not {first}"),
-    })
+    Err(Error::unsupported(format!(
+        "{what} must be a multiple of {FIRST_MULTIPLE}, not {first}"
+    )))
 }
 
 /// Checks the places at which the operands begin in their blocks.
@@ -239,7 +239,7 @@ fn check_places(a: Scaling, weights: impl Iterator<Item = Scaling>) -> Result<()
                 "{what} must be that of a, {column}, not {}, so that each part of K has one scale of either",
                 weight.first_column()
             );
-            return Err(Refusal::Unsupported { what });
+            return Err(Error::unsupported(what));
         }
     }
     Ok(())
@@ -248,7 +248,7 @@ fn check_places(a: Scaling, weights: impl Iterator<Item = Scaling>) -> Result<()
 /// Checks that the scales of a product of these operands can be used together.
 ///
 /// # Errors
-/// `Refusal::Unsupported`; `Refusal::Limit` for the first row or column of a block.
+/// `Kind::Unsupported`; `Kind::Limit` for the first row or column of a block.
 pub(super) fn check(operands: DType, product: &Product) -> Result<()> {
     let of = |scales: Option<ScaleMatrix>| scales.map_or(Scaling::None, |scales| scales.scaling);
     let a = of(product.a_scales);

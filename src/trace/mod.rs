@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use crate::backend::Backend;
-use crate::error::{Error, MadeCall, Result};
+use crate::error::{Error, Kind, MadeCall, Result};
 use crate::group::Group;
 use crate::json;
 pub use crate::profile::span::{Lane, Span, Work};
@@ -100,14 +100,16 @@ impl Timeline {
     /// Brings the ranks' traces together. Collective. Every rank gets all traces.
     ///
     /// # Errors
-    /// [`Error::Limit`] on this rank alone, and nothing is sent, if `trace` takes more than 256 MiB / W - 4 KiB; the
+    /// [`Kind::Limit`] on this rank alone, and nothing is sent, if `trace` takes more than 256 MiB / W - 4 KiB; the
     /// group's failure.
     #[track_caller]
     pub fn collect<B: Backend>(group: &Group<B>, trace: &Trace) -> Result<Timeline> {
-        let bytes = json::of_spans(&trace.spans).map_err(|e| Error::System {
-            rank: Some(group.rank()),
-            action: "encode a trace".into(),
-            reason: e.to_string(),
+        let bytes = json::of_spans(&trace.spans).map_err(|e| {
+            Kind::System {
+                action: "encode a trace".into(),
+                reason: e.to_string(),
+            }
+            .on(group.rank())
         });
         let bytes = bytes.inspect_err(|error| group.inner().members.refuse(error))?;
         let traces = group
@@ -115,9 +117,11 @@ impl Timeline {
             .iter()
             .enumerate()
             .map(|(rank, bytes)| {
-                Trace::parse(rank, bytes).map_err(|e| Error::Message {
-                    rank,
-                    reason: e.to_string(),
+                Trace::parse(rank, bytes).map_err(|e| {
+                    Kind::Message {
+                        reason: e.to_string(),
+                    }
+                    .on(rank)
                 })
             })
             .collect::<Result<_>>()?;
@@ -130,7 +134,7 @@ impl Timeline {
     /// span.
     ///
     /// # Errors
-    /// [`Error::System`] if the file can't be written.
+    /// [`Kind::System`] if the file can't be written.
     pub fn write_chrome(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let bytes = serde_json::to_vec(&self.chrome()).map_err(std::io::Error::from);

@@ -9,7 +9,7 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::{Lane, Span, Timeline, Trace, Work};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::one_line::beginning;
 
 const WIDTH: i32 = 1200;
@@ -50,7 +50,7 @@ impl Timeline {
     /// Draws the timeline, as a [`Picture`] of one.
     ///
     /// # Errors
-    /// [`Error::System`] if the file can't be written.
+    /// [`Kind::System`] if the file can't be written.
     pub fn write_svg(&self, path: impl AsRef<Path>, title: &str) -> Result<()> {
         Picture::new(title).timeline("", self).write_svg(path)
     }
@@ -114,15 +114,16 @@ impl<'a> Picture<'a> {
     /// Draws it.
     ///
     /// # Errors
-    /// [`Error::System`] if the file can't be written.
+    /// [`Kind::System`] if the file can't be written.
     pub fn write_svg(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let mut picture = String::new();
         let drawn = self.draw(&mut picture);
-        drawn.map_err(|e| Error::System {
-            rank: None,
-            action: "draw a timeline".into(),
-            reason: e.to_string(),
+        drawn.map_err(|e| {
+            Error::of_kind(Kind::System {
+                action: "draw a timeline".into(),
+                reason: e.to_string(),
+            })
         })?;
         super::write(path, picture.as_bytes())
     }

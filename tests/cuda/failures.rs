@@ -2,8 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use gemmesh::{Cuda, Deadline, Error, Route};
+use gemmesh::error::{Deadline, Kind};
+use gemmesh::{Cuda, Error, Route};
 
+use crate::support::errors::parts;
 use crate::support::gpu::*;
 use crate::support::processes::{Rank, Setting};
 use crate::support::shared::{failures, late};
@@ -93,7 +95,7 @@ fn drop_while_a_rank_does_not_come(test: &str, route: Route) {
         let error = group.barrier().unwrap_err();
         let deadline = Deadline::Arrival;
         assert!(
-            matches!(error.cause(), Error::Timeout { rank: 1, deadline: d, .. } if *d == deadline),
+            matches!((error.rank(), error.kind()), (Some(1), Kind::Timeout { deadline: d, .. }) if *d == deadline),
             "{error}"
         );
         Ok("told".into())
@@ -169,11 +171,11 @@ fn starve(rank: &Rank, count: usize, routes: &[Route]) -> Result<String, Error> 
             result
         };
         let error = poisoned(&group, result).unwrap_err();
-        match &error {
-            Error::Timeout { rank, .. } => {
-                assert_eq!(*rank, culprit, "round {number}: {error}");
+        match parts(&error) {
+            (Some(rank), Kind::Timeout { .. }) => {
+                assert_eq!(rank, culprit, "round {number}: {error}");
             }
-            other => panic!("round {number}: {other}"),
+            other => panic!("round {number}: {other:?}"),
         }
     }
     Ok(format!("{count} rounds, the longest wait {longest:?}"))

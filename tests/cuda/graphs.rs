@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
+use gemmesh::error::Kind;
 use gemmesh::{AllGatherMatmul, Cuda, Error, Group, Host, Matmul, Route, all_gather, bf16};
 
 use crate::support::gpu::*;
@@ -16,7 +17,7 @@ fn refuse_capture(
     arguments: &mut Arguments,
 ) {
     captured(group, mode, || {
-        let refused = Error::Capturing { rank: rank.rank };
+        let refused = Kind::Capturing.on(rank.rank);
         assert_eq!(arguments.run_by(Route::Pull), Err(refused));
     });
 }
@@ -45,7 +46,7 @@ fn a_product_that_was_not_prepared_is_refused_under_capture() {
         let group = connect(rank, TIMEOUT)?;
         let mut arguments = Arguments::new(&group, 301, 72, 16)?;
         captured(&group, GLOBAL, || {
-            let refused = Error::Capturing { rank: rank.rank };
+            let refused = Kind::Capturing.on(rank.rank);
             assert_eq!(arguments.run(), Err(refused.clone()));
             assert_eq!(arguments.run_by(Route::Store), Err(refused));
         });

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
+use gemmesh::error::Kind;
 use gemmesh::{
     AllGatherAndConsume, Block, Cuda, Error, Group, Matrix, ProduceAndAllToAll,
     ProduceAndReduceScatter, all_gather, all_gather_and_consume, all_reduce, all_to_all, bf16,
@@ -377,10 +378,10 @@ fn an_error_of_a_function_under_capture_is_every_ranks() {
         poisoned(&group, result)
     });
     let outcomes = ranks.outcomes();
-    let expected = Error::Callback {
-        rank: 1,
-        call: "produce_and_all_to_all".into(),
+    let expected = Kind::ProgramFailed {
+        function_of: Some("produce_and_all_to_all".into()),
         reason: "no second block".into(),
-    };
-    assert_eq!(*same_error(&outcomes), expected);
+    }
+    .on(1);
+    assert_eq!(same_error(&outcomes), expected);
 }

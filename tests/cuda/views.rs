@@ -1,10 +1,12 @@
 //! Matrices in memory of the caller's.
 
+use gemmesh::error::Kind;
 use gemmesh::{
     Chunking, Config, Cuda, Error, Group, Matmul, MatmulReduceScatter, Matrix, Route, TileShape,
     f16, matmul, reduce_scatter,
 };
 
+use crate::support::errors::kind_of;
 use crate::support::gpu::*;
 use crate::support::numbers::{Reference, bits, nan, normal};
 use crate::test_name;
@@ -90,10 +92,7 @@ fn pointers_that_do_not_fit_are_refused(group: &Group<Cuda>, begin: u64) -> Resu
     };
     for (ptr, pitch) in [(begin + 2, 160), (begin, 152)] {
         let error = refused(ptr, 8, pitch);
-        assert!(
-            matches!(error, Error::Unaligned { multiple: 16, .. }),
-            "{error}"
-        );
+        assert!(matches!(error.kind(), Kind::Unsuitable { .. }), "{error}");
         let place = error.call().and_then(|call| call.place());
         let is_here = place.is_some_and(|place| place.starts_with(concat!(file!(), ":")));
         assert!(is_here, "{error}");
@@ -105,7 +104,10 @@ fn pointers_that_do_not_fit_are_refused(group: &Group<Cuda>, begin: u64) -> Resu
         assert_eq!(none.to_vec()?, []);
     }
     let error = refused(begin, 81, 160);
-    assert!(matches!(error, Error::Limit { min: 162, .. }), "{error}");
+    assert!(
+        matches!(error.kind(), Kind::Limit { min: 162, .. }),
+        "{error}"
+    );
     Ok(())
 }
 
@@ -198,7 +200,7 @@ fn outputs_lie_apart_from_operands_and_may_be_the_residual() {
                 reduce_scatter(&shifted, out.view_mut().rows(0..m / 2)?),
             ] {
                 assert!(
-                    matches!(refused, Err(Error::Unsuitable { .. })),
+                    matches!(kind_of(&refused), Some(Kind::Unsuitable { .. })),
                     "{refused:?}"
                 );
             }

@@ -4,6 +4,7 @@
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use gemmesh::error::Kind;
 use gemmesh::launch::{self, Launch};
 use gemmesh::{Error, Group, Host, Matrix, bf16};
 use rustix::process::{Resource, Signal};
@@ -32,7 +33,7 @@ fn assert_lost(result: Result<(), Error>, lost: usize) {
     let error = result.expect_err("a rank that has died");
     let cause = error.cause();
     assert!(
-        matches!(cause, Error::RankLost { rank, .. } if *rank == lost),
+        matches!((cause.rank(), cause.kind()), (Some(rank), Kind::RankLost { .. }) if rank == lost),
         "{error}"
     );
 }
@@ -119,7 +120,10 @@ fn a_failure_of_one_part_leaves_the_other_and_the_whole_group() {
         if rank.rank >= 2 {
             let error = pair.barrier().unwrap_err();
             assert!(
-                matches!(error.cause(), Error::ProgramFailed { rank: 3, .. }),
+                matches!(
+                    (error.rank(), error.kind()),
+                    (Some(3), Kind::ProgramFailed { .. })
+                ),
                 "{error}"
             );
         } else {
@@ -157,26 +161,25 @@ fn names_that_differ_within_a_color_are_named_to_every_rank_and_the_group_goes_o
         let named = |name: String| Group::builder().name(name).split(&world, rank.rank / 2, 0);
         let place = format!("{}:{}", file!(), line!() - 1);
         let name = if rank.rank == 3 { "b" } else { "a" };
-        let mismatch = Error::Mismatch {
-            rank: 3,
+        let mismatch = Kind::Mismatch {
             what: "group name".into(),
             theirs: "\"b\"".into(),
             other: 2,
             expected: "\"a\"".into(),
-            call: Some("split".into()),
         };
         let told = named(name.into()).unwrap_err();
-        assert_eq!(told, mismatch);
+        assert_eq!((told.rank(), told.kind()), (Some(3), &mismatch));
+        assert_eq!(told.call().unwrap().name(), "split");
         let words = format!(
             "rank 3 has group name \"b\" and rank 2 has \"a\" in split at {place}; \
-             ranks that give the same color must give the same name (Builder::name)"
+             all ranks of a group must have the same"
         );
         assert_eq!(told.to_string(), words);
         let error = named("x".repeat(101)).unwrap_err();
         assert!(
             matches!(
-                error,
-                Error::Limit {
+                error.kind(),
+                Kind::Limit {
                     value: 101,
                     max: 100,
                     ..
@@ -248,7 +251,7 @@ fn an_error_of_a_group_that_is_passed_on_stays_as_it_is() {
                 let is_given = |[error, _]: &[Error; 2]| error.cause() == failure.cause();
                 assert!(ranks.iter().any(is_given), "{failure}");
                 let words = failure.to_string();
-                assert!(!words.contains("the program of rank"), "{words}");
+                assert!(!words.contains("in its own program"), "{words}");
                 assert!(words.matches("group \"pair").count() < 2, "{words}");
             }
         }
@@ -273,11 +276,12 @@ fn a_failure_of_a_part_that_is_passed_on_later_names_the_rank_at_fault() {
             Err(error) if world.rank() == 2 => world.fail(format!("step 7: {error}")),
             _ => world.barrier().expect_err("rank 2's failure"),
         };
-        let expected = Error::ProgramFailed {
-            rank: 3,
+        let expected = Kind::ProgramFailed {
+            function_of: None,
             reason: "no more data".into(),
-        };
-        assert_eq!(failure.cause(), &expected, "{failure}");
+        }
+        .on(3);
+        assert_eq!(failure.cause(), expected, "{failure}");
         Ok::<_, Error>(())
     });
     result.unwrap();
@@ -307,12 +311,11 @@ fn fields_of_an_error_of_a_part_number_ranks_as_its_words_do() {
             };
             over.wait();
             let Err(error) = told else { return Ok(()) };
-            let (Error::Timeout { rank, waiting, .. } | Error::RankLeft { rank, waiting, .. }) =
-                *error.cause()
+            let (Kind::Timeout { waiting, .. } | Kind::RankLeft { waiting, .. }) = error.kind()
             else {
                 return Err(error);
             };
-            assert_eq!((rank, waiting), (3, 2), "{error}");
+            assert_eq!((error.rank(), *waiting), (Some(3), 2), "{error}");
             // All ranks in the words are the fields', also without the group.
             let words = error.cause().to_string();
             let numbers = words.split("rank ").skip(1);
@@ -334,7 +337,10 @@ fn a_rank_that_makes_a_different_call_than_split_is_named() {
         };
         let cause = error.cause();
         assert!(
-            matches!(cause, Error::CallMismatch { rank: 1, .. }),
+            matches!(
+                (cause.rank(), cause.kind()),
+                (Some(1), Kind::CallMismatch { .. })
+            ),
             "{error}"
         );
         Ok("right".into())
@@ -422,7 +428,7 @@ fn a_fork_leaves_parts_alone() {
         let part = world.split(0, 0)?;
         if rank.rank == 1 {
             let Some(child) = fork() else {
-                let refused = |result: Result<(), Error>| matches!(result, Err(error) if matches!(error.cause(), Error::Forked { .. }));
+                let refused = |result: Result<(), Error>| matches!(result, Err(error) if matches!(error.kind(), Kind::Misuse { .. }));
                 let right = refused(part.barrier()) && refused(world.split(0, 0).map(drop));
                 drop((part, world));
                 end(right);
@@ -447,7 +453,10 @@ fn a_thread_that_leaves_a_part_or_panics_in_it_is_named_at_once() {
             } else if world.rank() == 2 {
                 let error = pair.barrier().unwrap_err();
                 assert!(
-                    matches!(error.cause(), Error::RankLeft { rank: 3, .. }),
+                    matches!(
+                        (error.rank(), error.kind()),
+                        (Some(3), Kind::RankLeft { .. })
+                    ),
                     "{error}"
                 );
             } else {
@@ -515,7 +524,7 @@ fn assert_names_rank_3(words: &str, ending: Ending) {
     let named = "group \"tensor 1\" of the job's ranks 2 and 3";
     let blames = match ending {
         Ending::Leaves => "rank 3 left the group while rank 2 waited in barrier()",
-        Ending::Fails => "the program of rank 3 failed: no more data",
+        Ending::Fails => "rank 3 failed in its own program: no more data",
     };
     // The group may have failed before the rank makes its call.
     let says = ["", " has failed"].map(|failed| format!("{named}{failed}: {blames}"));
@@ -627,10 +636,11 @@ fn blamed(test: &str, failing: Failing, by_split: bool) {
     });
     let address = ranks.address.clone();
     let outcome = &ranks.outcomes()[0];
-    let Error::RankFailed { rank, .. } = outcome.error() else {
+    let (Some(rank), Kind::RankFailed { .. }) = (outcome.error().rank(), outcome.error().kind())
+    else {
         panic!("{}", outcome.error());
     };
-    assert_eq!(*rank, 3, "{}", outcome.error());
+    assert_eq!(rank, 3, "{}", outcome.error());
     let name = format!("group \"{address} tp 1\" of the job's ranks 2 and 3");
     let words = match failing {
         Failing::Dies => "rank 3 died",
@@ -814,10 +824,10 @@ fn a_stopped_rank_is_named(test: &str, waiting: Waiting) {
         };
         for outcome in &outcomes[waits] {
             let error = outcome.error();
-            let Error::Timeout { rank, .. } = error.cause() else {
+            let (Some(rank), Kind::Timeout { .. }) = (error.rank(), error.kind()) else {
                 panic!("{error}");
             };
-            assert_eq!(*rank, 3, "{error}");
+            assert_eq!(rank, 3, "{error}");
             let words = without_places(&error.to_string(), file!());
             let holds =
                 "held up by rank 3, for which rank 2 waits in group \"tensor 1\" in barrier()";

@@ -3,8 +3,9 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use gemmesh::error::{Deadline, Kind};
 use gemmesh::{
-    AllGatherMatmul, Deadline, Error, Group, Host, Route, all_gather, bf16, matmul_reduce_scatter,
+    AllGatherMatmul, Error, Group, Host, Route, all_gather, bf16, matmul_reduce_scatter,
     produce_and_reduce_scatter,
 };
 
@@ -112,16 +113,18 @@ fn a_rank_that_stays_in_a_call_which_all_have_begun_is_named_at_the_timeout() {
         Ok::<_, Error>(result.unwrap_err())
     });
     for error in results.unwrap() {
-        let Error::Timeout {
-            rank,
-            waited_ms,
-            deadline,
-            ..
-        } = error.cause()
+        let (
+            Some(rank),
+            Kind::Timeout {
+                waited_ms,
+                deadline,
+                ..
+            },
+        ) = (error.rank(), error.kind())
         else {
             panic!("{error}")
         };
-        assert_eq!((*rank, *deadline), (1, Deadline::Call), "{error}");
+        assert_eq!((rank, *deadline), (1, Deadline::Call), "{error}");
         let waited = Duration::from_millis(*waited_ms);
         assert!(
             waited >= short && waited < Host::short_and_slack(),

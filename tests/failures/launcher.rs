@@ -7,10 +7,12 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use gemmesh::error::{Class, Kind};
 use gemmesh::launch::{self, Launch};
 use gemmesh::{Error, Group, Host, bf16};
 use rustix::process::Signal;
 
+use crate::support::errors::{parts, parts_of};
 use crate::support::patience::{again_if_busy, stretched};
 use crate::support::processes::{
     Outcome, Processes, Rank, Setting, in_namespaces, runs, start, start_with, this_program,
@@ -117,7 +119,7 @@ fn what_launched_ranks_write_last_comes_out_however_they_end() {
         failed
     });
     let outcome = &ranks.outcomes()[0];
-    assert!(matches!(outcome.error(), Error::RankFailed { .. }));
+    assert!(matches!(outcome.error().kind(), Kind::RankFailed { .. }));
     let lines: Vec<&str> = outcome.text.lines().collect();
     let place = |what: &str| lines.iter().position(|line| line.ends_with(what));
     for rank in 0..4 {
@@ -177,11 +179,7 @@ fn lines_that_a_full_disk_does_not_take_are_an_error_which_says_how_many_bytes_a
         err: false,
     };
     let outcome = launched_onto_a_full_disk(test_name!(), full, 0);
-    let Error::System {
-        rank: None,
-        action,
-        reason,
-    } = outcome.error()
+    let (None, Kind::System { action, reason }) = (outcome.error().rank(), outcome.error().kind())
     else {
         panic!("{}", outcome.error());
     };
@@ -232,7 +230,7 @@ fn a_rank_that_fails_is_returned_also_if_a_disk_is_full() {
         err: false,
     };
     let outcome = launched_onto_a_full_disk(test_name!(), full, 3);
-    assert!(matches!(outcome.error(), Error::RankFailed { .. }));
+    assert!(matches!(outcome.error().kind(), Kind::RankFailed { .. }));
     assert!(outcome.text.contains("gemmesh: standard output fails"));
 }
 
@@ -482,17 +480,12 @@ fn the_first_launched_rank_that_fails_is_returned_and_the_others_are_killed() {
     let begin = Instant::now();
     let outcome = &ranks.outcomes()[0];
     assert!(begin.elapsed() < stretched(Duration::from_secs(30)));
-    match outcome.error() {
-        Error::RankFailed {
-            rank,
-            status,
-            killed,
-            ..
-        } => {
-            assert_eq!((*rank, killed.as_slice()), (1, &[0, 2][..]));
+    match parts(outcome.error()) {
+        (Some(rank), Kind::RankFailed { status, killed, .. }) => {
+            assert_eq!((rank, killed.as_slice()), (1, &[0, 2][..]));
             assert!(status.contains('7'), "{status}");
         }
-        other => panic!("{other}"),
+        other => panic!("{other:?}"),
     }
     let words = outcome.error().to_string();
     let says = "; the launcher killed ranks 0 and 2, which still ran 1.5 seconds after the failure";
@@ -513,12 +506,12 @@ fn a_launched_rank_that_is_killed_is_returned() {
         std::process::exit(group.barrier().is_err().into());
     });
     let outcome = &ranks.outcomes()[0];
-    match outcome.error() {
-        Error::RankFailed { rank, status, .. } => {
-            assert_eq!(*rank, 2);
+    match parts(outcome.error()) {
+        (Some(rank), Kind::RankFailed { status, .. }) => {
+            assert_eq!(rank, 2);
             assert!(status.contains("signal: 9"), "{status}");
         }
-        other => panic!("{other}"),
+        other => panic!("{other:?}"),
     }
     assert_all_ended(&outcome.text, 3);
 }
@@ -580,15 +573,14 @@ impl Fault {
 
     /// Whether `error` is what the other ranks see of it, if `faulty` has it.
     fn is_seen_as(self, error: &Error, faulty: usize) -> bool {
-        match (self, error) {
-            (Fault::ReturnsAnError | Fault::ReturnsEarly, Error::RankLeft { rank, .. }) => {
-                *rank == faulty
+        let is_seen = match self {
+            Fault::ReturnsAnError | Fault::ReturnsEarly => {
+                matches!(error.kind(), Kind::RankLeft { .. })
             }
-            (Fault::Panics, Error::RankPanicked { rank, .. }) => *rank == faulty,
-            (Fault::ReturnsAnError | Fault::ReturnsEarly | Fault::Panics, _) => false,
-            (_, Error::RankLost { rank, .. }) => *rank == faulty,
-            _ => false,
-        }
+            Fault::Panics => matches!(error.kind(), Kind::RankPanicked { .. }),
+            _ => matches!(error.kind(), Kind::RankLost { .. }),
+        };
+        is_seen && error.rank() == Some(faulty)
     }
 }
 
@@ -609,14 +601,16 @@ fn faulty(test: &str, faulty: usize, times: usize) -> Result<String, Error> {
                     .args(["--nocapture", "--test-threads=1"])
                     .env(PART, format!("{fault:?}"))
                     .run();
-                let right = match &result {
-                    Err(Error::RankFailed {
-                        rank,
-                        status,
-                        cause: Some(cause),
-                        ..
-                    }) => {
-                        (*rank, status.as_str()) == (faulty, fault.status())
+                let right = match parts_of(&result) {
+                    Some((
+                        Some(rank),
+                        Kind::RankFailed {
+                            status,
+                            cause: Some(cause),
+                            ..
+                        },
+                    )) => {
+                        (rank, status.as_str()) == (faulty, fault.status())
                             && fault.is_seen_as(cause, faulty)
                     }
                     _ => false,
@@ -646,7 +640,7 @@ fn faulty(test: &str, faulty: usize, times: usize) -> Result<String, Error> {
         Fault::ExitsWith3 => std::process::exit(3),
         Fault::ReturnsAnError => {
             drop(group);
-            end(Err(Error::Capturing { rank: faulty }));
+            end(Err(Kind::Capturing.on(faulty)));
         }
         Fault::ReturnsEarly => {
             drop(group);
@@ -702,18 +696,15 @@ fn launched_failure(test: &str, part: impl Fn() -> Result<(), Error>) -> Error {
 
 #[track_caller]
 fn assert_failed(error: &Error, culprit: usize, its_status: &str) -> Option<Error> {
-    match error {
-        Error::RankFailed {
-            rank,
-            status,
-            cause,
-            ..
-        } => {
-            assert_eq!((*rank, status.as_str()), (culprit, its_status), "{error}");
-            cause.as_deref().cloned()
-        }
-        other => panic!("{other}"),
-    }
+    let Kind::RankFailed { status, cause, .. } = error.kind() else {
+        panic!("{error}");
+    };
+    assert_eq!(
+        (error.rank(), status.as_str()),
+        (Some(culprit), its_status),
+        "{error}"
+    );
+    cause.clone()
 }
 
 #[test]
@@ -747,7 +738,7 @@ fn ends_before_the_others_meet_it(test: &str, missing: usize) {
         Group::<Host>::from_env().map(drop)
     });
     let cause = assert_failed(&error, missing, "exit status: 0").expect("a cause");
-    assert_eq!(cause, Error::RankNeverJoined { rank: missing });
+    assert_eq!(cause, Kind::NeverJoined.on(missing));
 }
 
 #[test]
@@ -763,7 +754,13 @@ fn a_launched_rank_that_never_calls_is_returned_and_killed() {
         group.barrier()
     });
     let cause = assert_failed(&error, 2, "still running, and killed").expect("a cause");
-    assert!(matches!(cause, Error::Timeout { rank: 2, .. }), "{cause}");
+    assert!(
+        matches!(
+            (cause.rank(), cause.kind()),
+            (Some(2), Kind::Timeout { .. })
+        ),
+        "{cause}"
+    );
 }
 
 #[test]
@@ -798,7 +795,13 @@ fn the_failure_of_a_later_group_is_the_cause() {
         group.barrier()
     });
     let cause = assert_failed(&error, 1, "exit status: 0").expect("a cause");
-    assert!(matches!(cause, Error::RankLeft { rank: 1, .. }), "{cause}");
+    assert!(
+        matches!(
+            (cause.rank(), cause.kind()),
+            (Some(1), Kind::RankLeft { .. })
+        ),
+        "{cause}"
+    );
 }
 
 /// What becomes of children: as `nohup`-like parents leave it, and as a program may set it.
@@ -880,7 +883,13 @@ fn a_rank_that_is_stopped_when_its_group_has_failed_and_the_others_have_ended_is
         Ok(())
     });
     let cause = assert_failed(&error, 1, "still running, and killed").expect("a cause");
-    assert!(matches!(cause, Error::Timeout { rank: 1, .. }), "{cause}");
+    assert!(
+        matches!(
+            (cause.rank(), cause.kind()),
+            (Some(1), Kind::Timeout { .. })
+        ),
+        "{cause}"
+    );
     assert!(begin.elapsed() < stretched(Duration::from_secs(30)));
 }
 
@@ -905,7 +914,7 @@ fn launch_as_rank(me: &Rank, test: &str) -> Result<String, Error> {
         std::process::exit(1);
     }
     let refused = |result: Result<(), Error>| match result {
-        Err(Error::AlreadyRank { launcher }) => launcher,
+        Err(error) if error.kind().class() == Class::Misuse => error.to_string(),
         other => panic!("not refused: {other:?}"),
     };
     let simple = refused(launch::launch(2));

@@ -50,7 +50,7 @@ fn noticed() -> Duration {
 
 /// The one error that all ranks have, none of which waited for its timeout.
 #[track_caller]
-fn same_error(outcomes: &[Outcome]) -> &Error {
+fn same_error(outcomes: &[Outcome]) -> Error {
     for outcome in outcomes {
         let took = outcome.at - outcome.begun;
         assert!(

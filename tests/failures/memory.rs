@@ -1,8 +1,10 @@
 //! Memory that a rank cannot have.
 
+use gemmesh::error::Kind;
 use gemmesh::{Error, Group, Host, bf16};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
+use crate::support::errors::parts;
 use crate::support::shared::refusals::too_much_memory;
 use crate::support::tested::ranks;
 use crate::{Arguments, TIMEOUT, same_error, test_name};
@@ -50,9 +52,9 @@ fn too_little_memory(test: &str, spare: u64) {
         Arguments::new(&group, 9, 5, 3)?.verify(&group)?;
         Err(error)
     });
-    match same_error(&ranks.outcomes()) {
-        Error::OutOfMemory { rank, bytes, .. } => assert_eq!((*rank, *bytes), (1, 64 << 20)),
-        other => panic!("{other}"),
+    match parts(&same_error(&ranks.outcomes())) {
+        (Some(rank), Kind::OutOfMemory { bytes, .. }) => assert_eq!((rank, *bytes), (1, 64 << 20)),
+        other => panic!("{other:?}"),
     }
 }
 
@@ -71,8 +73,7 @@ fn a_rank_that_cannot_map_its_peers_memory_is_named_and_the_group_goes_on() {
 fn more_memory_than_the_machine_has_is_refused_and_the_group_goes_on() {
     let outcomes = too_much_memory::<Host>(test_name!(), 3, [1 << 24, 1 << 24]);
     assert!(matches!(
-        same_error(&outcomes),
-        Error::OutOfMemory { bytes, .. } if *bytes == 1 << 49
+        same_error(&outcomes).kind(), Kind::OutOfMemory { bytes, .. } if *bytes == 1 << 49
     ));
 }
 
@@ -89,8 +90,9 @@ fn memory_for_one_rank_but_not_for_all_is_refused_before_any_takes_it() {
         Err(error)
     });
     let outcomes = ranks.outcomes();
-    let Error::OutOfMemory { reason, .. } = same_error(&outcomes) else {
-        panic!("{}", outcomes[0].error())
+    let error = same_error(&outcomes);
+    let Kind::OutOfMemory { reason, .. } = error.kind() else {
+        panic!("{error}")
     };
     assert!(reason.contains("are needed in all"), "{reason}");
 }

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use gemmesh::error::Kind;
 use gemmesh::{
     AllGatherAndConsume, AllGatherMatmul, Config, DType, Error, Group, Host, Matmul,
     MatmulAllReduce, MatmulReduceScatter, Matrix, ProduceAndAllToAll, ProduceAndReduceScatter,
@@ -141,7 +142,7 @@ const MATRICES: &[Mistake] = &[
     (
         "upload a value too few",
         |g| g.upload(&[bf16::ONE; 5], 2, 3).map(drop),
-        "rank 0: Group::upload: a [2, 3] matrix has 6 elements, but the slice has 5",
+        "rank 0: Group::upload: the number of elements of the slice is 5 and must be 6, that of a [2, 3] matrix",
     ),
     (
         "upload without columns",
@@ -171,7 +172,7 @@ const MATRICES: &[Mistake] = &[
     (
         "sharded_rows of a rank too many",
         |g| g.sharded_rows::<bf16>(&[3, 3], 4).map(drop),
-        "rank 0: Group::sharded_rows: the group has 1 rank, but the list of rows has 2",
+        "rank 0: Group::sharded_rows: the number of ranks of the list of rows is 2 and must be 1, that of the group",
     ),
     (
         "sharded_staged without stages",
@@ -201,22 +202,25 @@ const MATRICES: &[Mistake] = &[
     (
         "set_rows of a rank too many",
         |g| sharded(g, 6, 4).set_rows(&[1, 1]),
-        "rank 0: ShardedMatrix::set_rows: the group has 1 rank, but the list of rows has 2",
+        "rank 0: ShardedMatrix::set_rows: the number of ranks of the list of rows is 2 and must be 1, that of the \
+         group",
     ),
     (
         "copy_from_host a value too many",
         |g| zeros(g, 2, 3).copy_from_host(&[bf16::ONE; 7]),
-        "rank 0: Matrix::copy_from_host: a [2, 3] matrix has 6 elements, but the slice has 7",
+        "rank 0: Matrix::copy_from_host: the number of elements of the slice is 7 and must be 6, that of a [2, 3] \
+         matrix",
     ),
     (
         "copy_to_host a value too few",
         |g| zeros(g, 2, 3).copy_to_host(&mut [bf16::ONE; 5]),
-        "rank 0: Matrix::copy_to_host: a [2, 3] matrix has 6 elements, but the slice has 5",
+        "rank 0: Matrix::copy_to_host: the number of elements of the slice is 5 and must be 6, that of a [2, 3] matrix",
     ),
     (
         "copy_to_host of a sharded matrix, a value too few",
         |g| sharded(g, 2, 3).copy_to_host(&mut [bf16::ONE; 5]),
-        "rank 0: ShardedMatrix::copy_to_host: a [2, 3] matrix has 6 elements, but the slice has 5",
+        "rank 0: ShardedMatrix::copy_to_host: the number of elements of the slice is 5 and must be 6, that of a [2, \
+         3] matrix",
     ),
     (
         "copy_from_host to a shard, a value too few",
@@ -240,7 +244,8 @@ const VIEWS: &[Mistake] = &[
     (
         "copy_from a matrix of a different group",
         |g| zeros(g, 2, 3).view_mut().copy_from(&zeros(&other(), 2, 3)),
-        "rank 0: MatrixViewMut::copy_from: the view to copy belongs to a different group; make all arguments \
+        "rank 0: MatrixViewMut::copy_from: the group of the view to copy is a different group and must be that of \
+         this call; make all arguments \
          with one group",
     ),
     (
@@ -323,27 +328,27 @@ const VIEWS: &[Mistake] = &[
     (
         "shard of a staged matrix",
         |g| staged(g).shard().map(drop),
-        "rank 0: ShardedMatrix::shard: not supported: own rows must be one block to be viewed as one, but \
+        "rank 0: ShardedMatrix::shard: own rows must be one block to be viewed as one, but \
          they are 2 blocks, of 2 stages; use views of them (ShardedMatrix::view, ShardedMatrix::blocks_of)",
     ),
     (
         "shard_slice of a staged matrix",
         |g| staged(g).shard_slice().map(drop),
-        "rank 0: ShardedMatrix::shard_slice: not supported: own rows must be one block to be viewed as one, \
+        "rank 0: ShardedMatrix::shard_slice: own rows must be one block to be viewed as one, \
          but they are 2 blocks, of 2 stages; use views of them (ShardedMatrix::view, \
          ShardedMatrix::blocks_of)",
     ),
     (
         "shard_slice_mut of a staged matrix",
         |g| staged(g).shard_slice_mut().map(drop),
-        "rank 0: ShardedMatrix::shard_slice_mut: not supported: own rows must be one block to be viewed as \
+        "rank 0: ShardedMatrix::shard_slice_mut: own rows must be one block to be viewed as \
          one, but they are 2 blocks, of 2 stages; use views of them (ShardedMatrix::view, \
          ShardedMatrix::blocks_of)",
     ),
     (
         "view_mut of a shard of a staged matrix",
         |g| staged(g).shard_mut().view_mut().map(drop),
-        "rank 0: ShardMut::view_mut: not supported: own rows must be one block to be viewed as one, but they \
+        "rank 0: ShardMut::view_mut: own rows must be one block to be viewed as one, but they \
          are 2 blocks, of 2 stages; use views of them (ShardedMatrix::view, ShardedMatrix::blocks_of)",
     ),
 ];
@@ -384,7 +389,8 @@ const PRODUCTS_OF_ONE_RANK: &[Mistake] = &[
             let [a, _, mut out] = operands(g);
             matmul(&a, &zeros(&other(), 5, 3), &mut out)
         },
-        "rank 0: matmul: b belongs to a different group; make all arguments with one group",
+        "rank 0: matmul: the group of b is a different group and must be that of this call; make all arguments with \
+         one group",
     ),
     (
         "matmul, foreign output",
@@ -392,7 +398,8 @@ const PRODUCTS_OF_ONE_RANK: &[Mistake] = &[
             let [a, b, _] = operands(g);
             matmul(&a, &b, &mut zeros(&other(), 4, 5))
         },
-        "rank 0: matmul: out belongs to a different group; make all arguments with one group",
+        "rank 0: matmul: the group of out is a different group and must be that of this call; make all arguments \
+         with one group",
     ),
     (
         "weight of the other layout, wrong K",
@@ -481,7 +488,8 @@ const PRODUCTS_OF_ONE_RANK: &[Mistake] = &[
     (
         "bias of a different group",
         |g| with_weights(Matmul::new().bias(&zeros(&other(), 1, 5)), g, &[[5, 3]], 1),
-        "rank 0: matmul: bias belongs to a different group; make all arguments with one group",
+        "rank 0: matmul: the group of bias is a different group and must be that of this call; make all arguments \
+         with one group",
     ),
     (
         "residual of a wrong shape",
@@ -533,7 +541,8 @@ const PRODUCTS_OF_ONE_RANK: &[Mistake] = &[
             let [a, b, mut out] = operands(&other());
             Matmul::new().prepare(g, [4, 3], 5)?.run(&a, &b, &mut out)
         },
-        "rank 0: matmul: a belongs to a different group; make all arguments with one group",
+        "rank 0: matmul: the group of a is a different group and must be that of this call; make all arguments with \
+         one group",
     ),
     (
         "f32 output of a plan for bf16",
@@ -542,7 +551,8 @@ const PRODUCTS_OF_ONE_RANK: &[Mistake] = &[
             let mut out = g.zeros::<f32>(4, 5)?;
             Matmul::new().prepare(g, [4, 3], 5)?.run(&a, &b, &mut out)
         },
-        "rank 0: matmul: out is f32, but this call was prepared for bf16; prepare it with output_dtype(DType::F32)",
+        "rank 0: matmul: the dtype of out is f32 and must be bf16, for which this call was prepared; prepare it with \
+         output_dtype(DType::F32)",
     ),
     (
         "bf16 output of a plan for f32",
@@ -553,7 +563,8 @@ const PRODUCTS_OF_ONE_RANK: &[Mistake] = &[
                 .prepare(g, [4, 3], 5)?
                 .run(&a, &b, &mut out)
         },
-        "rank 0: matmul: out is bf16, but this call was prepared for f32; prepare it with output_dtype(DType::Bf16)",
+        "rank 0: matmul: the dtype of out is bf16 and must be f32, for which this call was prepared; prepare it with \
+         output_dtype(DType::Bf16)",
     ),
 ];
 
@@ -703,7 +714,8 @@ const PRODUCTS_OF_ALL_RANKS: &[Mistake] = &[
                 &mut zeros(g, 6, 5),
             )
         },
-        "rank 1: all_gather_matmul: b belongs to a different group; make all arguments with one group",
+        "rank 1: all_gather_matmul: the group of b is a different group and must be that of this call; make all \
+         arguments with one group",
     ),
     (
         "AllGatherMatmul, bias of a wrong width",
@@ -749,7 +761,8 @@ const PRODUCTS_OF_ALL_RANKS: &[Mistake] = &[
                 &mut g.zeros::<f32>(6, 5)?,
             )
         },
-        "rank 1: all_gather_matmul: out is f32, but this call was prepared for bf16; prepare it with \
+        "rank 1: all_gather_matmul: the dtype of out is f32 and must be bf16, for which this call was prepared; \
+         prepare it with \
          output_dtype(DType::F32)",
     ),
     (
@@ -765,7 +778,8 @@ const PRODUCTS_OF_ALL_RANKS: &[Mistake] = &[
     (
         "matmul_reduce_scatter, foreign output",
         |g| matmul_reduce_scatter(&zeros(g, 6, 4), &zeros(g, 5, 4), &mut zeros(&other(), 3, 5)),
-        "rank 1: matmul_reduce_scatter: out belongs to a different group; make all arguments with one group",
+        "rank 1: matmul_reduce_scatter: the group of out is a different group and must be that of this call; make \
+         all arguments with one group",
     ),
     (
         "MatmulReduceScatter, rows of one rank",
@@ -773,7 +787,7 @@ const PRODUCTS_OF_ALL_RANKS: &[Mistake] = &[
             let product = MatmulReduceScatter::new().rows(&[6]);
             product.run(&zeros(g, 6, 4), &zeros(g, 5, 4), &mut zeros(g, 3, 5))
         },
-        "rank 1: matmul_reduce_scatter: the group has 2 ranks, but the list of rows has 1",
+        "rank 1: matmul_reduce_scatter: the number of ranks of the list of rows is 1 and must be 2, that of the group",
     ),
     (
         "MatmulReduceScatter, rows of a different M",
@@ -861,7 +875,8 @@ const COLLECTIVES: &[Mistake] = &[
     (
         "reduce_scatter, foreign output",
         |g| reduce_scatter(&zeros(g, 6, 4), &mut zeros(&other(), 3, 4)),
-        "rank 1: reduce_scatter: out belongs to a different group; make all arguments with one group",
+        "rank 1: reduce_scatter: the group of out is a different group and must be that of this call; make all \
+         arguments with one group",
     ),
     (
         "all_reduce, wrong N",
@@ -876,7 +891,8 @@ const COLLECTIVES: &[Mistake] = &[
     (
         "all_reduce, foreign matrix",
         |g| all_reduce(&zeros(g, 6, 4), &mut sharded(&other(), 6, 4)),
-        "rank 1: all_reduce: out belongs to a different group; make all arguments with one group",
+        "rank 1: all_reduce: the group of out is a different group and must be that of this call; make all arguments \
+         with one group",
     ),
     (
         "all_to_all, rows of one rank",
@@ -920,7 +936,7 @@ const FUNCTIONS_AND_FAILED_GROUPS: &[Mistake] = &[
     (
         "a function that fails",
         |g| all_gather_and_consume(&sharded(g, 6, 4), |_| Err("no more data".into())),
-        "rank 0: the function that was given to all_gather_and_consume failed: no more data",
+        "rank 0 failed in the function that it gave to all_gather_and_consume: no more data",
     ),
     (
         "a function that calls its group",
@@ -938,12 +954,12 @@ const FUNCTIONS_AND_FAILED_GROUPS: &[Mistake] = &[
     (
         "a program that fails",
         |g| Err(g.fail("no more data")),
-        "the program of rank 0 failed: no more data",
+        "rank 0 failed in its own program: no more data",
     ),
     (
         "a program that fails without a reason",
         |g| Err(g.fail("")),
-        "the program of rank 0 failed: it gives no reason",
+        "rank 0 failed in its own program: it gives no reason",
     ),
     (
         "a call after a failure",
@@ -951,7 +967,7 @@ const FUNCTIONS_AND_FAILED_GROUPS: &[Mistake] = &[
             g.fail("no more data");
             g.barrier()
         },
-        "the group has failed: the program of rank 0 failed: no more data",
+        "the group has failed: rank 0 failed in its own program: no more data",
     ),
     (
         "split under an empty name",
@@ -1040,7 +1056,7 @@ fn ranks_that_do_not_come_are_told_of_in_a_whole_sentence() {
     let address = format!("messages of a few {}", std::process::id());
     let builder = Group::<Host>::builder().arrival_timeout(Duration::from_millis(100));
     let error = builder.connect(0, 3, &address).expect_err("nobody else");
-    let Error::RanksMissing { waited_ms, .. } = error else {
+    let Kind::RanksMissing { waited_ms, .. } = error.kind() else {
         panic!("{error}")
     };
     assert_eq!(

@@ -2,12 +2,14 @@
 
 use std::time::{Duration, Instant};
 
+use gemmesh::error::Kind;
 use gemmesh::trace::{Timeline, Trace};
 use gemmesh::{
     AllGatherMatmul, Error, Group, Host, MatmulReduceScatter, Route, all_reduce, bf16, broadcast,
     matmul_reduce_scatter,
 };
 
+use crate::support::errors::parts;
 use crate::support::tested::{assert_call_mismatch, poisoned, ranks};
 use crate::{Arguments, MakeCall, TIMEOUT, exchanges_that_differ, noticed, same_error, test_name};
 
@@ -28,7 +30,7 @@ fn a_rank_that_gathers_while_the_others_multiply_is_named() {
         poisoned(&group, result)
     });
     assert_call_mismatch(
-        same_error(&ranks.outcomes()),
+        &same_error(&ranks.outcomes()),
         1,
         "gather(M = 6, K = 4, bf16, the 1st sharded matrix of the group)",
         "all_gather_matmul(M = 6, K = 4, bf16, the 1st sharded matrix of the group)",
@@ -50,7 +52,7 @@ fn a_rank_that_traces_while_the_others_do_not_is_named() {
         poisoned(&group, result)
     });
     assert_call_mismatch(
-        same_error(&ranks.outcomes()),
+        &same_error(&ranks.outcomes()),
         2,
         "all_gather_matmul(M = 6, K = 4, bf16, the 1st sharded matrix of the group, a trace)",
         "all_gather_matmul(M = 6, K = 4, bf16, the 1st sharded matrix of the group)",
@@ -73,7 +75,7 @@ fn a_rank_that_multiplies_another_matrix_of_the_same_shape_is_named() {
         poisoned(&group, result)
     });
     assert_call_mismatch(
-        same_error(&ranks.outcomes()),
+        &same_error(&ranks.outcomes()),
         0,
         "all_gather_matmul(M = 6, K = 4, bf16, the 1st sharded matrix of the group)",
         "all_gather_matmul(M = 6, K = 4, bf16, the 2nd sharded matrix of the group)",
@@ -96,7 +98,7 @@ fn a_rank_at_a_barrier_while_the_others_multiply_is_named_at_once() {
     let begin = Instant::now();
     let outcomes = ranks.outcomes();
     assert_call_mismatch(
-        same_error(&outcomes),
+        &same_error(&outcomes),
         1,
         "barrier()",
         "all_gather_matmul(M = 6, K = 4, bf16, the 1st sharded matrix of the group)",
@@ -184,17 +186,19 @@ fn any_two_calls_that_differ_are_named_at_once_whoever_comes_first() {
                 let error = call(&group, &mut arguments).unwrap_err();
                 let took = begin.elapsed();
                 assert!(took < noticed(), "{took:?}");
-                Err(error.cause().clone())
+                Err(error.cause())
             });
-        match result.unwrap_err() {
-            Error::CallMismatch {
-                rank,
-                theirs,
-                other,
-                expected,
-                ..
-            } => {
-                assert_eq!((rank, other), (1, 0));
+        match parts(&result.unwrap_err()) {
+            (
+                Some(rank),
+                Kind::CallMismatch {
+                    theirs,
+                    other,
+                    expected,
+                    ..
+                },
+            ) => {
+                assert_eq!((rank, *other), (1, 0));
                 let its = [expected, theirs].map(|call| {
                     let route = call.configuration.iter().find(|c| c.starts_with("Route"));
                     let route = route.map(|route| format!(" by {route}"));
@@ -202,7 +206,7 @@ fn any_two_calls_that_differ_are_named_at_once_whoever_comes_first() {
                 });
                 assert_eq!(its, calls.map(|(words, _)| *words));
             }
-            other => panic!("{other}"),
+            other => panic!("{other:?}"),
         }
     }
 }
@@ -229,12 +233,8 @@ fn calls_that_differ_are_named_at_once_though_a_rank_makes_none() {
             result
         });
     assert!(matches!(
-        error.unwrap_err(),
-        Error::CallMismatch {
-            rank: 1,
-            other: 0,
-            ..
-        }
+        parts(&error.unwrap_err()),
+        (Some(1), Kind::CallMismatch { other: 0, .. })
     ));
 }
 
@@ -254,10 +254,12 @@ fn calls_are_compared_after_many_operations_and_exchanges() {
                 _ => arguments.run(),
             }
         });
-    match error.unwrap_err() {
+    match parts(&error.unwrap_err()) {
         // The first one made a matrix. That the ranks open a group is none.
-        Error::CallMismatch { rank, call, .. } => assert_eq!((rank, call), (1, 602)),
-        other => panic!("{other}"),
+        (Some(rank), Kind::CallMismatch { number: call, .. }) => {
+            assert_eq!((rank, *call), (1, 602))
+        }
+        other => panic!("{other:?}"),
     }
 }
 
@@ -280,16 +282,16 @@ fn assert_told(errors: &[Error], line: u32, sentence: &str) {
         let words = error.to_string();
         println!("{words}");
         assert_eq!(words.replace(&place, ""), sentence);
-        let Error::CallMismatch {
-            rank: odd,
-            theirs,
-            expected,
-            ..
-        } = error
+        let (
+            Some(odd),
+            Kind::CallMismatch {
+                theirs, expected, ..
+            },
+        ) = (error.rank(), error.kind())
         else {
             panic!("{error}");
         };
-        let own = if rank == *odd { theirs } else { expected };
+        let own = if rank == odd { theirs } else { expected };
         let its = own.place.as_deref().map(|place| format!(" at {place}"));
         assert_eq!(its.as_ref(), Some(&place), "{words}");
     }
@@ -304,7 +306,7 @@ fn broadcasts_from_different_roots_are_told_by_their_roots() {
     assert_told(
         &errors,
         line,
-        "rank 1 and rank 0 called broadcast with different arguments: root = 1 on rank 1, root = 0 on rank 0; \
+        "rank 1 called broadcast with root = 1, and rank 0 with root = 0; \
          all ranks must make the same calls in the same order (the 3rd collective call of the group: \
          broadcast(M = 6, N = 4, bf16, root = 0, the 1st sharded matrix of the group) on rank 0)",
     );
@@ -320,7 +322,7 @@ fn a_root_is_told_also_where_there_is_one_row() {
     assert_told(
         &errors,
         line,
-        "rank 1 and rank 0 called broadcast with different arguments: root = 1 on rank 1, root = 0 on rank 0; \
+        "rank 1 called broadcast with root = 1, and rank 0 with root = 0; \
          all ranks must make the same calls in the same order (the 4th collective call of the group: \
          broadcast(M = 1, N = 4, bf16, root = 0, the 2nd sharded matrix of the group) on rank 0)",
     );
@@ -340,8 +342,8 @@ fn what_nobody_has_set_is_told_only_if_it_differs() {
     assert_told(
         &errors,
         line,
-        "rank 1 and rank 0 called matmul_reduce_scatter with different arguments: Route::Store on rank 1, \
-         Route::Push on rank 0; all ranks must make the same calls in the same order \
+        "rank 1 called matmul_reduce_scatter with Route::Store, and rank 0 with Route::Push; all ranks must make the \
+         same calls in the same order \
          (the 3rd collective call of the group: matmul_reduce_scatter(M = 6, N = 5, bf16) on rank 0)",
     );
 }
@@ -360,7 +362,7 @@ fn two_sums_of_one_call_are_one_call() {
     });
     for error in errors {
         assert!(
-            matches!(error, Error::CallMismatch { call: 5, .. }),
+            matches!(error.kind(), Kind::CallMismatch { number: 5, .. }),
             "{error}"
         );
     }

@@ -1,6 +1,7 @@
 //! The error of an argument names the line of the program that makes the call, on every rank that reads it.
 
 use gemmesh::dlpack::DLManagedTensor;
+use gemmesh::error::Kind;
 use gemmesh::trace::{Timeline, Trace};
 use gemmesh::{
     AllGatherAndConsume, AllGatherMatmul, Error, Group, Host, MatmulAllReduce, MatmulReduceScatter,
@@ -237,7 +238,7 @@ fn check_waits(calls: &[Waits]) {
     for (index, &(first, call)) in calls.iter().enumerate() {
         let next = calls.get(index + 1).map_or(first + LAST, |next| next.0);
         let told = wait_in_vain(call);
-        let Error::RankLeft { what, .. } = &told else {
+        let Kind::RankLeft { what, .. } = told.kind() else {
             panic!("line {first}: {told}");
         };
         let call = what.split(": rank ").next().unwrap_or_default();

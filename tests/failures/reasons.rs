@@ -3,9 +3,11 @@
 use std::error::Error as StdError;
 use std::fmt;
 
+use gemmesh::error::Kind;
 use gemmesh::launch::{self, Launch};
 use gemmesh::{AllGatherMatmul, Error, Group, Host, bf16, produce_and_all_to_all};
 
+use crate::support::errors::parts;
 use crate::support::patience::again_if_busy;
 use crate::support::processes::start;
 use crate::support::tested::{assert_plain, poisoned, ranks, without_place};
@@ -15,10 +17,11 @@ use crate::{Arguments, MakeCall, TIMEOUT, same_error, test_name};
 type Any = Box<dyn StdError + Send + Sync>;
 
 fn program_failed(rank: usize, reason: &str) -> Error {
-    Error::ProgramFailed {
-        rank,
+    Kind::ProgramFailed {
+        function_of: None,
         reason: reason.into(),
     }
+    .on(rank)
 }
 
 /// Calls in which the others wait.
@@ -49,7 +52,7 @@ fn told<E: From<Error> + fmt::Display + Send>(
             }
             let error = call(&group, &mut arguments).expect_err("rank 1 does not make it");
             assert_plain(&error);
-            told.lock().unwrap().push(error.cause().clone());
+            told.lock().unwrap().push(error.cause());
             Ok(error).and_then(|error| Err(E::from(error)))
         });
     (told.into_inner().unwrap(), returned)
@@ -98,7 +101,10 @@ fn an_error_of_the_library_is_told_as_what_it_is() {
     });
     let returned = *returned.unwrap_err().downcast::<Error>().unwrap();
     assert!(
-        matches!(returned, Error::Count { rank: 1, .. }),
+        matches!(
+            (returned.rank(), returned.kind()),
+            (Some(1), Kind::Unsuitable { .. })
+        ),
         "{returned}"
     );
     assert_eq!(told, [returned.clone(), returned]);
@@ -124,9 +130,10 @@ fn a_thread_that_let_go_of_its_group_before_it_failed_is_told_of_by_its_reason()
             })
         });
         assert_eq!(caught.is_err(), panics);
-        match told.into_inner().unwrap().unwrap().cause() {
-            Error::RankPanicked { rank: 1, .. } if panics => {}
-            other => assert_eq!(*other, program_failed(1, "a reason")),
+        let error = told.into_inner().unwrap().unwrap();
+        match error.kind() {
+            Kind::RankPanicked { .. } if panics => assert_eq!(error.rank(), Some(1)),
+            _ => assert_eq!(error.cause(), program_failed(1, "a reason")),
         }
     }
 }
@@ -151,14 +158,14 @@ fn a_rank_that_fails_its_group_is_told_of_to_every_rank_whatever_it_does() {
         poisoned(&group, result)
     });
     let outcomes = ranks.outcomes();
-    match same_error(&outcomes) {
-        Error::ProgramFailed { rank: 2, reason } => {
+    match parts(&same_error(&outcomes)) {
+        (Some(2), Kind::ProgramFailed { reason, .. }) => {
             assert!(
                 reason.starts_with("the \0 weights are ünreadable: xxx"),
                 "{reason}"
             );
         }
-        other => panic!("{other}"),
+        other => panic!("{other:?}"),
     }
 }
 
@@ -170,8 +177,9 @@ fn a_group_that_has_failed_before_fails_for_nothing_else() {
         assert_eq!(group.fail("the second"), first);
         group.barrier()
     });
-    let cause = Box::new(program_failed(0, "the first"));
-    assert_eq!(error, Err(Error::Poisoned { cause }));
+    let error = error.unwrap_err();
+    assert!(error.has_ended_group(), "{error}");
+    assert_eq!(error.cause(), program_failed(0, "the first"));
 }
 
 #[test]
@@ -185,7 +193,13 @@ fn an_error_that_ends_a_process_is_told_if_the_library_made_it() {
         poisoned(&group, group.barrier())
     });
     let error = same_error(&ranks.outcomes()).clone();
-    assert!(matches!(error, Error::Count { rank: 1, .. }), "{error}");
+    assert!(
+        matches!(
+            (error.rank(), error.kind()),
+            (Some(1), Kind::Unsuitable { .. })
+        ),
+        "{error}"
+    );
 }
 
 #[test]
@@ -201,7 +215,7 @@ fn a_product_that_a_process_cannot_prepare_is_why_it_leaves() {
     let outcomes = ranks.outcomes();
     let error = same_error(&outcomes);
     assert!(
-        matches!(error, Error::Limit { rank: Some(1), .. }),
+        matches!((error.rank(), error.kind()), (Some(1), Kind::Limit { .. })),
         "{error}"
     );
 }
@@ -220,14 +234,20 @@ fn an_error_that_a_process_has_got_and_lived_with_is_not_why_it_leaves() {
     });
     let outcomes = ranks.outcomes();
     let error = outcomes[0].error();
-    assert!(matches!(error, Error::RankLeft { rank: 1, .. }), "{error}");
+    assert!(
+        matches!(
+            (error.rank(), error.kind()),
+            (Some(1), Kind::RankLeft { .. })
+        ),
+        "{error}"
+    );
 }
 
 /// What a process is refused of its own matrices, and a part of the words.
 const OWN_REFUSALS: [(MakeCall, &str); 8] = [
     (
         |_, arguments| arguments.a.set_rows(&[1]),
-        "ShardedMatrix::set_rows: the group has 2 ranks, but the list of rows has 1",
+        "ShardedMatrix::set_rows: the number of ranks of the list of rows is 1 and must be 2, that of the group",
     ),
     (
         |_, arguments| arguments.a.set_rows(&[6, 1]),
@@ -235,11 +255,12 @@ const OWN_REFUSALS: [(MakeCall, &str); 8] = [
     ),
     (
         |_, arguments| arguments.a.shard_mut().copy_from_host(&[]),
-        "ShardMut::copy_from_host: this rank's part, [3, 4] of the [6, 4] matrix, has 12 elements, but the slice has 0",
+        "ShardMut::copy_from_host: the number of elements of the slice is 0 and must be 12, that of this rank's \
+         part, [3, 4] of the [6, 4] matrix,",
     ),
     (
         |_, arguments| arguments.a.copy_to_host(&mut []),
-        "ShardedMatrix::copy_to_host: a [6, 4] matrix has 24 elements, but the slice has 0",
+        "ShardedMatrix::copy_to_host: the number of elements of the slice is 0 and must be 24, that of a [6, 4] matrix",
     ),
     (
         |_, arguments| arguments.a.write(7, &[]),
@@ -291,7 +312,7 @@ fn an_error_that_a_process_has_lived_with_by_a_call_of_its_own_is_not_why_it_lea
         let group = rank.connect(TIMEOUT)?;
         if rank.rank == 1 {
             let error = group.zeros::<bf16>(1 << 24, 1 << 24).unwrap_err();
-            assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
+            assert!(matches!(error.kind(), Kind::OutOfMemory { .. }), "{error}");
             group.zeros::<bf16>(4, 4)?;
             return Ok("left".into());
         }
@@ -299,7 +320,13 @@ fn an_error_that_a_process_has_lived_with_by_a_call_of_its_own_is_not_why_it_lea
     });
     let outcomes = ranks.outcomes();
     let error = outcomes[0].error();
-    assert!(matches!(error, Error::RankLeft { rank: 1, .. }), "{error}");
+    assert!(
+        matches!(
+            (error.rank(), error.kind()),
+            (Some(1), Kind::RankLeft { .. })
+        ),
+        "{error}"
+    );
 }
 
 #[test]
@@ -316,7 +343,10 @@ fn a_matrix_that_could_not_be_made_is_why_a_process_leaves_whoever_lives_with_it
     let outcomes = ranks.outcomes();
     let error = same_error(&outcomes);
     assert!(
-        matches!(error, Error::OutOfMemory { rank: 0, .. }),
+        matches!(
+            (error.rank(), error.kind()),
+            (Some(0), Kind::OutOfMemory { .. })
+        ),
         "{error}"
     );
 }
@@ -371,7 +401,7 @@ fn a_launched_rank_that_fails_its_group_is_returned_with_its_reason() {
         assert_told(
             told,
             "exit status: 1",
-            "the program of rank 1 failed: no such file",
+            "rank 1 failed in its own program: no such file",
         );
     });
 }
@@ -433,14 +463,11 @@ fn what_a_function_panics_with_is_told_and_a_panic_that_was_caught_before_is_not
         })
     });
     caught.unwrap_err();
-    let expected = Error::RankPanicked {
-        rank: 1,
-        message: None,
-    };
+    let expected = Kind::RankPanicked { message: None }.on(1);
     let words = "rank 1 panicked; see that rank's own output";
     assert_eq!(expected.to_string(), words);
     for error in told.into_inner().unwrap() {
-        assert_eq!(*error.cause(), expected);
+        assert_eq!(error.cause(), expected);
     }
 }
 
@@ -456,6 +483,9 @@ fn a_group_that_threads_return_goes_on_and_ends_when_it_is_dropped() {
         second.barrier().unwrap();
         drop(second);
         let left = left.join().unwrap();
-        assert!(matches!(left, Error::RankLeft { rank: 1, .. }), "{left}");
+        assert!(
+            matches!((left.rank(), left.kind()), (Some(1), Kind::RankLeft { .. })),
+            "{left}"
+        );
     });
 }

@@ -3,11 +3,13 @@
 use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 
+use gemmesh::error::Kind;
 use gemmesh::{
     AllGatherMatmul, Error, Group, Host, Matmul, MatmulReduceScatter, WeightLayout,
     all_gather_matmul, bf16,
 };
 
+use crate::support::errors::parts_of;
 use crate::support::patience::{again_if_busy, agreed};
 use crate::support::tested;
 use crate::{Arguments, MakeCall, TIMEOUT, noticed};
@@ -36,8 +38,9 @@ fn refuse(expected: Error, call: MakeCall, refused: MakeCall) {
                 over.wait();
                 assert_eq!(result, Err(expected.clone()));
                 assert!(took < noticed(), "{took:?}");
-                let cause = Box::new(expected.clone());
-                assert_eq!(group.barrier(), Err(Error::Poisoned { cause }));
+                let later = group.barrier().unwrap_err();
+                assert!(later.has_ended_group(), "{later}");
+                assert_eq!(later.cause(), expected);
                 Ok(())
             })
             .unwrap();
@@ -45,13 +48,13 @@ fn refuse(expected: Error, call: MakeCall, refused: MakeCall) {
 }
 
 fn shape(call: &str, argument: &str, expected: [usize; 2], found: [usize; 2]) -> Error {
-    Error::Shape {
-        rank: 1,
-        call: call.into(),
+    Kind::Shape {
         argument: argument.into(),
         expected: expected.into(),
         found: found.into(),
     }
+    .on(1)
+    .in_call(call.into())
 }
 
 #[test]
@@ -87,7 +90,7 @@ fn give_weights_in_the_other_layout(group: &Group<Host>) -> Result<(), Error> {
     let sharded = group.sharded::<bf16>(m, k)?;
     let (a, mut out) = (group.zeros::<bf16>(m, k)?, group.zeros::<bf16>(m, n)?);
     let mut sums = group.sharded::<bf16>(m, n)?;
-    let hint = |layout| format!("pass [{layout}], or call .weight_layout(WeightLayout::");
+    let hint = |layout| format!("pass [{layout}], or set weight_layout(WeightLayout::");
     let transposed = [
         (
             WeightLayout::Nk,
@@ -195,15 +198,13 @@ fn a_wrong_matrix_on_one_rank_is_named_to_all() {
 #[test]
 fn a_wrong_split_of_a_sharded_matrix_on_one_rank_is_named_to_all() {
     refuse(
-        Error::Count {
-            rank: 1,
-            call: "Group::sharded_rows".into(),
-            whole: "the group".into(),
-            unit: "rank".into(),
-            expected: 3,
-            part: "the list of rows".into(),
-            found: 2,
-        },
+        Error::unsuitable(
+            "the number of ranks of the list of rows",
+            "3, that of the group",
+            "2",
+        )
+        .on(1)
+        .in_call("Group::sharded_rows".into()),
         |group, _| group.sharded::<bf16>(6, 3).map(drop),
         |group, _| group.sharded_rows::<bf16>(&[3, 3], 3).map(drop),
     );
@@ -211,14 +212,14 @@ fn a_wrong_split_of_a_sharded_matrix_on_one_rank_is_named_to_all() {
 
 #[test]
 fn a_configuration_that_cannot_be_on_one_rank_is_named_to_all() {
-    let expected = Error::Limit {
-        rank: Some(1),
-        call: "all_gather_matmul".into(),
+    let expected = Kind::Limit {
         what: "Config::tile.n".into(),
         value: 0,
         min: 1,
         max: i32::MAX as usize,
-    };
+    }
+    .on(1)
+    .in_call("all_gather_matmul".into());
     refuse(
         expected,
         |_, arguments| arguments.run(),
@@ -263,13 +264,16 @@ fn a_rank_that_leaves_when_it_is_refused_a_call_is_named_with_the_reason() {
                 if group.rank() != 1 {
                     let result = call(&group, &mut arguments);
                     let expected = shape("all_gather_matmul", "b [N, K]", [5, 4], [5, 3]);
-                    assert_eq!(result.unwrap_err().cause(), &expected);
+                    assert_eq!(result.unwrap_err().cause(), expected);
                     return Ok(());
                 }
                 let b = group.zeros::<bf16>(5, 3)?;
                 all_gather_matmul(&arguments.a, &b, &mut arguments.out)
             });
-        assert!(matches!(error, Err(Error::Shape { rank: 1, .. })));
+        assert!(matches!(
+            parts_of(&error),
+            Some((Some(1), Kind::Shape { .. }))
+        ));
         assert!(begin.elapsed() < noticed());
     }
 }
@@ -357,7 +361,7 @@ fn one_of_them_that_gives_up_is_named_with_the_reason_at_the_deadline() {
             refused.unwrap_err();
             if let Some((result, took)) = tried_again {
                 let expected = shape("all_gather_matmul", "b [N, K]", [5, 4], [5, 3]);
-                assert_eq!(result.unwrap_err().cause(), &expected);
+                assert_eq!(result.unwrap_err().cause(), expected);
                 assert!(took > short / 2, "{took:?}");
             }
             Ok(())
@@ -379,7 +383,10 @@ fn a_rank_that_makes_another_call_when_it_is_refused_one_is_named_with_that() {
             all_gather_matmul(&arguments.a, &b, &mut arguments.out).unwrap_err();
             group.barrier()
         });
-    assert!(matches!(error, Err(Error::CallMismatch { rank: 1, .. })));
+    assert!(matches!(
+        parts_of(&error),
+        Some((Some(1), Kind::CallMismatch { .. }))
+    ));
 }
 
 /// Rank `refused` of two ignores that a call was refused and makes `other`. Returns what the ranks are told.
@@ -449,7 +456,10 @@ fn a_refusal_is_the_reason_also_where_the_timeout_is_short() {
             is_over.wait();
             result
         });
-    assert!(matches!(error, Err(Error::Shape { rank: 1, .. })));
+    assert!(matches!(
+        parts_of(&error),
+        Some((Some(1), Kind::Shape { .. }))
+    ));
 }
 
 /// More than each of three ranks may send.
@@ -459,14 +469,14 @@ fn too_many_bytes() -> Vec<u8> {
 
 fn too_long() -> Error {
     let most = (256 << 20) / 3 - 4096;
-    Error::Limit {
-        rank: Some(1),
-        call: "all_gather_bytes".into(),
+    Kind::Limit {
         what: "the number of bytes".into(),
         value: too_many_bytes().len(),
         min: 0,
         max: most,
     }
+    .on(1)
+    .in_call("all_gather_bytes".into())
 }
 
 #[test]

@@ -5,8 +5,10 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
 use std::time::{Duration, Instant};
 
+use gemmesh::error::Kind;
 use gemmesh::{Error, Group, Host};
 
+use crate::support::errors::parts;
 use crate::support::patience::{again_if_busy, stretched};
 use crate::support::processes::{Outcome, Processes, sockets_of, start};
 use crate::support::shared::failures::assert_waited;
@@ -22,15 +24,14 @@ fn a_rank_with_another_world_size_is_named() {
             rank.connect(TIMEOUT).map(|_| "a group".into())
         });
         ranks.let_all_go();
-        let expected = Error::Mismatch {
-            rank: 2,
+        let expected = Kind::Mismatch {
             what: "world size".into(),
             theirs: "4".into(),
             other: 0,
             expected: "3".into(),
-            call: None,
-        };
-        assert_eq!(same_error(&ranks.outcomes()), &expected);
+        }
+        .on(2);
+        assert_eq!(same_error(&ranks.outcomes()), expected);
     });
 }
 
@@ -43,17 +44,20 @@ fn rank_0_with_another_world_size_is_named_to_every_rank() {
             rank.connect(TIMEOUT).map(|_| "a group".into())
         });
         ranks.let_all_go();
-        match same_error(&ranks.outcomes()) {
-            Error::Mismatch {
-                what,
-                theirs,
-                expected,
-                ..
-            } => assert_eq!(
+        match parts(&same_error(&ranks.outcomes())) {
+            (
+                _,
+                Kind::Mismatch {
+                    what,
+                    theirs,
+                    expected,
+                    ..
+                },
+            ) => assert_eq!(
                 (what.as_str(), theirs.as_str(), expected.as_str()),
                 ("world size", "4", "2")
             ),
-            other => panic!("{other}"),
+            other => panic!("{other:?}"),
         }
     });
 }
@@ -85,13 +89,13 @@ fn duplicates_are_named(test: &str, ranks: [usize; 3], places: [usize; 2]) {
 fn assert_duplicates(ranks: Processes, duplicate: usize, places: [usize; 2]) {
     let mut expected = places.map(|place| ranks.pid(place).as_raw_nonzero().get() as u32);
     expected.sort();
-    match same_error(&ranks.outcomes()) {
-        Error::DuplicateRank { rank, pids } => {
+    match parts(&same_error(&ranks.outcomes())) {
+        (Some(rank), Kind::DuplicateRank { pids }) => {
             let mut pids = *pids;
             pids.sort();
-            assert_eq!((*rank, pids), (duplicate, expected));
+            assert_eq!((rank, pids), (duplicate, expected));
         }
-        other => panic!("{other}"),
+        other => panic!("{other:?}"),
     }
 }
 
@@ -144,12 +148,12 @@ fn rank_0_that_never_comes_is_named_at_the_timeout() {
 #[track_caller]
 fn assert_missing(outcomes: &[Outcome], missing: usize) {
     for outcome in outcomes {
-        match outcome.error() {
-            Error::RanksMissing { ranks, .. } => {
+        match parts(outcome.error()) {
+            (_, Kind::RanksMissing { ranks, .. }) => {
                 assert_eq!(ranks, &[missing]);
                 assert_waited::<Host>(outcome.error());
             }
-            other => panic!("{other}"),
+            other => panic!("{other:?}"),
         }
     }
 }
@@ -183,14 +187,12 @@ fn a_rank_of_another_protocol_version_is_named() {
             group.map(|_| "a group".into())
         });
         ranks.let_all_go();
-        match same_error(&ranks.outcomes()) {
-            Error::Mismatch {
-                rank, what, theirs, ..
-            } => assert_eq!(
-                (*rank, what.as_str(), theirs.as_str()),
+        match parts(&same_error(&ranks.outcomes())) {
+            (Some(rank), Kind::Mismatch { what, theirs, .. }) => assert_eq!(
+                (rank, what.as_str(), theirs.as_str()),
                 (2, "protocol version", "999")
             ),
-            other => panic!("{other}"),
+            other => panic!("{other:?}"),
         }
     });
 }

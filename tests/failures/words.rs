@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use gemmesh::error::Kind;
 use gemmesh::{Error, Group, Host};
 
 use crate::support::patience::{agreed, stretched};
@@ -23,12 +24,12 @@ fn a_rank_that_does_not_come_is_told_of_by_the_call_the_rank_and_what_it_has_not
         (
             |_, arguments| arguments.run(),
             "all_gather_matmul(M = 6, K = 4, bf16, the 1st sharded matrix of the group): rank 0 has not begun it; \
-             see whether rank 0 is stopped, slow, or making other calls, or raise Builder::arrival_timeout",
+             see whether it is stopped, slow, or making other calls, or raise Builder::arrival_timeout",
         ),
         (
             |group, _| group.barrier(),
             "barrier(): rank 0 has not come; \
-             see whether rank 0 is stopped, slow, or making other calls, or raise Builder::arrival_timeout",
+             see whether it is stopped, slow, or making other calls, or raise Builder::arrival_timeout",
         ),
     ];
     for (call, what) in calls {
@@ -52,10 +53,10 @@ fn a_rank_that_does_not_come_is_told_of_by_the_call_the_rank_and_what_it_has_not
                 result
             });
         let error = result.unwrap_err();
-        let Error::Timeout { waited_ms, .. } = error else {
+        let Kind::Timeout { waited_ms, .. } = error.kind() else {
             panic!("{error}")
         };
-        let expected = format!("rank 1 gave up after {waited_ms} ms in {what}");
+        let expected = format!("rank 0 kept rank 1 waiting for {waited_ms} ms in {what}");
         assert_eq!(told(&error), expected);
     }
 }
@@ -80,14 +81,14 @@ fn a_rank_that_holds_up_an_exchange_by_way_of_rank_0_is_told_of_at_the_deadline(
             result
         });
     let error = result.unwrap_err();
-    let Error::Timeout { waited_ms, .. } = error else {
+    let Kind::Timeout { waited_ms, .. } = error.kind() else {
         panic!("{error}")
     };
     assert_eq!(
         told(&error),
         format!(
-            "rank 1 gave up after {waited_ms} ms in barrier(): rank 2 has not come; \
-             see whether rank 2 is stopped, slow, or making other calls, or raise Builder::arrival_timeout"
+            "rank 2 kept rank 1 waiting for {waited_ms} ms in barrier(): rank 2 has not come; \
+             see whether it is stopped, slow, or making other calls, or raise Builder::arrival_timeout"
         )
     );
 }
@@ -110,14 +111,11 @@ fn an_exchange_does_not_exceed_its_deadline() {
             result
         });
         let error = result.unwrap_err();
-        let Error::Timeout {
-            rank, waited_ms, ..
-        } = error
-        else {
+        let (Some(rank), Kind::Timeout { waited_ms, .. }) = (error.rank(), error.kind()) else {
             panic!("{error}")
         };
         assert_eq!(rank, late, "{error}");
-        Duration::from_millis(waited_ms) - deadline
+        Duration::from_millis(*waited_ms) - deadline
     };
     for late in 0..3 {
         // A busy machine may hold the waiting rank up, but not each time.
@@ -148,7 +146,13 @@ fn a_rank_that_left_is_told_of_by_the_call_the_rank_and_what_it_has_not_done() {
                 }
             });
         let error = result.unwrap_err();
-        assert!(matches!(error, Error::RankLeft { rank: 0, .. }), "{error}");
+        assert!(
+            matches!(
+                (error.rank(), error.kind()),
+                (Some(0), Kind::RankLeft { .. })
+            ),
+            "{error}"
+        );
         // A worker that waits for the rows may be the one to see it.
         let rows = "rank 0 has rows that have not come to rank 1";
         let rows = what

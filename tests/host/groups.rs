@@ -3,6 +3,7 @@
 use std::sync::Barrier;
 use std::time::Duration;
 
+use gemmesh::error::Kind;
 use gemmesh::{Error, Group, Host, Numerics};
 
 use crate::support::patience::agreed;
@@ -45,10 +46,10 @@ fn a_part_has_the_timeout_of_its_group_unless_it_is_given_another() {
     let assert_waits = |group: &Group<Host>, timeout: Duration| {
         if group.rank() == 0 {
             let error = group.barrier().unwrap_err();
-            let Error::Timeout { waited_ms, .. } = *error.cause() else {
+            let Kind::Timeout { waited_ms, .. } = error.kind() else {
                 panic!("{error}");
             };
-            assert!(u128::from(waited_ms) >= timeout.as_millis(), "{error}");
+            assert!(u128::from(*waited_ms) >= timeout.as_millis(), "{error}");
         }
     };
     builder

@@ -4,12 +4,14 @@
 use std::fmt;
 use std::time::Duration;
 
+use crate::support::errors::kind_of;
 use crate::support::numbers::{Reference, bits, nan, normal, rng};
 use crate::support::processes;
 use crate::support::products::{Case, Placed};
 use crate::support::shared::{invariant, results};
 use crate::support::tested::Tested;
 use crate::test_name;
+use gemmesh::error::Kind;
 use gemmesh::{
     AllGatherMatmul, Chunking, Config, Element, Error, F8E4M3, Group, Half, Host, Matmul, Route,
     TileShape, WeightOf, all_gather_matmul, bf16, f16,
@@ -493,7 +495,7 @@ fn arguments_of_another_shape_are_refused_with_nothing_done() {
             values_of_another_number_are_refused(&group, &mut placed)?;
             let chunks = AllGatherMatmul::new().config(config(8, 8, 8, 1, 65));
             let result = chunks.run(&placed.a, &placed.b, &mut placed.out);
-            assert!(matches!(result, Err(Error::Limit { .. })));
+            assert!(matches!(kind_of(&result), Some(Kind::Limit { .. })));
             assert_eq!(bits(&placed.a.to_vec()?), bits(&untouched.0));
         }
         placed.fused(None)?;
@@ -513,13 +515,13 @@ fn operands_of_another_shape_are_refused(
     let prepared = AllGatherMatmul::new().prepare(&placed.a, 6)?;
     let shape = |result: Result<(), Error>, name: &str, must: &[usize], is: &[usize]| {
         let (call, argument) = name.split_once(": ").unwrap();
-        let expected = Error::Shape {
-            rank: 1,
-            call: call.into(),
+        let expected = Kind::Shape {
             argument: argument.into(),
             expected: must.into(),
             found: is.into(),
-        };
+        }
+        .on(1)
+        .in_call(call.into());
         assert_eq!(result, Err(expected));
         assert_eq!(bits(&placed.out.to_vec()?), bits(untouched));
         Ok::<(), Error>(())
@@ -557,13 +559,13 @@ fn values_of_another_number_are_refused(
 ) -> Result<(), Error> {
     let short = vec![bf16::ONE; 11];
     let result = placed.b.copy_from_host(&short);
-    assert!(matches!(result, Err(Error::Count { .. })));
+    assert!(matches!(kind_of(&result), Some(Kind::Unsuitable { .. })));
     let result = placed.a.shard_mut().copy_from_host(&short);
-    assert!(matches!(result, Err(Error::Count { .. })));
+    assert!(matches!(kind_of(&result), Some(Kind::Unsuitable { .. })));
     let result = group.upload(&short, 3, 4);
-    assert!(matches!(result, Err(Error::Count { .. })));
+    assert!(matches!(kind_of(&result), Some(Kind::Unsuitable { .. })));
     let result = group.sharded_rows::<bf16>(&[12], 5);
-    assert!(matches!(result, Err(Error::Count { .. })));
+    assert!(matches!(kind_of(&result), Some(Kind::Unsuitable { .. })));
     Ok(())
 }
 
@@ -578,27 +580,38 @@ fn a_matrix_split_in_another_way_is_refused_by_a_prepared_product() {
         let prepared = AllGatherMatmul::new().prepare(&even, 6)?;
         for other in [&uneven, &longer] {
             let result = prepared.run(other, &b, &mut out);
-            assert!(matches!(result, Err(Error::Shape { .. })), "{result:?}");
+            assert!(
+                matches!(kind_of(&result), Some(Kind::Shape { .. })),
+                "{result:?}"
+            );
             let result = prepared.gather(other);
-            assert!(matches!(result, Err(Error::Shape { .. })), "{result:?}");
+            assert!(
+                matches!(kind_of(&result), Some(Kind::Shape { .. })),
+                "{result:?}"
+            );
         }
         prepared.run(&even, &b, &mut out)
     })
     .unwrap();
 }
 
+/// That a call was refused because `argument` belongs to a different group.
+#[track_caller]
+fn assert_foreign(result: &Result<(), Error>, rank: usize, call: &str, argument: &str) {
+    let error = result.as_ref().unwrap_err();
+    let Kind::Unsuitable { what, .. } = error.kind() else {
+        panic!("{error}");
+    };
+    assert_eq!(*what, format!("the group of {argument}"));
+    let its = error.call().map(|call| call.name());
+    assert_eq!((error.rank(), its), (Some(rank), Some(call)));
+}
+
 #[test]
 fn arguments_of_another_group_are_refused_with_nothing_done() {
     Group::<Host>::threads(2, |group| {
         let foreign = |result: Result<(), Error>, name: &str| {
-            let expected = Error::ForeignArgument {
-                rank: group.rank(),
-                call: "all_gather_matmul".into(),
-                argument: name.into(),
-                expected: None,
-                found: None,
-            };
-            assert_eq!(result, Err(expected));
+            assert_foreign(&result, group.rank(), "all_gather_matmul", name);
         };
         let address = format!("foreign-{}-{}", std::process::id(), group.rank());
         let other = Group::<Host>::connect(0, 1, &address)?;
@@ -624,15 +637,6 @@ fn arguments_of_another_group_are_refused_with_nothing_done() {
 fn a_product_prepared_on_another_rank_or_in_another_group_is_refused() {
     // Ranks can be threads, so one can get hold of another's plan.
     let handed = std::sync::Mutex::new(None);
-    let refused = |rank, call: &str| {
-        Err(Error::ForeignArgument {
-            rank,
-            call: call.into(),
-            argument: "the prepared product".into(),
-            expected: None,
-            found: None,
-        })
-    };
     const PRODUCT: &str = "all_gather_matmul";
     Group::<Host>::threads(2, |group| {
         let a = group.sharded::<bf16>(12, 5)?;
@@ -646,7 +650,7 @@ fn a_product_prepared_on_another_rank_or_in_another_group_is_refused() {
         if group.rank() == 1 {
             let theirs = handed.lock().unwrap().take().unwrap();
             let result = theirs.run(&a, &b, &mut out);
-            assert_eq!(result, refused(1, PRODUCT));
+            assert_foreign(&result, 1, PRODUCT, "the prepared product");
         }
         // A rank of another group has the same number and the same plan.
         let address = format!("other-{}", std::process::id());
@@ -654,9 +658,19 @@ fn a_product_prepared_on_another_rank_or_in_another_group_is_refused() {
         let twin = other.sharded::<bf16>(12, 5)?;
         let theirs = AllGatherMatmul::new().prepare(&twin, 6)?;
         let rank = group.rank();
-        assert_eq!(theirs.run(&a, &b, &mut out), refused(rank, PRODUCT));
-        assert_eq!(theirs.matmul(&a, &b, &mut out), refused(rank, "matmul"));
-        assert_eq!(theirs.gather(&a), refused(rank, "gather"));
+        assert_foreign(
+            &theirs.run(&a, &b, &mut out),
+            rank,
+            PRODUCT,
+            "the prepared product",
+        );
+        assert_foreign(
+            &theirs.matmul(&a, &b, &mut out),
+            rank,
+            "matmul",
+            "the prepared product",
+        );
+        assert_foreign(&theirs.gather(&a), rank, "gather", "the prepared product");
         mine.run(&a, &b, &mut out)
     })
     .unwrap();
@@ -759,8 +773,8 @@ fn copies_keep_to_a_stated_speed_and_bring_the_same() {
     let refused = Group::<Host>::builder().link(0).threads(2, |_| Ok(()));
     assert!(
         matches!(
-            &refused,
-            Err(Error::Limit {
+            kind_of(&refused),
+            Some(Kind::Limit {
                 value: 0,
                 min: 1,
                 ..

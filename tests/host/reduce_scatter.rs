@@ -6,12 +6,11 @@ use crate::support::numbers::rng;
 use crate::support::shared::reduce_scatter;
 use crate::support::tested::Tested;
 use crate::test_name;
+use gemmesh::error::Kind;
 use gemmesh::schedule::plan::matrices::{OUT, PARTIALS};
 use gemmesh::schedule::plan::partials::{Partials, is_one_shot};
 use gemmesh::schedule::plan::plan;
-use gemmesh::schedule::{
-    Addend, Layout, Operation, Problem, Refusal, Schedule, Sum, Tile, Transfer,
-};
+use gemmesh::schedule::{Addend, Layout, Operation, Problem, Schedule, Sum, Tile, Transfer};
 use gemmesh::trace::Work;
 use gemmesh::{
     Chunking, Config, DType, Error, Group, Host, MatmulReduceScatter, Route, TileShape, bf16, f16,
@@ -723,8 +722,8 @@ fn more_chunks_than_a_rank_has_flags_for_are_refused_on_every_rank_by_the_name_o
         let refused = plan(&all, rank, problem.config).unwrap_err();
         assert!(
             matches!(
-                refused,
-                Refusal::Limit {
+                refused.kind(),
+                Kind::Limit {
                     value: 6174,
                     max: 4096,
                     ..

@@ -402,9 +402,9 @@ fn answer<R>(result: Result<R>) -> String {
     let Err(error) = result else {
         return "Ok".into();
     };
-    let place = error.call().and_then(gemmesh::Call::place);
+    let place = error.call().and_then(gemmesh::error::Call::place);
     let place = place.map_or(String::new(), |place| format!(" at {place}"));
-    let kind = std::mem::discriminant(&error);
+    let kind = std::mem::discriminant(error.kind());
     format!("{kind:?}: {}", error.to_string().replacen(&place, "", 1))
 }
 

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use gemmesh::error::Kind;
 use gemmesh::{Error, Group, Host, all_gather, bf16};
 use mpi::Threading;
 use mpi::environment::Universe;
@@ -73,7 +74,7 @@ fn gather(group: &Group<Host>) -> Result<(), Error> {
 /// The group's failure is that of the rank that was the first to see the end.
 #[track_caller]
 fn assert_names_the_end(error: &Error) {
-    let Error::System { action, reason, .. } = error.cause() else {
+    let Kind::System { action, reason, .. } = error.kind() else {
         panic!("{error}");
     };
     assert!(action.ends_with("rows by MPI"), "{error}");
@@ -95,7 +96,7 @@ fn assert_lacks(what: &str) {
         builder().from_mpi().unwrap_err(),
         builder().from_communicator(&world()).unwrap_err(),
     ] {
-        let Error::Environment { launcher, missing } = &error else {
+        let Kind::Environment { launcher, missing } = error.kind() else {
             panic!("{error}");
         };
         assert!(launcher == "MPI" && missing.contains(what), "{error}");

@@ -4,6 +4,7 @@
 use std::convert::Infallible;
 use std::time::Duration;
 
+use gemmesh::error::Kind;
 use gemmesh::testing::delay_chunks;
 use gemmesh::{Builder, Error, Group, Host, all_gather, bf16};
 use mpi::topology::{Color, SimpleCommunicator};
@@ -130,10 +131,10 @@ fn a_failure_ends_the_group_on_all_hosts(part: &SimpleCommunicator, hosts: &str)
         }
     };
     let Err(error) = until_failure();
-    let Error::ProgramFailed { rank, .. } = error.cause() else {
+    let (Some(rank), Kind::ProgramFailed { .. }) = (error.rank(), error.kind()) else {
         panic!("{error}")
     };
-    assert_eq!(*rank, last);
+    assert_eq!(rank, last);
 }
 
 /// Messages of a different call are longer or shorter than those that MPI expects.
@@ -150,12 +151,12 @@ fn rows_of_a_different_call_end_the_group(part: &SimpleCommunicator, hosts: &str
         });
         let error = all_gather(if group.rank() == odd { &wide } else { &narrow });
         let error = error.unwrap_err();
-        let Error::CallMismatch { rank, .. } = error.cause() else {
+        let (Some(rank), Kind::CallMismatch { .. }) = (error.rank(), error.kind()) else {
             panic!("{hosts}: {error}")
         };
         // Of two ranks, the lower is right.
         let named = if hosts.len() == 2 { 1 } else { odd };
-        assert_eq!(*rank, named, "{hosts}");
+        assert_eq!(rank, named, "{hosts}");
         part.barrier();
     }
 }
@@ -168,10 +169,10 @@ fn a_rank_that_leaves_is_named(part: &SimpleCommunicator, hosts: &str) {
         return;
     }
     let error = group.barrier().unwrap_err();
-    let Error::RankLeft { rank, .. } = error.cause() else {
+    let (Some(rank), Kind::RankLeft { .. }) = (error.rank(), error.kind()) else {
         panic!("{hosts}: {error}")
     };
-    assert_eq!(*rank, last);
+    assert_eq!(rank, last);
 }
 
 /// Ranks that wait for rows which pass through others too name the rank that is late.
@@ -184,7 +185,7 @@ fn a_late_rank_is_named(part: &SimpleCommunicator, hosts: &str) {
         std::thread::sleep(Duration::from_millis(10));
     }
     let error = arguments.run().unwrap_err();
-    let Error::Timeout { rank: 0, .. } = error.cause() else {
+    let (Some(0), Kind::Timeout { .. }) = (error.rank(), error.kind()) else {
         panic!("{hosts}: {error}")
     };
 }

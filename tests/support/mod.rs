@@ -2,6 +2,7 @@
 //! backend promises.
 #![allow(dead_code, unused_imports, unused_macros)] // Each test file uses a part of it.
 
+pub mod errors;
 pub mod forks;
 #[cfg(feature = "cuda")]
 #[allow(unsafe_code)] // Calls of the CUDA driver.

@@ -103,7 +103,7 @@ fn schedule(
     let Asked { world, k, n, .. } = problem;
     let product = product(problem, rows, config);
     let tiles: Vec<Tile> = match &product {
-        Some(product) => tile_order::tiles(rank, product, A, &arrivals).unwrap(),
+        Some(product) => tile_order::tiles(product, A, &arrivals).unwrap(),
         None => Vec::new(),
     };
     let scales = k.div_ceil(SCALED);

@@ -3,8 +3,10 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use gemmesh::error::Kind;
 use gemmesh::{Backend, Config, Error, Group, Host, ShardedMatrix, bf16};
 
+use super::errors::parts;
 use super::patience::{agreed, stretched};
 use super::processes::{Outcome, Processes, Rank, Setting, start_with};
 use super::products::Arguments;
@@ -177,7 +179,7 @@ pub fn all_done(ranks: Processes) {
 
 /// The one error that all ranks have.
 #[track_caller]
-pub fn same_error(outcomes: &[Outcome]) -> &Error {
+pub fn same_error(outcomes: &[Outcome]) -> Error {
     let error = outcomes[0].error().cause();
     for outcome in outcomes {
         assert_eq!(outcome.error().cause(), error, "rank {}", outcome.rank);
@@ -187,17 +189,17 @@ pub fn same_error(outcomes: &[Outcome]) -> &Error {
 
 #[track_caller]
 pub fn assert_call_mismatch(error: &Error, odd: usize, its: &str, others: &str) {
-    match error {
-        Error::CallMismatch {
-            rank,
-            theirs,
-            expected,
-            ..
-        } => {
-            assert_eq!((*rank, theirs.to_string().as_str()), (odd, its));
+    match parts(error) {
+        (
+            Some(rank),
+            Kind::CallMismatch {
+                theirs, expected, ..
+            },
+        ) => {
+            assert_eq!((rank, theirs.to_string().as_str()), (odd, its));
             assert_eq!(expected.to_string(), others);
         }
-        other => panic!("{other}"),
+        other => panic!("{other:?}"),
     }
 }
 
@@ -205,20 +207,24 @@ pub fn assert_call_mismatch(error: &Error, odd: usize, its: &str, others: &str) 
 #[track_caller]
 pub fn poisoned<B: Backend>(group: &Group<B>, result: Result<(), Error>) -> Result<String, Error> {
     let error = result.expect_err("an operation that cannot have worked");
-    let repeated = Error::Poisoned {
-        cause: Box::new(error.cause().clone()),
-    };
-    assert_eq!(group.barrier(), Err(repeated.clone()));
-    assert_eq!(group.sharded::<bf16>(4, 8).unwrap_err(), repeated);
-    assert_eq!(group.synchronize(), Err(repeated));
-    Err(error.cause().clone())
+    let later = [
+        group.barrier().err(),
+        group.sharded::<bf16>(4, 8).err(),
+        group.synchronize().err(),
+    ];
+    for later in later {
+        let later = later.expect("the group has failed");
+        assert!(later.has_ended_group(), "{later}");
+        assert_eq!(later.cause(), error.cause());
+    }
+    Err(error.cause())
 }
 
 #[track_caller]
 pub fn assert_timeout_names(error: &Error, culprit: usize) {
-    match error.cause() {
-        Error::Timeout { rank, .. } => assert_eq!(*rank, culprit, "{error}"),
-        other => panic!("{other}"),
+    match parts(error) {
+        (Some(rank), Kind::Timeout { .. }) => assert_eq!(rank, culprit, "{error}"),
+        other => panic!("{other:?}"),
     }
     assert_plain(error);
 }

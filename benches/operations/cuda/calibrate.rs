@@ -3,9 +3,10 @@
 use std::fs;
 use std::path::Path;
 
-use gemmesh::schedule::{self, Layout, Problem, Refusal};
+use gemmesh::error::{Class, Kind};
+use gemmesh::schedule::{self, Layout, Problem};
 use gemmesh::testing::{Sample, Variant, with_each_kernel};
-use gemmesh::{Chunking, Config, Cuda, Error, Group, Result, Route};
+use gemmesh::{Chunking, Config, Cuda, Group, Result, Route};
 
 use super::clock::{self, Timer};
 use crate::common::gather::AllGather;
@@ -83,10 +84,12 @@ pub fn calibrate<T: Multiplied>(group: &Group<Cuda>, path: &Path) -> Result<(), 
         return Ok(());
     }
     let (text, error) = gemmesh::testing::calibrate(group, &samples)?;
-    fs::write(path, &text).map_err(|e| Error::System {
-        rank: Some(0),
-        action: format!("write {}", path.display()),
-        reason: e.to_string(),
+    fs::write(path, &text).map_err(|e| {
+        Kind::System {
+            action: format!("write {}", path.display()),
+            reason: e.to_string(),
+        }
+        .on(0)
     })?;
     println!(
         "{text}{} measurements, explained within {:.1} % in the median",
@@ -118,7 +121,7 @@ fn sample<T: Multiplied>(
 ) -> Result<Option<Sample>> {
     let prepared = match operation.prepare(Some(config)) {
         // Slices need more room than there is, or ranks share a GPU and nobody pushes.
-        Err(Error::Limit { .. } | Error::NoRoute { .. }) => return Ok(None),
+        Err(error) if error.kind().class() == Class::Argument => return Ok(None),
         prepared => prepared?,
     };
     let group = &timer.group;
@@ -132,8 +135,7 @@ fn sample<T: Multiplied>(
     }
     let [micros] = common::medians(&common::slowest(group, &times[1..])?);
     let [m, n, k] = shape;
-    let layout = Layout::balanced(m, k, group.world_size())
-        .map_err(Refusal::of(group.rank(), "Layout::balanced"))?;
+    let layout = Layout::balanced(m, k, group.world_size())?;
     let operation = schedule::Operation::AllGatherMatmul;
     let problem = Problem::new(operation, T::DTYPE, layout, n);
     Ok(Some(Sample {

@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use clock::{Graph, Side, Timer};
 pub use consume::Consume;
+use gemmesh::error::Kind;
 use gemmesh::testing::{Variant, Winner, ranks_share_gpus, with_each_kernel};
 use gemmesh::{
     Chunking, Config, Cuda, DType, Error, Group, OutputOf, Result, Route, TileShape, Value,
@@ -40,10 +41,11 @@ const CALLS: usize = 12;
 
 /// For `map_err`: the driver, cuBLASLt or NCCL refused `action`.
 fn refused<E: Debug>(action: &str) -> impl FnOnce(E) -> Error {
-    move |reason| Error::System {
-        rank: None,
-        action: action.into(),
-        reason: format!("{reason:?}"),
+    move |reason| {
+        Error::of_kind(Kind::System {
+            action: action.into(),
+            reason: format!("{reason:?}"),
+        })
     }
 }
 
@@ -613,10 +615,8 @@ fn fastest<T: Multiplied, O: OnGpus<T>>(
         way.tile = tile;
         for config in with_each_kernel(&way, variant, [T::DTYPE; 2]) {
             let other = match operation.prepare(Some(config)) {
-                // A different kernel cannot use this route either.
-                Err(Error::NoRoute { .. }) => break,
-                // Its low-latency kernel is for fewer rows.
-                Err(Error::NoKernel { .. }) => continue,
+                // Its low-latency kernel is for fewer rows, or no kernel can use this route.
+                Err(error) if matches!(error.kind(), Kind::Unsupported { .. }) => continue,
                 other => other?,
             };
             let mut run = |prepared: &O::Prepared| timer.time(|| operation.run(prepared));

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::ffi::CString;
 
 use gemmesh::Error;
-use gemmesh::raw::{Dialect, ErrorKind};
+use gemmesh::error::{Class, Dialect};
 
 use crate::status::gemmesh_status;
 
@@ -24,7 +24,7 @@ pub(crate) enum Failure {
     Misuse(String),
 }
 
-/// A property of an argument, what it must be, and what it is.
+/// `(property, expected, found)`.
 #[derive(Debug)]
 pub(crate) struct Unsuitable {
     pub argument: String,
@@ -61,8 +61,8 @@ impl Failure {
     /// The failure of `call`, in words.
     pub fn told(self, call: &'static str) -> Told {
         match self {
-            Failure::Gemmesh(error) => Told::of(call, error.kind(), &error),
-            Failure::OfGroup(error, rank) => Told::of(call, error.kind_on(rank), &error),
+            Failure::Gemmesh(error) => Told::of(call, error.kind().class(), &error),
+            Failure::OfGroup(error, rank) => Told::of(call, error.class_on(rank), &error),
             Failure::Unsuitable(found) => {
                 let Unsuitable {
                     argument,
@@ -91,9 +91,9 @@ pub(crate) struct Told {
 }
 
 impl Told {
-    fn of(call: &'static str, kind: ErrorKind, error: &Error) -> Told {
+    fn of(call: &'static str, class: Class, error: &Error) -> Told {
         Told {
-            status: status_of(kind),
+            status: status_of(class),
             rank: error.at_fault().first().map_or(-1, |rank| *rank as i64),
             call: text(&Dialect::C.of(error.call().map_or(call, |call| call.name()))),
             sentence: text(&Dialect::C.sentence(error)),
@@ -145,18 +145,18 @@ pub(crate) fn text(words: &str) -> CString {
     CString::new(words.replace('\0', "")).unwrap_or_default()
 }
 
-fn status_of(kind: ErrorKind) -> gemmesh_status {
-    match kind {
-        ErrorKind::Argument => gemmesh_status::GEMMESH_ERROR_ARGUMENT,
-        ErrorKind::Misuse => gemmesh_status::GEMMESH_ERROR_MISUSE,
-        ErrorKind::Environment => gemmesh_status::GEMMESH_ERROR_ENVIRONMENT,
-        ErrorKind::Rendezvous => gemmesh_status::GEMMESH_ERROR_RENDEZVOUS,
-        ErrorKind::CallMismatch => gemmesh_status::GEMMESH_ERROR_CALL_MISMATCH,
-        ErrorKind::OutOfMemory => gemmesh_status::GEMMESH_ERROR_OUT_OF_MEMORY,
-        ErrorKind::Rank => gemmesh_status::GEMMESH_ERROR_RANK,
-        ErrorKind::Timeout => gemmesh_status::GEMMESH_ERROR_TIMEOUT,
-        ErrorKind::Device => gemmesh_status::GEMMESH_ERROR_DEVICE,
-        ErrorKind::System => gemmesh_status::GEMMESH_ERROR_SYSTEM,
-        ErrorKind::Internal => gemmesh_status::GEMMESH_ERROR_INTERNAL,
+fn status_of(class: Class) -> gemmesh_status {
+    match class {
+        Class::Argument => gemmesh_status::GEMMESH_ERROR_ARGUMENT,
+        Class::Misuse => gemmesh_status::GEMMESH_ERROR_MISUSE,
+        Class::Environment => gemmesh_status::GEMMESH_ERROR_ENVIRONMENT,
+        Class::Rendezvous => gemmesh_status::GEMMESH_ERROR_RENDEZVOUS,
+        Class::CallMismatch => gemmesh_status::GEMMESH_ERROR_CALL_MISMATCH,
+        Class::OutOfMemory => gemmesh_status::GEMMESH_ERROR_OUT_OF_MEMORY,
+        Class::Rank => gemmesh_status::GEMMESH_ERROR_RANK,
+        Class::Timeout => gemmesh_status::GEMMESH_ERROR_TIMEOUT,
+        Class::Device => gemmesh_status::GEMMESH_ERROR_DEVICE,
+        Class::System => gemmesh_status::GEMMESH_ERROR_SYSTEM,
+        _ => gemmesh_status::GEMMESH_ERROR_INTERNAL,
     }
 }

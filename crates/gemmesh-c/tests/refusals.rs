@@ -158,7 +158,7 @@ fn sizes_and_numbers_are_checked() {
         fails(
             with(cuda, &mut group),
             ARGUMENT,
-            "rank 0: gemmesh_group_connect: not supported: this build of the library has the host backend only; ask",
+            "rank 0: gemmesh_group_connect: this build of the library has the host backend only; ask",
         );
     }
     ranks(1, |group, _| {

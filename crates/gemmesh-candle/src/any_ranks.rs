@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use candle_core::{DType, Error as CandleError, Tensor};
-use gemmesh::{Call, Error, F8E4M3, Result, bf16, f16};
+use gemmesh::error::{Call, Kind};
+use gemmesh::{Error, F8E4M3, Result, bf16, f16};
 
 use crate::device::{Device, no_such_dtype};
 use crate::failure::Failure;
@@ -56,14 +57,16 @@ impl<B: Device> AnyRanks for Ranks<B> {
 
     fn set_tokens(&self, tokens: usize) -> Result<()> {
         if tokens > self.capacity {
-            return Err(self.noted(Error::Limit {
-                rank: Some(self.group.rank()),
-                call: Call::here("TensorParallel::set_tokens"),
-                what: "the number of tokens".into(),
-                value: tokens,
-                min: 0,
-                max: self.capacity,
-            }));
+            return Err(self.noted(
+                Kind::Limit {
+                    what: "the number of tokens".into(),
+                    value: tokens,
+                    min: 0,
+                    max: self.capacity,
+                }
+                .on(self.group.rank())
+                .in_call(Call::here("TensorParallel::set_tokens")),
+            ));
         }
         self.tokens.store(tokens, Ordering::Relaxed);
         Ok(())

@@ -24,13 +24,13 @@ impl ColumnParallelLinear {
     /// Collective.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`](gemmesh::Error::Unsuitable) for a tensor on a different device than the ranks', with a
+    /// [`Kind::Unsuitable`](gemmesh::error::Kind::Unsuitable) for a tensor on a different device than the ranks', with a
     /// type that weights don't have, or whose rows don't follow one another;
-    /// [`Error::Unsupported`](gemmesh::Error::Unsupported) for a weight of fp8 that this device cannot multiply;
-    /// [`Error::Count`](gemmesh::Error::Count) for a weight that does not have two dimensions;
-    /// [`Error::Shape`](gemmesh::Error::Shape);
-    /// [`Error::Unaligned`](gemmesh::Error::Unaligned) on GPUs unless N and K are multiples of 8;
-    /// [`Error::OutOfMemory`](gemmesh::Error::OutOfMemory).
+    /// [`Kind::Unsupported`](gemmesh::error::Kind::Unsupported) for a weight of fp8 that this device cannot multiply;
+    /// [`Kind::Unsuitable`](gemmesh::error::Kind::Unsuitable) for a weight that does not have two dimensions;
+    /// [`Kind::Shape`](gemmesh::error::Kind::Shape);
+    /// [`Kind::Unsuitable`](gemmesh::error::Kind::Unsuitable) on GPUs unless N and K are multiples of 8;
+    /// [`Kind::OutOfMemory`](gemmesh::error::Kind::OutOfMemory).
     #[track_caller]
     pub fn new(
         ranks: &TensorParallel,
@@ -90,8 +90,8 @@ impl ColumnParallelLinear {
     /// ```
     ///
     /// # Errors
-    /// As [`ColumnParallelLinear::from_whole`]; [`Error::Shape`](gemmesh::Error::Shape) also if a tensor has a
-    /// different shape in the file; [`Error::System`](gemmesh::Error::System) if it cannot be read. They name the
+    /// As [`ColumnParallelLinear::from_whole`]; [`Kind::Shape`](gemmesh::error::Kind::Shape) also if a tensor has a
+    /// different shape in the file; [`Kind::System`](gemmesh::error::Kind::System) if it cannot be read. They name the
     /// tensor.
     #[track_caller]
     pub fn load<B: Backend<Hints: Hints>>(

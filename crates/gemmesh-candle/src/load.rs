@@ -3,7 +3,8 @@
 use candle_core::{DType, Error as CandleError, Result, Tensor};
 use candle_nn::Init;
 use candle_nn::var_builder::{Backend, Shard, VarBuilderArgs};
-use gemmesh::{Call, Error};
+use gemmesh::Error;
+use gemmesh::error::{Call, Kind};
 
 use crate::error;
 use crate::tensor_parallel::TensorParallel;
@@ -170,21 +171,23 @@ impl Reader<'_> {
         part: Shard,
     ) -> Result<Tensor> {
         let rank = self.ranks.rank();
-        let shape = |what, expected: &[usize], found: &[usize]| Error::Shape {
-            rank,
-            call: Call::here("loading a weight"),
-            argument: format!("{} {what}", path(vb, name)),
-            expected: expected.to_vec(),
-            found: found.to_vec(),
+        let shape = |what, expected: &[usize], found: &[usize]| {
+            Kind::Shape {
+                argument: format!("{} {what}", path(vb, name)),
+                expected: expected.to_vec(),
+                found: found.to_vec(),
+            }
+            .on(rank)
+            .in_call(Call::here("loading a weight"))
         };
         let read = B::Hints::read(vb, name, whole, part);
         let read = read.map_err(|error| match shape_in(&error) {
             Some(found) => shape("in the file", whole, found),
-            None => Error::System {
-                rank: Some(rank),
+            None => Kind::System {
                 action: format!("read {}", path(vb, name)),
                 reason: error::words(&error),
-            },
+            }
+            .on(rank),
         });
         let read = read.and_then(|tensor| {
             let mut expected = whole.to_vec();

@@ -4,8 +4,9 @@ use std::fmt::{self, Debug};
 use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
+use gemmesh::error::{Call, Kind};
 use gemmesh::{
-    Activation, AllGatherMatmul, Call, Error, Matmul, MatmulAllReduce, MatmulReduceScatter, Result,
+    Activation, AllGatherMatmul, Error, Matmul, MatmulAllReduce, MatmulReduceScatter, Result,
 };
 
 use crate::device::Device;
@@ -48,15 +49,12 @@ pub trait Product: Send + Sync + Debug {
 fn extents<B: Device>(ranks: &Ranks<B>, weight: &Weight) -> Result<[usize; 2], Failure> {
     match weight.values.dims() {
         &[n, k] => Ok([n, k]),
-        other => Err(Failure::Gemmesh(Error::Count {
-            rank: ranks.group.rank(),
-            call: Call::here(MAKE),
-            whole: "a weight [N, K]".into(),
-            unit: "dimension".into(),
-            expected: 2,
-            part: "this one".into(),
-            found: other.len(),
-        })),
+        other => {
+            let what = "the number of dimensions of a weight [N, K]";
+            let error = Error::unsuitable(what, "2", other.len().to_string());
+            let error = error.on(ranks.group.rank()).in_call(Call::here(MAKE));
+            Err(Failure::Gemmesh(error))
+        }
     }
 }
 
@@ -85,13 +83,9 @@ fn with_scales<B: Device, T: Multiplied>(
             ),
             false => ("the dtype of a weight with", "F8E4M3".into(), found),
         };
-        return Err(Failure::Gemmesh(Error::Unsuitable {
-            rank: ranks.group.rank(),
-            call: Call::here(MAKE),
-            what: format!("{what} {name}"),
-            expected,
-            found,
-        }));
+        let error = Error::unsuitable(format!("{what} {name}"), expected, found);
+        let error = error.on(ranks.group.rank()).in_call(Call::here(MAKE));
+        return Err(Failure::Gemmesh(error));
     }
     is_placed?;
     let weight = Parameter::new(ranks, "weight [N, K]", values, [n, k])?;
@@ -107,13 +101,15 @@ fn with_scales<B: Device, T: Multiplied>(
 fn bias_of(rank: usize, biases: &[Tensor], widths: &[usize]) -> Result<Option<Tensor>, Failure> {
     for (bias, &n) in biases.iter().zip(widths) {
         if bias.elem_count() != n {
-            return Err(Failure::Gemmesh(Error::Shape {
-                rank,
-                call: Call::here(MAKE),
-                argument: "bias [N]".into(),
-                expected: vec![n],
-                found: bias.dims().to_vec(),
-            }));
+            return Err(Failure::Gemmesh(
+                Kind::Shape {
+                    argument: "bias [N]".into(),
+                    expected: vec![n],
+                    found: bias.dims().to_vec(),
+                }
+                .on(rank)
+                .in_call(Call::here(MAKE)),
+            ));
         }
     }
     Ok(match biases {

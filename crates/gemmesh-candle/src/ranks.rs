@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use candle_core::{Device as CandleDevice, Error as CandleError, Tensor};
-use gemmesh::{Call, Error, Group, Result, ShardedMatrix, all_gather, all_reduce, reduce_scatter};
+use gemmesh::error::{Call, Kind};
+use gemmesh::{Error, Group, Result, ShardedMatrix, all_gather, all_reduce, reduce_scatter};
 
 use crate::device::{Device, Half, Input, Rows, Value};
 use crate::error::{gemmesh_error, words};
@@ -34,14 +35,14 @@ pub enum Collective {
 impl<B: Device> Ranks<B> {
     pub fn new(group: Group<B>, device: &CandleDevice, capacity: usize) -> Result<Self> {
         if capacity == 0 {
-            return Err(Error::Limit {
-                rank: Some(group.rank()),
-                call: Call::here("TensorParallel::new"),
+            return Err(Kind::Limit {
                 what: "the capacity".into(),
                 value: capacity,
                 min: 1,
                 max: i32::MAX as usize,
-            });
+            }
+            .on(group.rank())
+            .in_call(Call::here("TensorParallel::new")));
         }
         Ok(Ranks {
             pools: Pools {
@@ -85,10 +86,12 @@ impl<B: Device> Ranks<B> {
     /// Tells the ranks that wait for this one in `call` of an error of candle, or of the error of gemmesh inside it.
     pub fn refuse(&self, call: &'static str, error: &CandleError) {
         let told = gemmesh_error(error).cloned();
-        let told = told.unwrap_or_else(|| Error::System {
-            rank: Some(self.group.rank()),
-            action: format!("use tensors of candle's in {call}"),
-            reason: words(error),
+        let told = told.unwrap_or_else(|| {
+            Kind::System {
+                action: format!("use tensors of candle's in {call}"),
+                reason: words(error),
+            }
+            .on(self.group.rank())
         });
         self.group.refuse(call, told);
     }

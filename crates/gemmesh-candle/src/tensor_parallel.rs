@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use candle_core::{Device as CandleDevice, Error as CandleError, Tensor};
 use gemmesh::error::called_at;
-use gemmesh::{Call, Error, Group};
+use gemmesh::error::{Call, Kind};
+use gemmesh::{Error, Group};
 
 use crate::any_ranks::AnyRanks;
 use crate::device::Device;
@@ -42,8 +43,8 @@ impl TensorParallel {
     /// that stream, and no call waits for the GPU.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] for a different device, or one whose stream is each thread's default stream
-    /// (`Device::new_cuda`); [`Error::Limit`] if `capacity` is 0.
+    /// [`Kind::Unsuitable`] for a different device, or one whose stream is each thread's default stream
+    /// (`Device::new_cuda`); [`Kind::Limit`] if `capacity` is 0.
     #[track_caller]
     pub fn new<B: Device>(
         group: Group<B>,
@@ -77,7 +78,7 @@ impl TensorParallel {
     /// All ranks must set the same number. Operations that have begun keep theirs.
     ///
     /// # Errors
-    /// [`Error::Limit`] for more than the capacity.
+    /// [`Kind::Limit`] for more than the capacity.
     #[track_caller]
     pub fn set_tokens(&self, tokens: usize) -> Result<Range<usize>> {
         within("TensorParallel::set_tokens", || self.0.set_tokens(tokens))?;
@@ -95,7 +96,7 @@ impl TensorParallel {
     /// row-parallel layer. It is a copy, so that the whole weight may be dropped.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless the ranks can share the dimension evenly.
+    /// [`Kind::Shape`] unless the ranks can share the dimension evenly.
     #[track_caller]
     pub fn shard(&self, whole: &Tensor, dim: usize) -> Result<Tensor> {
         let part = self.part_of(whole, dim)?;
@@ -134,13 +135,13 @@ impl TensorParallel {
         if size.is_multiple_of(world) {
             return Ok(());
         }
-        Err(Error::Shape {
-            rank: self.rank(),
-            call: Call::here("TensorParallel::shard"),
+        Err(Kind::Shape {
             argument: format!("dimension {dim} of {weight} that {world} ranks share evenly"),
             expected: vec![size.next_multiple_of(world)],
             found: vec![size],
-        })
+        }
+        .on(self.rank())
+        .in_call(Call::here("TensorParallel::shard")))
     }
 
     /// This rank's heads of `heads` query heads, and of `kv_heads` heads of keys and values.
@@ -161,7 +162,7 @@ impl TensorParallel {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Shape`] if the ranks cannot share `heads` evenly, if they cannot share `kv_heads` evenly and no equal
+    /// [`Kind::Shape`] if the ranks cannot share `heads` evenly, if they cannot share `kv_heads` evenly and no equal
     /// number of ranks can share each of these, or if a different number of query heads would go with each of them.
     #[track_caller]
     pub fn heads(&self, heads: usize, kv_heads: usize) -> Result<[Range<usize>; 2]> {
@@ -174,13 +175,13 @@ impl TensorParallel {
     fn own_heads(&self, heads: usize, kv_heads: usize) -> Result<[Range<usize>; 2], Error> {
         let (rank, world) = (self.rank(), self.world_size());
         let refuse = |argument: String, expected: usize, found: usize| {
-            Err(Error::Shape {
-                rank,
-                call: Call::here("TensorParallel::heads"),
+            Err(Kind::Shape {
                 argument,
                 expected: vec![expected],
                 found: vec![found],
-            })
+            }
+            .on(rank)
+            .in_call(Call::here("TensorParallel::heads")))
         };
         let or_more = |heads: usize, of: usize| heads.max(1).next_multiple_of(of);
         if heads == 0 || !heads.is_multiple_of(world) {
@@ -225,13 +226,15 @@ impl TensorParallel {
     ) -> Result<Range<usize>> {
         let size = whole.dim(0)?;
         if !size.is_multiple_of(count) {
-            return Err(error::of("QkvParallelLinear")(Error::Shape {
-                rank: self.rank(),
-                call: Call::here("QkvParallelLinear"),
-                argument: format!("dimension 0 of a weight of {count} heads"),
-                expected: vec![size.next_multiple_of(count)],
-                found: vec![size],
-            }));
+            return Err(error::of("QkvParallelLinear")(
+                Kind::Shape {
+                    argument: format!("dimension 0 of a weight of {count} heads"),
+                    expected: vec![size.next_multiple_of(count)],
+                    found: vec![size],
+                }
+                .on(self.rank())
+                .in_call(Call::here("QkvParallelLinear")),
+            ));
         }
         let head = size / count;
         Ok(heads.start * head..heads.end * head)
@@ -240,7 +243,7 @@ impl TensorParallel {
     /// Gathers all tokens' rows, [tokens, N], from each rank's own, [tokens of this rank, N]. Collective.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`], [`Error::Shape`]; [`Error::CallMismatch`] and the group's failure.
+    /// [`Kind::Unsuitable`], [`Kind::Shape`]; [`Kind::CallMismatch`] and the group's failure.
     #[track_caller]
     pub fn all_gather(&self, x: &Tensor) -> Result<Tensor> {
         self.exchange(Collective::AllGather, "TensorParallel::all_gather", x)

@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
-use gemmesh::{Call, Error, F8E4M3, Quantization};
+use gemmesh::error::Call;
+use gemmesh::{Error, F8E4M3, Quantization};
 
 use crate::error;
 use crate::products::MAKE;
@@ -150,13 +151,9 @@ impl Weight {
             Some(_) if self.first.iter().any(|&at| at >= BLOCK) => ["", "below 128"],
             _ => return Ok(()),
         };
-        Err(Error::Unsuitable {
-            rank,
-            call: Call::here(MAKE),
-            what: format!("[first row, first column] of a weight{without} in its first block"),
-            expected: expected.into(),
-            found: format!("{:?}", self.first),
-        })
+        let what = format!("[first row, first column] of a weight{without} in its first block");
+        let error = Error::unsuitable(what, expected, format!("{:?}", self.first));
+        Err(error.on(rank).in_call(Call::here(MAKE)))
     }
 
     /// A copy of some rows, for this rank.

@@ -46,11 +46,10 @@ use shared::symmetric::{Peers, Symmetric};
 use crate::backend::contract::sealed::{self, Bound, Run};
 use crate::backend::contract::{Backend, OpenOptions, Owner};
 use crate::element::DType;
-use crate::error::{Error, MadeCall, Result};
+use crate::error::{Error, Kind, MadeCall, Result};
 use crate::explanation::Prediction;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
-use crate::refusal::{self, Refusal};
 use crate::schedule::{Config, Numerics, Problem, Schedule};
 
 /// The most bytes of a rank in a collective whose rows kernels store. Measured on two H200s.
@@ -112,7 +111,7 @@ const MOST_STORED: usize = 16 << 20;
 /// must not stand on different branches.
 ///
 /// If a program breaks a rule, the operation ends at the deadline ([`Builder::timeout`](crate::Builder::timeout)) with
-/// [`Error::Timeout`], and a new group works.
+/// [`Kind::Timeout`], and a new group works.
 ///
 /// # Several hosts
 ///
@@ -144,7 +143,7 @@ impl sealed::Implementation for Cuda {
 
     fn open(members: &Members, options: &OpenOptions) -> Result<Cuda> {
         if members.in_process {
-            return Err(members.fail(Error::NeedsProcesses { rank: members.rank }));
+            return Err(members.fail(shared::symmetric::needs_processes(members.rank)));
         }
         // A failure before the ranks meet is reported to the other ranks when they meet.
         let load = || -> Result<(Gpu, Rates, tuned::Table)> {
@@ -235,11 +234,11 @@ impl sealed::Implementation for Cuda {
         self.gpu.main().is_capturing()
     }
 
-    fn check(&self, schedule: &Schedule) -> refusal::Result<()> {
+    fn check(&self, schedule: &Schedule) -> Result<()> {
         Selected::new(&self.gpu, schedule).map(drop)
     }
 
-    fn prepare(&self, members: &Members, schedule: Schedule) -> refusal::Result<Program> {
+    fn prepare(&self, members: &Members, schedule: Schedule) -> Result<Program> {
         Program::new(&self.gpu, &self.shared, members, schedule)
     }
 
@@ -355,7 +354,7 @@ impl sealed::Implementation for Cuda {
 
     fn synchronize(&self, members: &Members) -> Result<()> {
         if self.gpu.main().is_capturing()? {
-            return Err(Error::Capturing { rank: members.rank });
+            return Err(Kind::Capturing.on(members.rank));
         }
         if self.recorded.load(Ordering::Relaxed) {
             self.gpu.reclaimer.mark()?;
@@ -365,7 +364,7 @@ impl sealed::Implementation for Cuda {
 
     fn settle(&self, members: &Members) -> Result<()> {
         if self.gpu.main().is_capturing()? {
-            return Err(Error::Capturing { rank: members.rank });
+            return Err(Kind::Capturing.on(members.rank));
         }
         wait::for_all_work(&self.gpu, &self.shared, members)
     }
@@ -419,9 +418,9 @@ impl Cuda {
             return Ok(());
         };
         let what = "graphs of operations over several hosts";
-        Err(Refusal::of(members.rank, agreed.name())(
-            Refusal::Unsupported { what: what.into() },
-        ))
+        Err(Error::of(members.rank, agreed.name())(Error::unsupported(
+            what,
+        )))
     }
 
     /// Waits until the work on the streams of the caller's functions is done, in such a function.
@@ -431,7 +430,7 @@ impl Cuda {
     pub(crate) fn settle_callers(&self, members: &Members) -> Result<()> {
         for stream in &self.gpu.streams().callers {
             if stream.is_capturing()? {
-                return Err(Error::Capturing { rank: members.rank });
+                return Err(Kind::Capturing.on(members.rank));
             }
             wait::until_idle(&self.shared, members, stream)?;
         }
@@ -480,10 +479,12 @@ impl Cuda {
         let rates = model::calibrate::fit(&begin, samples);
         let error = model::calibrate::median_error(&rates, samples);
         let text = serde_json::to_string_pretty(&rates);
-        let text = text.map_err(|e| Error::System {
-            rank: Some(rank),
-            action: "write rates as JSON".into(),
-            reason: e.to_string(),
+        let text = text.map_err(|e| {
+            Kind::System {
+                action: "write rates as JSON".into(),
+                reason: e.to_string(),
+            }
+            .on(rank)
         })?;
         Ok((text + "\n", error))
     }
@@ -492,7 +493,7 @@ impl Cuda {
     pub(crate) fn align_streams(&self, members: &Members) -> Result<()> {
         let main = self.gpu.main();
         if main.is_capturing()? {
-            return Err(Error::Capturing { rank: members.rank });
+            return Err(Kind::Capturing.on(members.rank));
         }
         align::align(&self.gpu, &self.shared, members, &main)?;
         self.gpu.reclaimer.mark()

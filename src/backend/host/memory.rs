@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
-use crate::error::{Error, MadeCall, Result};
+use crate::error::{Error, Kind, MadeCall, Result};
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::Flag;
 use crate::protocol::flag::FlagBlock;
@@ -53,10 +53,10 @@ impl HostSymmetric {
                 };
                 let mapping = Mapping::shared(fd, bytes).map(Some);
                 mapping.map_err(|error| match error.kind() {
-                    io::ErrorKind::InvalidData => Error::Message {
-                        rank: owner,
+                    io::ErrorKind::InvalidData => Kind::Message {
                         reason: error.to_string(),
-                    },
+                    }
+                    .on(owner),
                     _ => Error::out_of_memory(rank, bytes)(error),
                 })
             };
@@ -85,15 +85,11 @@ fn require_room(members: &Members, call: &MadeCall, ready: Result<()>, bytes: us
     let rooms = rooms.iter().enumerate().map(|(rank, rooms)| {
         serde_json::from_slice(rooms).map_err(|error| {
             let reason = error.to_string();
-            members.fail(Error::Message { rank, reason })
+            members.fail(Kind::Message { reason }.on(rank))
         })
     });
     match lacking(&rooms.collect::<Result<Vec<_>>>()?, bytes) {
-        Some((rank, reason)) => Err(Error::OutOfMemory {
-            rank,
-            bytes,
-            reason,
-        }),
+        Some((rank, reason)) => Err(Kind::OutOfMemory { bytes, reason }.on(rank)),
         None => Ok(()),
     }
 }

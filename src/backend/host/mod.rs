@@ -29,11 +29,10 @@ use workers::Workers;
 
 use crate::backend::contract::sealed::{self, Bound, Run};
 use crate::backend::contract::{Backend, OpenOptions, Owner};
-use crate::error::{Error, MadeCall, Result};
+use crate::error::{Error, Kind, MadeCall, Result};
 use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
 use crate::ranks::memfd::Mapping;
-use crate::refusal::{self, Refusal};
 use crate::resources::{explain, require_available};
 use crate::schedule::drive::Produced;
 use crate::schedule::layout::MAX_EXTENT;
@@ -75,10 +74,12 @@ impl Host {
         if bytes == 0 {
             return Ok(());
         }
-        let refused = |reason: String| Error::OutOfMemory {
-            rank,
-            bytes,
-            reason: format!("for the tiles of its workers: {reason}"),
+        let refused = |reason: String| {
+            Kind::OutOfMemory {
+                bytes,
+                reason: format!("for the tiles of its workers: {reason}"),
+            }
+            .on(rank)
         };
         require_available(bytes).map_err(|error| refused(explain(&error)))?;
         let mut scratches = scratches.iter_mut();
@@ -156,7 +157,7 @@ impl sealed::Implementation for Host {
         });
         // The call that opens the group has set the place.
         let refuse =
-            |call: &str, refusal| Err(members.fail(Refusal::of(members.rank, call)(refusal)));
+            |call: &str, refusal| Err(members.fail(Error::of(members.rank, call)(refusal)));
         if let Err(refusal) = limit("the number of workers", count, 1, 1024) {
             return refuse("Builder::workers", refusal);
         }
@@ -217,7 +218,7 @@ impl sealed::Implementation for Host {
         Ok(false)
     }
 
-    fn check(&self, schedule: &Schedule) -> refusal::Result<()> {
+    fn check(&self, schedule: &Schedule) -> Result<()> {
         let matrices = schedule.matrices().len();
         let what = "matrices of a schedule on the host";
         limit(what, matrices, 0, matrices::MAX_MATRICES)?;
@@ -242,7 +243,7 @@ impl sealed::Implementation for Host {
         })
     }
 
-    fn prepare(&self, members: &Members, schedule: Schedule) -> refusal::Result<HostProgram> {
+    fn prepare(&self, members: &Members, schedule: Schedule) -> Result<HostProgram> {
         self.check(&schedule)?;
         self.reserve(members.rank, &schedule)?;
         Ok(HostProgram {

@@ -13,7 +13,7 @@ use mpi::traits::Communicator;
 use self::end::Hold;
 pub use self::end::{Unusable, check};
 use super::network::{Message, Network};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 
 /// All messages of a group have this tag, because its communicator carries nothing else.
 const TAG: c_int = 0;
@@ -125,11 +125,11 @@ impl MpiMessage {
             Way::Sent => "send rows by MPI",
             Way::Received => "receive rows by MPI",
         };
-        Error::System {
-            rank: Some(self.rank),
+        Kind::System {
             action: action.into(),
             reason,
         }
+        .on(self.rank)
     }
 
     /// Keeps MPI from its end until the result is dropped.

@@ -10,7 +10,7 @@ use super::recorder::Recorder;
 use super::scratch::WorkerScratch;
 use super::tile::add_rows;
 use crate::backend::work::work_of;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::profile::nvtx::range;
 use crate::profile::span::{Lane, Work};
 use crate::protocol::epoch::Epoch;
@@ -184,10 +184,12 @@ impl<'a> Carrier<'a, '_> {
                 begun.push_back(self.begin_to_receive(next)?);
             }
             let next = begun.pop_front().ok_or_else(|| {
-                self.members.fail(Error::Internal {
-                    rank: self.members.rank,
-                    what: "a message was not begun".into(),
-                })
+                self.members.fail(
+                    Kind::Internal {
+                        what: "a message was not begun".into(),
+                    }
+                    .on(self.members.rank),
+                )
             });
             self.finish_receiving(transfer, next?)
         };

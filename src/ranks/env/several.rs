@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::{Launcher, NOT_SHOWN, SRUN, first_of, number, secret, text};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::ranks::address::Address;
 use crate::ranks::meeting::Key;
 use crate::ranks::secret::Secret;
@@ -47,10 +47,12 @@ pub fn hosts(
     let Some(value) = value.filter(|value| value.parse() != Ok(world)) else {
         return Ok(Hosts::default());
     };
-    let wrong = |reason| Error::EnvironmentValue {
-        name: name.into(),
-        value: value.clone(),
-        reason,
+    let wrong = |reason| {
+        Error::of_kind(Kind::EnvironmentValue {
+            name: name.into(),
+            value: value.clone(),
+            reason,
+        })
     };
     if !launcher.spans_hosts {
         return Err(wrong(format!("all {world} ranks must be on one host")));
@@ -79,13 +81,13 @@ pub fn hosts(
     let (place, found) = number(process, launcher.local_rank)?;
     let [_, expected] = host_and_place(rank);
     if found != expected {
-        return Err(Error::EnvironmentValue {
+        return Err(Error::of_kind(Kind::EnvironmentValue {
             name: place.into(),
             value: found.to_string(),
             reason: format!(
                 "rank {rank} must be the rank {expected} of its host, because ranks are numbered host by host"
             ),
-        });
+        }));
     }
     let names: Vec<usize> = (0..world).map(|rank| host_and_place(rank)[0]).collect();
     // The numbers of ranks are equal.
@@ -123,19 +125,19 @@ fn one_host(
                 }
                 None => format!("all {world} ranks must be on one host"),
             };
-            return Err(Error::EnvironmentValue {
+            return Err(Error::of_kind(Kind::EnvironmentValue {
                 name: name.into(),
                 value: place.to_string(),
                 reason: format!("so rank {rank} is not on rank 0's host, and {remedy}"),
-            });
+            }));
         }
     }
     match size {
         // Ranks of rank 0's host would wait for those of others.
-        Some(size) if has_key && world > 1 => Err(Error::Environment {
+        Some(size) if has_key && world > 1 => Err(Error::of_kind(Kind::Environment {
             launcher: launcher.name.into(),
             missing: format!("{size} (or unset {KEY}, if all ranks are on one host)"),
-        }),
+        })),
         _ => Ok(Hosts::default()),
     }
 }
@@ -155,9 +157,11 @@ pub fn meeting(
     launcher: &Launcher,
     address: &Address,
 ) -> Result<NamedMeeting> {
-    let missing = |names: &str| Error::Environment {
-        launcher: launcher.name.into(),
-        missing: names.into(),
+    let missing = |names: &str| {
+        Error::of_kind(Kind::Environment {
+            launcher: launcher.name.into(),
+            missing: names.into(),
+        })
     };
     let key = secret(process, KEY)?.ok_or_else(|| missing(KEY))?;
     check_key(&key)?;
@@ -169,8 +173,8 @@ pub fn meeting(
             // The launcher's own store listens at MASTER_PORT.
             let port = value.checked_add(usize::from(variable == MASTER_PORT));
             let port = port.and_then(|port| u16::try_from(port).ok());
-            port.filter(|&port| port > 0)
-                .ok_or_else(|| Error::EnvironmentValue {
+            port.filter(|&port| port > 0).ok_or_else(|| {
+                Error::of_kind(Kind::EnvironmentValue {
                     name: variable.into(),
                     value: value.to_string(),
                     reason: match variable {
@@ -179,6 +183,7 @@ pub fn meeting(
                     }
                     .into(),
                 })
+            })
         }
     };
     Ok(NamedMeeting {
@@ -195,7 +200,7 @@ fn check_key(key: &Secret<String>) -> Result<()> {
     if characters.len() >= FEWEST_CHARACTERS && different.len() >= FEWEST_DIFFERENT {
         return Ok(());
     }
-    Err(Error::EnvironmentValue {
+    Err(Error::of_kind(Kind::EnvironmentValue {
         name: KEY.into(),
         value: NOT_SHOWN.into(),
         reason: format!(
@@ -204,5 +209,5 @@ fn check_key(key: &Secret<String>) -> Result<()> {
             characters.len(),
             different.len()
         ),
-    })
+    }))
 }

@@ -9,7 +9,7 @@ use super::handshake::{self, Proof};
 use super::lookup::{self, Lookup};
 use super::reach::{Answered, Reach, Reached};
 use super::{Meeting, Place, Report};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::json;
 use crate::protocol::seat::{Line, Visit};
 use crate::ranks::identity::Identity;
@@ -38,8 +38,8 @@ pub struct Limits {
 /// to rank 0.
 ///
 /// # Errors
-/// The verdict, if it is one; [`Error::KeyRefused`]; [`Error::System`] if a name has no address;
-/// [`Error::RanksMissing`] if rank 0 has not come at the deadline.
+/// The verdict, if it is one; [`Kind::KeyRefused`]; [`Kind::System`] if a name has no address;
+/// [`Kind::RanksMissing`] if rank 0 has not come at the deadline.
 pub fn report(
     identity: &Identity,
     meeting: &Meeting,
@@ -76,7 +76,7 @@ pub fn report(
             Reached::Refused(address) => {
                 let rank = identity.rank;
                 let address = address.to_string();
-                return Err(Error::KeyRefused { rank, address });
+                return Err(Kind::KeyRefused { address }.on(rank));
             }
             Reached::Nameless | Reached::Late | Reached::Stopped => {
                 return Err(caller.not_reached(lookup, &reach));
@@ -212,7 +212,7 @@ impl Caller<'_> {
             check,
         };
         let (verdict, _) = channel.receive(MAX_VERDICT)?;
-        let unexpected = |reason| Error::Message { rank: 0, reason };
+        let unexpected = |reason| Kind::Message { reason }.on(0);
         let verdict = json::outcome::<()>(&verdict);
         let verdict = verdict.map_err(|error| unexpected(error.to_string()));
         Ok(verdict.and_then(|verdict| verdict).and_then(|()| {
@@ -248,12 +248,12 @@ impl Caller<'_> {
 
     /// The error that rank 0 has not come, and how the latest tries to reach it failed.
     fn missing(&self, reason: Option<String>) -> Error {
-        Error::RanksMissing {
+        Error::of_kind(Kind::RanksMissing {
             ranks: vec![0],
             address: self.meeting.place.to_string(),
             waited_ms: self.limits.begin.elapsed().as_millis() as u64,
-            reason: reason.map(String::into_boxed_str),
-        }
+            reason: reason,
+        })
     }
 
     /// The error that the name of rank 0's host has no address.

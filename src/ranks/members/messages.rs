@@ -7,13 +7,12 @@ use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use super::{FOREVER, GRACE, Members, PeerWait};
-use crate::error::{Deadline, Error, MadeCall, Result, call};
+use crate::error::{Deadline, Error, Kind, MadeCall, Result, call};
 use crate::json;
 use crate::ranks::deadlines::{Clock, Deadlines};
 use crate::ranks::pidfd;
 use crate::ranks::tree::{Branch, Tree};
 use crate::ranks::wire::{Channel, Frame, MAX_FRAME, WireError};
-use crate::refusal::Refusal;
 use crate::schedule::agreed::hash;
 use crate::schedule::limits::limit;
 
@@ -129,7 +128,7 @@ impl Members {
     /// `payload` has been admitted ([`Members::admit`]).
     ///
     /// # Errors
-    /// [`Error::CallMismatch`] unless all ranks make the same `call`; the group's failure if a rank is lost or has
+    /// [`Kind::CallMismatch`] unless all ranks make the same `call`; the group's failure if a rank is lost or has
     /// left, or if a deadline has passed.
     #[track_caller]
     pub fn all_gather(
@@ -199,7 +198,7 @@ impl Members {
     #[track_caller]
     fn require_length(&self, call: &MadeCall, bytes: usize) -> Result<()> {
         let fits = limit("the number of bytes", bytes, 0, self.longest());
-        let fits = fits.map_err(Refusal::of(self.rank, &call.name));
+        let fits = fits.map_err(Error::of(self.rank, &call.name));
         fits.map_err(|error| self.named(error))
     }
 
@@ -405,11 +404,11 @@ impl Members {
             WireError::Closed if self.is_known_to_have_left(rank) => {
                 self.left(rank, Some(messages.number), call.clone())
             }
-            WireError::Closed => Error::RankLost {
-                rank,
+            WireError::Closed => Kind::RankLost {
                 noticed_by: self.rank,
-            },
-            WireError::Garbage(reason) => Error::Message { rank, reason },
+            }
+            .on(rank),
+            WireError::Garbage(reason) => Kind::Message { reason }.on(rank),
             WireError::Io(error) => {
                 let peer = self.shared.job_rank(rank);
                 Error::system(self.rank, format!("talk to rank {peer} in {call}"))(error)
@@ -430,10 +429,12 @@ impl Members {
     }
 
     fn garbage(&self, rank: usize, expected: &str) -> Error {
-        self.fail(Error::Message {
-            rank,
-            reason: format!("not {expected}"),
-        })
+        self.fail(
+            Kind::Message {
+                reason: format!("not {expected}"),
+            }
+            .on(rank),
+        )
     }
 }
 
@@ -565,12 +566,9 @@ pub mod fuzzing {
 
     /// Messages of an exchange that all complete, and of one that a rank can't complete.
     pub fn seeds() -> Vec<Vec<u8>> {
-        let died = Error::RankLost {
-            rank: 2,
-            noticed_by: 1,
-        };
+        let died = Kind::RankLost { noticed_by: 1 }.on(2);
         let cause = Box::new(died.clone());
-        let outcomes = [Ok(()), Err(died), Err(Error::Poisoned { cause })];
+        let outcomes = [Ok(()), Err(died), Err(cause.again())];
         let message =
             |outcome: &Result<()>| join(&[json::of_outcome(outcome), b"payload".to_vec()]);
         let messages = outcomes.each_ref().map(message);

@@ -12,7 +12,7 @@ use rustix::net;
 use super::introduction::{Guest, Hello, Introduced, Stranger};
 use super::leaders::Leader;
 use super::{LINGER, allocate, members};
-use crate::error::{Error, Result};
+use crate::error::{Class, Error, Kind, Result};
 use crate::json;
 use crate::ranks::address;
 use crate::ranks::identity::Identity;
@@ -107,14 +107,8 @@ impl<'a> Rendezvous<'a> {
             self.spare = None;
             allocate(self.identity.rank)
         });
-        let is_over = |error: &Error| {
-            matches!(
-                error,
-                Error::RanksMissing { .. }
-                    | Error::RankNeverJoined { .. }
-                    | Error::UnknownUser { .. }
-            )
-        };
+        let is_over =
+            |error: &Error| matches!(error.kind(), Kind::RanksMissing { .. } | Kind::NeverJoined);
         if let Err(error) = &outcome
             && !is_over(error)
         {
@@ -216,7 +210,7 @@ impl<'a> Rendezvous<'a> {
             let mut missing = self.missing();
             let ended = missing.find(|&rank| accepted == 0 && self.identity.has_ended(rank));
             if let Some(rank) = ended {
-                return Err(Error::RankNeverJoined { rank });
+                return Err(Kind::NeverJoined.on(rank));
             }
             turns += usize::from(is_late);
         }
@@ -228,20 +222,18 @@ impl<'a> Rendezvous<'a> {
         let mut ranks: Vec<usize> = ranks.collect();
         ranks.sort_unstable();
         let address = address::shown(&self.identity.address);
-        match self.unknown_user.take() {
-            Some(reason) => Error::UnknownUser {
-                ranks,
-                rank: self.identity.rank,
-                address,
-                reason,
-            },
-            None => Error::RanksMissing {
-                ranks,
-                address,
-                waited_ms: begin.elapsed().as_millis() as u64,
-                reason: self.turned_away(),
-            },
-        }
+        let waited_ms = begin.elapsed().as_millis() as u64;
+        let unknown = self
+            .unknown_user
+            .take()
+            .map(|why| crate::ranks::search::turned_away(self.identity.rank, &why));
+        let reason = unknown.or_else(|| self.turned_away());
+        Error::of_kind(Kind::RanksMissing {
+            ranks,
+            address,
+            waited_ms,
+            reason,
+        })
     }
 
     /// The ranks that have not come. If a leader has not, it is not known which of its host's ranks have.
@@ -263,7 +255,8 @@ impl<'a> Rendezvous<'a> {
         self.spare = None;
         while !self.all_have_come() && Instant::now() < deadline {
             // Other errors of late ranks do not matter any more.
-            if let Err(Error::System { .. }) = self.receive(deadline) {
+            let received = self.receive(deadline);
+            if received.is_err_and(|error| error.kind().class() == Class::System) {
                 // There is no descriptor for a new connection, so ranks that have come make room.
                 self.tell_early(error);
                 std::thread::sleep(RETRY);
@@ -413,14 +406,14 @@ impl<'a> Rendezvous<'a> {
         if theirs == expected {
             return Ok(());
         }
-        Err(Error::Mismatch {
-            rank,
-            what: what.into(),
+        let (what, other) = (what.into(), self.identity.rank);
+        Err(Kind::Mismatch {
+            what,
             theirs,
-            other: self.identity.rank,
+            other,
             expected,
-            call: None,
-        })
+        }
+        .on(rank))
     }
 
     /// Judges what ranks of this host and leaders of others say alike.
@@ -444,14 +437,14 @@ impl<'a> Rendezvous<'a> {
         mismatch("backend", hello.backend.clone(), own.backend.clone())?;
         mismatch("world size", hello.world.to_string(), own.world.to_string())?;
         if rank >= own.world {
-            return Err(Error::Limit {
-                rank: Some(rank),
-                call: "Group::connect".into(),
+            return Err(Kind::Limit {
                 what: "the rank".into(),
                 value: rank,
                 min: 0,
                 max: own.world - 1,
-            });
+            }
+            .on(rank)
+            .in_call("Group::connect".into()));
         }
         Ok(())
     }
@@ -472,10 +465,10 @@ impl<'a> Rendezvous<'a> {
                 .map(|hello| hello.pid),
         };
         first.map_or(Ok(()), |first| {
-            Err(Error::DuplicateRank {
-                rank,
+            Err(Kind::DuplicateRank {
                 pids: [first, hello.pid],
-            })
+            }
+            .on(rank))
         })
     }
 }

@@ -84,7 +84,7 @@ fn greet(lobby: &mut Lobby, other: &wire::Connection, key: &Key) -> Nonces {
 /// Both connections of a visit, of a later one, and of a leader that lacks ranks; and an answer.
 pub fn seeds() -> Vec<Vec<u8>> {
     let identity = identity();
-    let lacks = crate::error::Error::RankNeverJoined { rank: 3 };
+    let lacks = crate::error::Kind::NeverJoined.on(3);
     let cases = [
         (1, Line::Messages, Ok(())),
         (1, Line::Mirror, Ok(())),

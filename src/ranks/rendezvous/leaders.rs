@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::attempt::{Outcome, Rendezvous};
 use super::{Hello, LINGER};
-use crate::error::{Error, Listed, Result};
+use crate::error::{Error, Kind, Listed, Result};
 use crate::json;
 use crate::protocol::seat::{Line, Seat, Seating};
 use crate::ranks::address;
@@ -28,6 +28,14 @@ pub struct Leader {
     lacks_ranks: bool,
     /// Connections of other processes that claim this rank, and since when.
     rivals: Vec<(Instant, Visitor)>,
+}
+
+/// The ranks that are missing, if this is the error.
+fn lacks(error: &Error) -> Option<&[usize]> {
+    match error.kind() {
+        Kind::RanksMissing { ranks, .. } => Some(ranks),
+        _ => None,
+    }
 }
 
 impl Leader {
@@ -88,10 +96,10 @@ impl Leader {
                 };
                 self.rivals.push((since, visitor));
                 if since.elapsed() >= RIVALRY {
-                    return Err(Error::DuplicateRank {
-                        rank: self.rank,
+                    return Err(Kind::DuplicateRank {
                         pids: [self.pid, pid],
-                    });
+                    }
+                    .on(self.rank));
                 }
             }
         }
@@ -158,7 +166,7 @@ impl Rendezvous<'_> {
         );
         let (memory, _) = outcome.map_err(|own| match &link {
             // Rank 0 has all hosts' missing ranks.
-            Err(error @ Error::RanksMissing { ranks, .. }) if !ranks.contains(&0) => error.clone(),
+            Err(error) if lacks(error).is_some_and(|ranks| !ranks.contains(&0)) => error.clone(),
             _ => own,
         })?;
         Ok((memory, vec![link?]))
@@ -198,17 +206,17 @@ impl Rendezvous<'_> {
     pub(super) fn seat_leader(&mut self, visitor: Visitor, since: Instant) -> Result<()> {
         let lacks_ranks = match self.judge_leader(&visitor) {
             Ok(()) => false,
-            // Other hosts may lack ranks too, and all are named.
-            Err(Error::RanksMissing { ranks, .. }) => {
+            Err(error) => {
+                let Some(ranks) = lacks(&error) else {
+                    self.rejected_leaders.push(visitor.stream);
+                    return Err(error);
+                };
+                // Other hosts may lack ranks too, and all are named.
                 let known = &mut self.missing_elsewhere;
-                let more = ranks.into_iter().filter(|rank| !known.contains(rank));
-                let more: Vec<usize> = more.collect();
+                let more = ranks.iter().filter(|rank| !known.contains(rank));
+                let more: Vec<usize> = more.copied().collect();
                 known.extend(more);
                 true
-            }
-            Err(error) => {
-                self.rejected_leaders.push(visitor.stream);
-                return Err(error);
             }
         };
         let mut leaders = self.leaders.iter_mut();
@@ -219,9 +227,11 @@ impl Rendezvous<'_> {
     }
 
     /// What is known of leaders that have not come.
-    pub(super) fn turned_away(&self) -> Option<Box<str>> {
+    pub(super) fn turned_away(&self) -> Option<String> {
         let address = self.lobby.as_ref()?.turned_away()?;
-        Some(format!("rank 0 has turned away a process at {address}: {ANOTHER_KEY}").into())
+        Some(format!(
+            "rank 0 has turned away a process at {address}: {ANOTHER_KEY}"
+        ))
     }
 
     /// Says for whom this rank waits.
@@ -261,9 +271,11 @@ impl Rendezvous<'_> {
         let words = |ranks: &[usize]| format!("{ranks:?}");
         self.mismatch(rank, "ranks of its host", words(&report.ranks), words(&its))?;
         let outcome = json::outcome::<()>(report.outcome.as_bytes());
-        outcome.map_err(|error| Error::Message {
-            rank,
-            reason: error.to_string(),
+        outcome.map_err(|error| {
+            Kind::Message {
+                reason: error.to_string(),
+            }
+            .on(rank)
         })?
     }
 }

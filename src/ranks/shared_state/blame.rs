@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::leaders::Leaders;
 use super::{FRESH, PART_BYTES, SharedState, now_ms};
-use crate::error::{Deadline, Error};
+use crate::error::{Deadline, Error, Kind};
 use crate::protocol::waits::{Blame, LastWait, blame};
 use crate::ranks::deadlines::Deadlines;
 
@@ -223,12 +223,14 @@ impl SharedState {
             (Some(wait), false) => format!("{what}, held up by rank {its}, for which {wait}"),
             (None, false) => format!("{what}, held up by rank {its}"),
         };
-        let error = |rank, waiting| Error::Timeout {
-            rank,
-            waiting,
-            what: what.clone(),
-            waited_ms: waited.as_millis() as u64,
-            deadline,
+        let error = |rank, waiting| {
+            Kind::Timeout {
+                waiting,
+                what: what.clone(),
+                waited_ms: waited.as_millis() as u64,
+                deadline,
+            }
+            .on(rank)
         };
         let Some(of) = &self.part_of else {
             return error(culprit.rank, self.rank);
@@ -243,11 +245,10 @@ impl SharedState {
     /// An error of this group whose ranks are those of the job.
     fn with_job_ranks(&self, error: Error) -> Error {
         match self.naming() {
-            Some(naming) => Error::InGroup {
-                group: naming.name.clone().unwrap_or_default(),
-                job_ranks: naming.job_ranks.clone(),
-                error: Box::new(error),
-            },
+            Some(naming) => error.of_group(
+                naming.name.as_deref().unwrap_or_default(),
+                &naming.job_ranks,
+            ),
             None => error,
         }
     }

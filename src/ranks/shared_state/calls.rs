@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::{POSTS, Placed, Places, SharedState};
 use crate::error::call::{self, Place};
-use crate::error::{Error, MadeCall, Result};
+use crate::error::{Error, Kind, MadeCall, Result};
 use crate::protocol::board::Post;
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::Awaited;
@@ -130,14 +130,14 @@ impl SharedState {
         let (other, expected) = right.copied().unwrap_or((0, [0; WORDS]));
         let odd = calls.iter().find(|(_, call)| *call != expected);
         let rank = odd.map_or(0, |(rank, _)| *rank);
-        Error::CallMismatch {
-            rank,
-            theirs: self.call(rank, number).into(),
+        Kind::CallMismatch {
+            theirs: self.call(rank, number),
             other,
-            expected: self.call(other, number).into(),
-            call: self.made_before(number) + 1,
-            refused: self.was_refused(rank, number).map(Box::new),
+            expected: self.call(other, number),
+            number: self.made_before(number) + 1,
+            refused: self.was_refused(rank, number),
         }
+        .on(rank)
     }
 
     /// How many collective calls this rank's program made before its call `number`.
@@ -168,19 +168,15 @@ impl SharedState {
     /// The error, if it tells of calls that differ, with the place of this rank's call.
     pub(super) fn placed(&self, mut error: Error) -> Error {
         let rank = self.job_rank(self.rank);
-        let its = match &mut error {
-            Error::InGroup { error, .. } => &mut **error,
-            error => error,
-        };
-        if let Error::CallMismatch {
-            rank: odd,
+        let odd = error.rank();
+        if let Kind::CallMismatch {
             theirs,
             other,
             expected,
             ..
-        } = its
+        } = error.kind_mut()
         {
-            let calls = [(*odd, theirs), (*other, expected)];
+            let calls = [(odd.unwrap_or(rank), theirs), (*other, expected)];
             let own = calls.into_iter().find(|(of, _)| *of == rank);
             if let Some((_, call)) = own.filter(|(_, call)| call.place.is_none()) {
                 call.place = self.latest_place_of(call);

@@ -82,7 +82,7 @@ impl SharedState {
     pub fn was_refused(&self, rank: usize, number: u64) -> Option<Error> {
         let refusal = self.latest_refusal(rank, number)?;
         // The ranks in its fields are those of the job already.
-        Some(refusal.error.cause().clone())
+        Some(refusal.error.cause())
     }
 
     /// The error of that refusal.

@@ -1,7 +1,7 @@
 //! What ranks see of one another through the block.
 
 use super::*;
-use crate::error::{Deadline, MadeCall};
+use crate::error::{Deadline, Error, Kind, MadeCall, Result};
 use crate::protocol::flag::Awaited;
 use crate::ranks::call::PostedCall;
 use crate::ranks::deadlines::Deadlines;
@@ -32,14 +32,8 @@ fn product(k: usize) -> Agreed {
 fn the_first_failure_is_everybodys() {
     let ranks = ranks(3);
     assert_eq!(ranks[2].fault(), None);
-    let first = Error::RankLost {
-        rank: 0,
-        noticed_by: 1,
-    };
-    let second = Error::RankLost {
-        rank: 1,
-        noticed_by: 2,
-    };
+    let first = Kind::RankLost { noticed_by: 1 }.on(0);
+    let second = Kind::RankLost { noticed_by: 2 }.on(1);
     assert_eq!(ranks[1].fail(first.clone()), first);
     assert_eq!(ranks[2].fail(second), first);
     assert_eq!(ranks[0].fault(), Some(first));
@@ -48,11 +42,13 @@ fn the_first_failure_is_everybodys() {
 #[test]
 fn a_failure_too_long_for_the_block_is_shortened_not_lost() {
     let ranks = ranks(2);
-    ranks[0].fail(Error::OutOfMemory {
-        rank: 0,
-        bytes: 1,
-        reason: "ü".repeat(FAULT_BYTES),
-    });
+    ranks[0].fail(
+        Kind::OutOfMemory {
+            bytes: 1,
+            reason: "ü".repeat(FAULT_BYTES),
+        }
+        .on(0),
+    );
     let seen = ranks[1].fault().unwrap().to_string();
     assert!(seen.contains("has no memory for 1 byte:"), "{seen}");
 }
@@ -60,12 +56,13 @@ fn a_failure_too_long_for_the_block_is_shortened_not_lost() {
 #[test]
 fn a_rank_that_leaves_says_why_if_it_knows() {
     let ranks = ranks(4);
-    let got = Error::Capturing { rank: 0 };
+    let got = Kind::Capturing.on(0);
     ranks[0].note_got(Some(&got));
-    let other = Error::ProgramFailed {
-        rank: 0,
+    let other = Kind::ProgramFailed {
+        function_of: None,
         reason: "no such file".into(),
-    };
+    }
+    .on(0);
     assert_eq!(ranks[0].program_failed(got.to_string()), got);
     assert_eq!(ranks[0].program_failed("no such file".into()), other);
     ranks[0].leave_with_what_it_got();
@@ -102,7 +99,7 @@ fn a_rank_that_hands_its_group_on_has_not_left_when_its_function_ends() {
     });
     assert!(is_quick, "it has nothing more to say");
     // But a failed rank makes no more calls, whoever has the group.
-    let reason = Error::Capturing { rank: 1 };
+    let reason = Kind::Capturing.on(1);
     ranks[1].end(Some(reason.clone()));
     assert_eq!(ranks[0].fault(), Some(reason));
 }
@@ -154,12 +151,11 @@ fn post(shared_state: &SharedState, number: u64, agreed: &Agreed) -> Result<()> 
 
 #[track_caller]
 fn assert_blamed(result: Result<()>, blamed: usize, right: usize) {
-    match result {
-        Err(Error::CallMismatch { rank, other, .. }) => {
-            assert_eq!((rank, other), (blamed, right));
-        }
-        other => panic!("{other:?}"),
-    }
+    let error = result.unwrap_err();
+    let Kind::CallMismatch { other, .. } = error.kind() else {
+        panic!("{error}");
+    };
+    assert_eq!((error.rank(), *other), (Some(blamed), right));
 }
 
 #[test]
@@ -170,14 +166,14 @@ fn the_rank_that_calls_something_else_is_named() {
     post(&ranks[0], 1, &product(64)).unwrap();
     assert_eq!(
         post(&ranks[1], 1, &other),
-        Err(Error::CallMismatch {
-            rank: 1,
-            theirs: as_posted("gather").into(),
+        Err(Kind::CallMismatch {
+            theirs: as_posted("gather"),
             other: 0,
-            expected: as_posted("all_gather_matmul").into(),
-            call: 1,
-            refused: None,
-        })
+            expected: as_posted("all_gather_matmul"),
+            number: 1,
+            refused: None
+        }
+        .on(1))
     );
 }
 
@@ -241,14 +237,14 @@ fn exchanges_and_operations_are_one_sequence() {
     post(&ranks[0], 2, &product(64)).unwrap();
     assert_eq!(
         ranks[1].post_messages(2, &barrier(), None),
-        Err(Error::CallMismatch {
-            rank: 1,
+        Err(Kind::CallMismatch {
             theirs: barrier().into(),
             other: 0,
-            expected: as_posted("all_gather_matmul").into(),
-            call: 2,
-            refused: None,
-        })
+            expected: as_posted("all_gather_matmul"),
+            number: 2,
+            refused: None
+        }
+        .on(1))
     );
     ranks[0].post_messages(3, &barrier(), None).unwrap();
     assert_blamed(
@@ -288,13 +284,15 @@ fn a_refusal_stands_until_its_rank_makes_the_call() {
     // A rank has half of this to make its call after all. That is longer than a busy machine delays this test.
     const TIMEOUT: Duration = Duration::from_secs(1);
     let ranks = ranks(2);
-    let error = |value| Error::Limit {
-        rank: Some(1),
-        call: "matmul".into(),
-        what: "N".into(),
-        value,
-        min: 1,
-        max: 9,
+    let error = |value| {
+        Kind::Limit {
+            what: "N".into(),
+            value,
+            min: 1,
+            max: 9,
+        }
+        .on(1)
+        .in_call("matmul".into())
     };
     post(&ranks[1], 1, &product(64)).unwrap();
     ranks[1].note_refusal(2, &error(10));
@@ -322,7 +320,7 @@ fn what_all_were_refused_counts_for_nobody_who_tries_again() {
     const TIMEOUT: Duration = Duration::from_millis(20);
     const WAITED: Duration = Duration::from_millis(15);
     let ranks = ranks(2);
-    let error = Error::Capturing { rank: 1 };
+    let error = Kind::Capturing.on(1);
     let refuse = |rank: usize, number| ranks[rank].note_refusal(number, &error);
     let standing = |number, waited| {
         std::thread::sleep(TIMEOUT);
@@ -349,7 +347,7 @@ fn what_all_were_refused_counts_for_nobody_who_tries_again() {
 fn a_refusal_is_withdrawn_when_its_rank_prepares_the_call() {
     const WAITED: Duration = Duration::from_secs(1);
     let ranks = ranks(2);
-    let error = Error::Capturing { rank: 1 };
+    let error = Kind::Capturing.on(1);
     let deadlines = Deadlines::new(Duration::ZERO, Some(Duration::ZERO));
     let standing = || ranks[0].standing_refusal(|| Some(1), WAITED, &deadlines);
     ranks[1].note_refusal(1, &error);
@@ -421,12 +419,12 @@ fn what_a_rank_writes_is_seen_on_the_other_host() {
     let mut known = Known::new(&ranks[2]);
     let call = MadeCall::named("barrier");
     assert_eq!(ranks[3].post_messages(1, &call, None), Ok(()));
-    ranks[3].note_refusal(2, &Error::Capturing { rank: 3 });
+    ranks[3].note_refusal(2, &Kind::Capturing.on(3));
     ranks[2].note_wait(1, String::new);
     assert!(!ranks[0].has_begun(3, 1) && ranks[0].was_refused(3, 2).is_none());
     assert_eq!(mirror(&ranks[2], &mut known, &ranks[0]), None);
     assert!(ranks[0].has_begun(3, 1) && !ranks[0].has_begun(2, 1));
-    let refused = Some(Error::Capturing { rank: 3 });
+    let refused = Some(Kind::Capturing.on(3));
     assert_eq!(ranks[0].refusal(3, 2), refused);
     assert_eq!(ranks[0].culprit(2, LONG), 1);
     // A withdrawal is news too.
@@ -461,13 +459,12 @@ fn calls_that_differ_between_hosts_are_seen_when_they_are_mirrored() {
     }
     assert_eq!(mirror(&ranks[2], &mut known, &ranks[0]), Some(1));
     ranks[0].report_odd_one(1);
-    let Some(Error::CallMismatch { rank, theirs, .. }) = ranks[1].fault() else {
-        panic!("{:?}", ranks[1].fault());
+    let error = ranks[1].fault().expect("a mismatch");
+    let Kind::CallMismatch { theirs, .. } = error.kind() else {
+        panic!("{error}");
     };
-    assert_eq!(
-        (rank, theirs.to_string().as_str()),
-        (2, "all_gather_bytes()")
-    );
+    assert_eq!(error.rank(), Some(2));
+    assert_eq!(theirs.to_string(), "all_gather_bytes()");
 }
 
 #[test]
@@ -505,10 +502,7 @@ fn rank_0_s_host_says_which_failure_is_the_first() {
 }
 
 fn lost(rank: usize) -> Error {
-    Error::RankLost {
-        rank,
-        noticed_by: rank,
-    }
+    Kind::RankLost { noticed_by: rank }.on(rank)
 }
 
 /// Rank 2 fails, and then rank 1 of the first host. Returns what rank 2 knows before the hosts hear of each other, what
@@ -536,10 +530,7 @@ fn failures_of_two_hosts() -> [Option<Error>; 4] {
 #[test]
 fn a_host_that_hears_nothing_of_rank_0_s_decides_alone() {
     let ranks = ranks_of_two_hosts();
-    let lost = Error::RankLost {
-        rank: 0,
-        noticed_by: 2,
-    };
+    let lost = Kind::RankLost { noticed_by: 2 }.on(0);
     assert_eq!(ranks[3].fail(lost.clone()), lost);
     assert_eq!(ranks[2].fault(), Some(lost));
     assert_eq!(ranks[0].fault(), None);
@@ -644,13 +635,10 @@ fn waits_are_followed_through_all_groups_of_a_family() {
     // In the whole group, in a part that rank 4 is in, and in one that it is not in.
     for (of, waits_for, waiting) in [(&world[1], 3, 1), (&upper[0], 1, 2), (&data[0], 1, 0)] {
         let error = error(of, waits_for);
-        let Error::Timeout {
-            rank, waiting: by, ..
-        } = error.cause()
-        else {
+        let Kind::Timeout { waiting: by, .. } = error.kind() else {
             panic!("{error}");
         };
-        assert_eq!((*rank, *by), (4, waiting), "{error}");
+        assert_eq!((error.rank(), *by), (Some(4), waiting), "{error}");
         assert!(error.to_string().contains(holds), "{error}");
     }
     let of_data = error(&data[0], 1).to_string();

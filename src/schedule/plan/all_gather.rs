@@ -1,7 +1,6 @@
 //! The planner of gathers, and of products of gathered rows: `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ`.
 
-use crate::error::{Error, of_configuration};
-use crate::refusal::{Refusal, Result};
+use crate::error::{Result, of_configuration};
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config};
 use crate::schedule::layout::{MAX_EXTENT, RowOrder};
@@ -41,20 +40,10 @@ pub(super) fn multiply(problem: &Problem, rank: usize, config: Config) -> Result
     plan(problem, rank, config, Moves::Nothing, true)
 }
 
-/// The product of `matmul`, which `rank` makes alone.
-pub(super) fn multiply_alone(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    let planned = multiply(problem, 0, config);
-    // The schedule has one rank, 0. The error has to name this rank's number in its group.
-    planned.map_err(|refusal| match refusal {
-        Refusal::Failure(Error::OutOfMemory { bytes, reason, .. }) => {
-            Refusal::Failure(Error::OutOfMemory {
-                rank,
-                bytes,
-                reason,
-            })
-        }
-        other => other,
-    })
+/// The product of `matmul`, which a rank makes alone.
+pub(super) fn multiply_alone(problem: &Problem, _rank: usize, config: Config) -> Result<Schedule> {
+    // The schedule has one rank, 0.
+    multiply(problem, 0, config)
 }
 
 /// Copies the other ranks' rows without synchronisation.
@@ -94,7 +83,7 @@ fn plan(
     let (mut arrivals, mut departures) = transfers(problem, &config, moves, rank);
     let product = multiplies.then(|| product(problem, &widths, config, deferred(&arrivals)));
     let tiles = match &product {
-        Some(product) => tile_order::tiles(rank, product, A, &arrivals)?,
+        Some(product) => tile_order::tiles(product, A, &arrivals)?,
         None => Vec::new(),
     };
     if let Some((_, columns)) = problem.beside {

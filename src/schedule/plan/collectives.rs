@@ -11,8 +11,7 @@ mod sums;
 
 use std::ops::Range;
 
-use crate::error::of_configuration;
-use crate::refusal::Result;
+use crate::error::{Result, of_configuration};
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config, TileShape};
 use crate::schedule::layout::{MAX_EXTENT, MAX_WORLD, chunk_rows};
@@ -43,7 +42,7 @@ pub const fn stored() -> Config {
 /// Over several hosts, addends are added within a host first, as those of products.
 ///
 /// # Errors
-/// `Refusal::Limit` if N or a field of the configuration is out of bounds.
+/// `Kind::Limit` if N or a field of the configuration is out of bounds.
 pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     CollectivePlan::new(problem, rank, config)?.sums(Blocks::Had, SumPlace::Own)
 }

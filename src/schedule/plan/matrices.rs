@@ -1,7 +1,7 @@
 //! The numbers of the matrices in all schedules. A call binds memory to those that it has.
 
+use crate::Result;
 use crate::element::DType;
-use crate::refusal::Result;
 use crate::schedule::{MAX_WEIGHTS, MatrixSpec, Product, ScaleMatrix, Sum};
 
 /// The rows that are gathered, multiplied or sent.
@@ -52,7 +52,7 @@ pub(super) fn specify_scales(matrices: &mut [MatrixSpec], product: &Product) {
 /// Specifies the scales of a sum of `n` columns, if it is quantised, so that a call can bind them.
 ///
 /// # Errors
-/// `Refusal::Unsupported` if the output cannot be quantised like this.
+/// `Kind::Unsupported` if the output cannot be quantised like this.
 pub(super) fn specify_output_scales(
     matrices: &mut [MatrixSpec],
     sum: &Sum,

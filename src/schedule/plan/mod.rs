@@ -18,15 +18,15 @@ use super::limits::require;
 pub use all_gather::over_hosts;
 
 use super::{Config, Operation, Problem, Schedule};
-use crate::refusal::Result;
+use crate::Result;
 
 /// Makes the schedule of `rank` for `problem`, cut up as `config` says.
 ///
 /// It is a pure function. Each rank plans for itself.
 ///
 /// # Errors
-/// `Refusal::Limit` if an extent or a field of the configuration is out of bounds, or if a
-/// schedule cannot have so many transfers, blocks or tiles. [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+/// `Kind::Limit` if an extent or a field of the configuration is out of bounds, or if a
+/// schedule cannot have so many transfers, blocks or tiles. [`Kind::OutOfMemory`](crate::error::Kind::OutOfMemory).
 pub fn plan(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let planner = match problem.operation {
         Operation::AllGatherMatmul => all_gather::gather_and_multiply,

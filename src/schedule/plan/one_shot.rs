@@ -8,7 +8,7 @@
 use std::ops::Range;
 
 use super::pieces::{SumOwners, SumPlan};
-use crate::refusal::Result;
+use crate::Result;
 use crate::route::Route;
 use crate::schedule::layout::chunk_rows;
 use crate::schedule::plan::chunks::{Part, stored_parts, straight_transfer};
@@ -138,7 +138,7 @@ fn product(planner: &SumPlan) -> Result<(Product, Vec<Tile>)> {
         }
     });
     let product = planner.product(A, blocks.collect());
-    let tiles = tile_order::walk(planner.rank, &product, &tile_rows)?;
+    let tiles = tile_order::walk(&product, &tile_rows)?;
     Ok((product, tiles))
 }
 

@@ -11,7 +11,7 @@ pub use super::pieces::agree;
 use super::one_shot::one_shot;
 use super::pieces::{SumOwners, SumPlan};
 use super::sums_over_hosts;
-use crate::refusal::Result;
+use crate::Result;
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config};
 use crate::schedule::plan::matrices::{A, PARTIALS};
@@ -32,7 +32,7 @@ use crate::schedule::{Addend, Operation, OutputBlock, Problem, Reduction, Schedu
 /// partials of its own rows.
 ///
 /// # Errors
-/// `Refusal::Limit` if N or a field of the configuration is out of bounds, or if there are too
+/// `Kind::Limit` if N or a field of the configuration is out of bounds, or if there are too
 /// many tiles or blocks.
 pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let planner = SumPlan::new(problem, rank, config, SumOwners::Own)?;
@@ -129,7 +129,7 @@ fn multiply_and_reduce(planner: &SumPlan) -> Result<Schedule> {
     arrivals.sort_by_key(|&(block, step, _)| (block, step));
     let arrivals = arrivals.into_iter().map(|(_, _, transfer)| transfer);
     let product = planner.product(A, blocks);
-    let tiles = tile_order::walk(rank, &product, &rows)?;
+    let tiles = tile_order::walk(&product, &rows)?;
     let product = Some((product, tiles));
     Schedule::new(planner.parts(true, arrivals.collect(), departures, product, None))
 }
@@ -165,7 +165,7 @@ pub(super) fn multiply(problem: &Problem, rank: usize, config: Config) -> Result
             sum,
         }],
     );
-    let tiles = tile_order::walk(rank, &product, &rows)?;
+    let tiles = tile_order::walk(&product, &rows)?;
     Schedule::new(planner.parts(false, Vec::new(), Vec::new(), Some((product, tiles)), None))
 }
 

@@ -4,8 +4,7 @@ use std::ops::Range;
 
 use smallvec::smallvec;
 
-use crate::error::of_configuration;
-use crate::refusal::Result;
+use crate::error::{Result, of_configuration};
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config, TileShape};
 use crate::schedule::layout::{MAX_EXTENT, chunk_rows};

@@ -1,6 +1,6 @@
 //! The planner of `quantize`: a sum of one addend, which is stored with its scales.
 
-use crate::refusal::Result;
+use crate::Result;
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::{self, A, OUT, OUT_SCALES};
@@ -12,7 +12,7 @@ use crate::schedule::{
 /// Quantises the rows of a matrix. One rank does so alone.
 ///
 /// # Errors
-/// `Refusal::Limit` if N is out of bounds. `Refusal::Unsupported` if values of this type cannot be quantised.
+/// `Kind::Limit` if N is out of bounds. `Kind::Unsupported` if values of this type cannot be quantised.
 pub(super) fn quantize(problem: &Problem, _rank: usize, config: Config) -> Result<Schedule> {
     let (m, n) = (problem.layout.m(), problem.n);
     let DTypes {

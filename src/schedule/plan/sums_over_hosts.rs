@@ -6,7 +6,7 @@ use super::chunks::most_on_rails;
 use super::host_sums::{Source, SumsOverHosts};
 use super::pieces::{SumPlan, chunk_rows_of_block};
 use super::ways::{Way, Ways, cut_for_rail};
-use crate::refusal::Result;
+use crate::Result;
 use crate::route::Route;
 use crate::schedule::limits::require;
 use crate::schedule::plan::matrices::A;
@@ -21,7 +21,7 @@ use crate::schedule::{Addend, Config, OutputBlock, Parts, Schedule, Sum, Transfe
 /// only the rank that has made a sum knows when.)
 ///
 /// # Errors
-/// As the planner's within one host; `Refusal::Unsupported` if partials are stored.
+/// As the planner's within one host; `Kind::Unsupported` if partials are stored.
 pub(super) fn reduce_scatter(planner: &SumPlan) -> Result<Schedule> {
     check_route(&planner.config)?;
     match planner.config.route {
@@ -31,7 +31,7 @@ pub(super) fn reduce_scatter(planner: &SumPlan) -> Result<Schedule> {
 }
 
 /// # Errors
-/// `Refusal::Unsupported` if partials are stored.
+/// `Kind::Unsupported` if partials are stored.
 pub(super) fn check_route(config: &Config) -> Result<()> {
     let what = "over several hosts Config::route of a sum must be Route::Push or Route::Pull";
     require(what, matches!(config.route, Route::Push | Route::Pull))
@@ -67,7 +67,7 @@ fn multiply_and_reduce(planner: &SumPlan) -> Result<Schedule> {
         });
     }
     let product = planner.product(A, blocks);
-    let tiles = tile_order::walk(rank, &product, &rows)?;
+    let tiles = tile_order::walk(&product, &rows)?;
     let transfers = |all: Vec<Way>| -> Vec<Transfer> {
         let all = all.into_iter();
         all.map(|way| transfer(planner, &ways, way, &incoming[way.to]))

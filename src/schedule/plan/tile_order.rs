@@ -1,7 +1,6 @@
 //! The order of the tiles, and of the ranks.
 
-use crate::error::Error;
-use crate::refusal::Result;
+use crate::error::{Error, Result};
 use crate::schedule::{Config, Problem, Product, Route, Tile, Transfer};
 
 /// About how many bytes a product's tiles take, for checks of memory before planning.
@@ -30,20 +29,15 @@ pub fn bytes(problem: &Problem, config: &Config) -> usize {
 /// `matrix` is the matrix whose rows arrive. Its chunk flags are numbered in the order of rows.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] of `rank`.
-pub fn tiles(
-    rank: usize,
-    product: &Product,
-    matrix: usize,
-    arrivals: &[Transfer],
-) -> Result<Vec<Tile>> {
+/// [`Kind::OutOfMemory`](crate::error::Kind::OutOfMemory).
+pub fn tiles(product: &Product, matrix: usize, arrivals: &[Transfer]) -> Result<Vec<Tile>> {
     let mut rows = tile_rows(product, matrix, arrivals);
     let n = product.weights.iter().map(|weight| weight.n).sum();
     match reads_once(&product.config, [product.m, n, product.k]) {
         true => rows.iter_mut().for_each(|row| row.ready = 0),
         false => rows.sort_by_key(|row| row.ready),
     }
-    walk(rank, product, &rows)
+    walk(product, &rows)
 }
 
 /// True if all rows of a column of tiles should come before the next column, in a product of M, N and K.
@@ -61,8 +55,8 @@ pub fn reads_once(config: &Config, [m, n, k]: [usize; 3]) -> bool {
 /// it.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] of `rank`.
-pub fn walk(rank: usize, product: &Product, rows: &[TileRow]) -> Result<Vec<Tile>> {
+/// [`Kind::OutOfMemory`](crate::error::Kind::OutOfMemory).
+pub fn walk(product: &Product, rows: &[TileRow]) -> Result<Vec<Tile>> {
     let config = &product.config;
     let count = |weight: usize| product.weights[weight].n.div_ceil(product.tile_columns()) as u32;
     let columns = || {
@@ -72,8 +66,8 @@ pub fn walk(rank: usize, product: &Product, rows: &[TileRow]) -> Result<Vec<Tile
     let count = rows.len() * columns().count();
     let mut tiles = Vec::new();
     if tiles.try_reserve_exact(count).is_err() {
-        let refused = Error::out_of_memory(rank, count * size_of::<Tile>());
-        return Err(refused(rustix::io::Errno::NOMEM.into()).into());
+        let refused = Error::out_of_memory(None, count * size_of::<Tile>());
+        return Err(refused(rustix::io::Errno::NOMEM.into()));
     }
     let panel = |row: &TileRow| (row.ready, row.first.m as usize / config.tile.group_m);
     for rows in rows.chunk_by(|x, y| panel(x) == panel(y)) {

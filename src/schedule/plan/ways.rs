@@ -1,4 +1,4 @@
-//! The ways of partials that are added over the ranks of several hosts.
+//! Routes of partial sums across hosts.
 //!
 //! A partial of a peer's rows goes to the peer if that is of the same host. Otherwise it goes to the **gateway**, the
 //! rank of the own host that has the peer's place. The gateway adds up the partials of its host, and sends their sum

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use bytemuck::Pod;
+use gemmesh::error::Kind;
 use gemmesh::trace::{Span, Work};
 use gemmesh::{
     Block, Error, F8E4M3, F8E5M2, Float, Group, Host, Matrix, ProduceAndAllToAll,
@@ -11,6 +12,7 @@ use gemmesh::{
 };
 use rand::RngExt;
 
+use crate::support::errors::{assert_call_in_callback, parts, parts_of};
 use crate::support::numbers::{nan, normal, rng};
 use crate::support::processes::Rank;
 use crate::support::shared::pipelines::{TICK, assert_in_turn, called};
@@ -430,12 +432,12 @@ pub fn an_error_of_a_producer_is_every_ranks<B: Produces>(test: &str) {
         })
     });
     let outcomes = ranks.outcomes();
-    let expected = Error::Callback {
-        rank: 1,
-        call: "produce_and_reduce_scatter".into(),
+    let expected = Kind::ProgramFailed {
+        function_of: Some("produce_and_reduce_scatter".into()),
         reason: "no second block".into(),
-    };
-    assert_eq!(*same_error(&outcomes), expected);
+    }
+    .on(1);
+    assert_eq!(same_error(&outcomes), expected);
 }
 
 /// A panic of the function that rank 0 gives goes on there, and ends the group on every rank.
@@ -457,8 +459,8 @@ pub fn a_panic_of_a_producer_ends_the_group<B: Produces>(test: &str) {
     });
     let outcomes = ranks.outcomes();
     let message = Some("planted".into());
-    let expected = Error::RankPanicked { rank: 0, message };
-    assert_eq!(*same_error(&outcomes), expected);
+    let expected = Kind::RankPanicked { message }.on(0);
+    assert_eq!(same_error(&outcomes), expected);
 }
 
 /// A function that does not return is named by its rank, at the deadline: the others wait for what it makes.
@@ -478,14 +480,14 @@ pub fn a_producer_that_takes_too_long_is_named<B: Produces>(test: &str) {
         })
     });
     for outcome in ranks.outcomes() {
-        match outcome.error().cause() {
-            Error::Timeout { rank: 1, what, .. } => {
+        match parts(outcome.error()) {
+            (Some(1), Kind::Timeout { what, .. }) => {
                 // Whoever is the first to say so.
                 let of_call = what.contains("produce_and_all_to_all");
                 let of_function = what.contains("its caller's function has not returned");
                 assert!(of_call || of_function, "{what}");
             }
-            other => panic!("{other}"),
+            other => panic!("{other:?}"),
         }
     }
 }
@@ -504,12 +506,9 @@ pub fn producers_of_other_blocks_are_a_mismatch<B: Produces>(test: &str) {
     let outcomes = ranks.outcomes();
     let error = same_error(&outcomes);
     let call = "produce_and_reduce_scatter(M = 30, N = 8, f32)";
-    assert_call_mismatch(error, 2, call, call);
+    assert_call_mismatch(&error, 2, call, call);
     let words = error.to_string();
-    assert!(
-        words.contains("chunks = 3 on rank 2, chunks = 1 on rank 0"),
-        "{words}"
-    );
+    assert!(words.contains("with chunks = 3, and rank 0"), "{words}");
 }
 
 /// What does not fit is refused by name before anything is done, and the group goes on.
@@ -526,8 +525,8 @@ pub fn what_cannot_be_exchanged_is_refused<B: Produces>(test: &str) {
         let input = group.zeros::<bf16>(8, 8)?;
         let mut long = group.zeros::<bf16>(5, 8)?;
         let mut foreign = other.zeros::<bf16>(4, 8)?;
-        let shape = |result: Result<(), Error>| match result.as_ref().map_err(Error::cause) {
-            Err(Error::Shape { .. }) => {}
+        let shape = |result: Result<(), Error>| match parts_of(&result) {
+            Some((_, Kind::Shape { .. })) => {}
             other => panic!("{other:?}"),
         };
         shape(reduce_scatter(&input, &mut long));
@@ -536,8 +535,8 @@ pub fn what_cannot_be_exchanged_is_refused<B: Produces>(test: &str) {
         shape(produce_and_reduce_scatter(8, &mut long, |_| Ok(())));
         let split = ProduceAndReduceScatter::new().rows(&[3, 5]);
         shape(split.run_into(&mut sharded, |_| Ok(())));
-        let limit = |result: Result<(), Error>| match result.as_ref().map_err(Error::cause) {
-            Err(Error::Limit { .. }) => {}
+        let limit = |result: Result<(), Error>| match parts_of(&result) {
+            Some((_, Kind::Limit { .. })) => {}
             other => panic!("{other:?}"),
         };
         limit(broadcast(&mut sharded, 2));
@@ -545,18 +544,19 @@ pub fn what_cannot_be_exchanged_is_refused<B: Produces>(test: &str) {
         limit(none.run_into(&mut sharded, |_| Ok(())));
         let many = ProduceAndAllToAll::new().chunks(65);
         limit(many.run(&mut sharded, |_| Ok(())));
-        match reduce_scatter(&input, &mut foreign)
-            .as_ref()
-            .map_err(Error::cause)
-        {
-            Err(Error::ForeignArgument { .. }) => {}
+        match parts_of(
+            &reduce_scatter(&input, &mut foreign)
+                .as_ref()
+                .map_err(Error::cause),
+        ) {
+            Some((_, Kind::Unsuitable { .. })) => {}
             other => panic!("{other:?}"),
         }
         let mut refused = 0;
         produce_and_all_to_all(&mut sharded, |_| {
             let result = group.synchronize();
             let error = result.expect_err("it would wait for itself");
-            assert_eq!(*error.cause(), Error::CallInCallback { rank: rank.rank });
+            assert_call_in_callback(&error, rank.rank);
             refused += 1;
             Ok(())
         })?;

@@ -2,12 +2,14 @@
 
 use std::time::{Duration, Instant};
 
+use gemmesh::error::Kind;
 use gemmesh::{
     AllGatherAndConsume, AllGatherMatmul, Error, Group, Route, all_gather_and_consume, bf16,
     produce_and_all_to_all, produce_and_reduce_scatter,
 };
 use rustix::process::Signal;
 
+use crate::support::errors::parts;
 use crate::support::forks::{assert_right, end, fork, is_refused};
 use crate::support::patience::{again_if_busy, stretched};
 use crate::support::processes::{Processes, Rank};
@@ -61,7 +63,7 @@ pub fn assert_lost<B: Tested>(ranks: Processes, world: usize, victim: usize, sin
             continue;
         }
         assert!(
-            matches!(outcome.error(), Error::RankLost { rank, .. } if *rank == victim),
+            matches!((outcome.error().rank(), outcome.error().kind()), (Some(rank), Kind::RankLost { .. }) if rank == victim),
             "{}",
             outcome.error()
         );
@@ -178,15 +180,15 @@ fn assert_stopped_rank_named<B: Tested>(mut ranks: Processes, victim: usize, sin
 /// That a rank gave up at its timeout.
 #[track_caller]
 pub fn assert_waited<B: Tested>(error: &Error) {
-    match error.cause() {
-        Error::Timeout { waited_ms, .. } | Error::RanksMissing { waited_ms, .. } => {
+    match parts(error) {
+        (_, Kind::Timeout { waited_ms, .. }) | (_, Kind::RanksMissing { waited_ms, .. }) => {
             let waited = Duration::from_millis(*waited_ms);
             assert!(
                 B::WAITED.start <= waited && waited < stretched(B::WAITED.end),
                 "{waited:?}"
             );
         }
-        other => panic!("{other}"),
+        other => panic!("{other:?}"),
     }
 }
 
@@ -352,7 +354,7 @@ pub fn call_no_function_after_a_failure<B: Tested>(
                 assert_eq!(calls, phase + 1, "called after the failure");
                 rank.say("here");
                 // It is refused as a call of its own group, or because that has failed.
-                while !matches!(group.synchronize(), Err(Error::Poisoned { .. })) {
+                while !(group.synchronize()).is_err_and(|error| error.has_ended_group()) {
                     std::thread::sleep(Duration::from_millis(1));
                 }
             });
@@ -400,7 +402,7 @@ pub fn wait_for_another_thread<B: Tested>(test: &str, operation: CallsBack<B>, p
                 Ok(()) => {
                     for error in &given_up {
                         let is_right = |its, call: &str| its == rank.rank && NAMES.contains(&call);
-                        let right = matches!(error, Error::Busy { rank, call, .. } if is_right(*rank, call));
+                        let right = matches!((error.rank(), error.kind()), (Some(rank), Kind::Busy { call, .. }) if is_right(rank, call));
                         assert!(right, "{error}");
                     }
                     arguments.verify(&group)?;
@@ -481,7 +483,7 @@ fn told_at_once<B: Tested>(
         for outcome in ranks.outcomes() {
             if outcome.rank != 1 {
                 let error = outcome.error().cause();
-                assert!(expected(error), "rank {}: {error}", outcome.rank);
+                assert!(expected(&error), "rank {}: {error}", outcome.rank);
             }
         }
     });
@@ -499,7 +501,12 @@ pub fn leave<B: Tested>(test: &str, route: Route) {
             drop((arguments, group));
             Ok("left".into())
         },
-        |error| matches!(error, Error::RankLeft { rank: 1, .. }),
+        |error| {
+            matches!(
+                (error.rank(), error.kind()),
+                (Some(1), Kind::RankLeft { .. })
+            )
+        },
     );
 }
 
@@ -516,7 +523,12 @@ pub fn panic<B: Tested>(test: &str, route: Route) {
             assert!(caught.is_err());
             Ok("caught".into())
         },
-        |error| matches!(error, Error::RankPanicked { rank: 1, .. }),
+        |error| {
+            matches!(
+                (error.rank(), error.kind()),
+                (Some(1), Kind::RankPanicked { .. })
+            )
+        },
     );
 }
 
@@ -526,7 +538,12 @@ pub fn barrier<B: Tested>(test: &str, route: Route) {
         test,
         route,
         |_, group, _arguments| poisoned(&group, group.barrier()),
-        |error| matches!(error, Error::CallMismatch { rank: 1, .. }),
+        |error| {
+            matches!(
+                (error.rank(), error.kind()),
+                (Some(1), Kind::CallMismatch { .. })
+            )
+        },
     );
 }
 
@@ -541,7 +558,10 @@ pub fn wrong_argument<B: Tested>(test: &str, route: Route) {
             let mut out = group.zeros::<bf16>(m, n)?;
             let prepared = arguments.prepare(route)?;
             let error = prepared.run(&arguments.a, &wrong, &mut out).unwrap_err();
-            assert!(matches!(error, Error::Shape { rank: 1, .. }), "{error}");
+            assert!(
+                matches!((error.rank(), error.kind()), (Some(1), Kind::Shape { .. })),
+                "{error}"
+            );
             // It does not leave before they are told.
             let begin = Instant::now();
             while group.synchronize().is_ok() {
@@ -550,7 +570,7 @@ pub fn wrong_argument<B: Tested>(test: &str, route: Route) {
             }
             Ok("refused".into())
         },
-        |error| matches!(error, Error::Shape { rank: 1, argument, .. } if argument.contains("b [N, K]")),
+        |error| matches!((error.rank(), error.kind()), (Some(1), Kind::Shape { argument, .. }) if argument.contains("b [N, K]")),
     );
 }
 

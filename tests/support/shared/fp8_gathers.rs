@@ -1,10 +1,12 @@
 //! Gathers of fp8 with their scales: gates, several weights, stages, and M that changes.
 
+use gemmesh::error::Kind;
 use gemmesh::{
     Activation, AllGatherMatmul, Error, F8E4M3, F8E5M2, Group, Matmul, Matrix, Number, Outputs,
     Scales, ShardedMatrix, ShardedScales, Value, Weights, bf16,
 };
 
+use crate::support::errors::parts_of;
 use crate::support::numbers::{nan, normal};
 use crate::support::tested::{Tested, all_done, connect, ranks};
 
@@ -200,8 +202,8 @@ pub fn scales_have_as_many_rows_as_their_operand<B: Tested>(test: &str) {
 fn refused<B: Tested>(group: &Group<B>, rows: &Rows<B>, words: &str) -> Result<(), Error> {
     let [m, _] = rows.values.shape();
     let (layer, mut out) = (Layer::new(group, &[16], 0)?, outputs(group, m, &[16])?);
-    match AllGatherMatmul::new().run(rows.sharded(), layer.weights(), views(&mut out)) {
-        Err(Error::Shape { argument, .. }) => assert_eq!(argument, words),
+    match parts_of(&AllGatherMatmul::new().run(rows.sharded(), layer.weights(), views(&mut out))) {
+        Some((_, Kind::Shape { argument, .. })) => assert_eq!(argument, words),
         other => panic!("{other:?}"),
     }
     Ok(())

@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
-use gemmesh::{Deadline, Error, Group, Route};
+use gemmesh::error::{Deadline, Kind};
+use gemmesh::{Error, Group, Route};
 use rustix::process::Signal;
 
+use crate::support::errors::parts;
 use crate::support::patience::again_if_busy;
 use crate::support::processes::Rank;
 use crate::support::products::Arguments;
@@ -76,11 +78,11 @@ pub fn stay_in_a_call_that_all_have_begun<B: Tested>(test: &str) {
                 outcome.assert_killed();
                 continue;
             }
-            match outcome.error().cause() {
-                Error::Timeout { rank, deadline, .. } => {
-                    assert_eq!((*rank, *deadline), (1, Deadline::Call));
+            match parts(outcome.error()) {
+                (Some(rank), Kind::Timeout { deadline, .. }) => {
+                    assert_eq!((rank, *deadline), (1, Deadline::Call));
                 }
-                other => panic!("{other}"),
+                other => panic!("{other:?}"),
             }
         }
     });

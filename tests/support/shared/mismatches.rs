@@ -23,7 +23,7 @@ pub fn differ<B: Tested>(test: &str, odd: usize, its: (Call<B>, &str), others: (
         assert!(took < B::before_timeout(B::NOTICED), "{took:?}");
         poisoned(&group, result)
     });
-    assert_call_mismatch(same_error(&ranks.outcomes()), odd, its.1, others.1);
+    assert_call_mismatch(&same_error(&ranks.outcomes()), odd, its.1, others.1);
 }
 
 #[track_caller]

@@ -4,12 +4,14 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Duration;
 
+use gemmesh::error::Kind;
 use gemmesh::trace::{Lane, Span, Trace, Work};
 use gemmesh::{
     AllGatherAndConsume, AllGatherMatmul, Chunk, Error, Group, MatmulReduceScatter, Matrix,
     all_gather_and_consume, all_gather_matmul, bf16,
 };
 
+use crate::support::errors::{assert_call_in_callback, parts};
 use crate::support::numbers::{bits, nan, normal};
 use crate::support::processes::Rank;
 use crate::support::tested::{
@@ -191,7 +193,7 @@ pub fn two_matrices_are_consumed_together<B: Consumes>(test: &str) {
         let other = group.sharded_rows::<bf16>(&[1, 2, 3], 8)?;
         let result = AllGatherAndConsume::new().run_with(&a, &other, |_, _| Ok(()));
         let error = result.expect_err("they are split otherwise");
-        assert!(matches!(error.cause(), Error::Shape { .. }), "{error}");
+        assert!(matches!(error.kind(), Kind::Shape { .. }), "{error}");
         group.barrier()?;
         Ok("30 times".into())
     }));
@@ -251,12 +253,12 @@ pub fn an_error_of_a_consumer_is_every_ranks<B: Consumes>(test: &str) {
     });
     let outcomes = ranks.outcomes();
     let error = same_error(&outcomes);
-    let expected = Error::Callback {
-        rank: 1,
-        call: "all_gather_and_consume".into(),
+    let expected = Kind::ProgramFailed {
+        function_of: Some("all_gather_and_consume".into()),
         reason: "no room for the second chunk".into(),
-    };
-    assert_eq!(*error, expected);
+    }
+    .on(1);
+    assert_eq!(error, expected);
 }
 
 /// A panic of the function that rank 0 gives goes on there, and ends the group on every rank.
@@ -277,8 +279,8 @@ pub fn a_panic_of_a_consumer_ends_the_group<B: Consumes>(test: &str) {
     });
     let outcomes = ranks.outcomes();
     let message = Some("planted".into());
-    let expected = Error::RankPanicked { rank: 0, message };
-    assert_eq!(*same_error(&outcomes), expected);
+    let expected = Kind::RankPanicked { message }.on(0);
+    assert_eq!(same_error(&outcomes), expected);
 }
 
 /// Calls of the same group that the function makes are refused, for they would wait for it; those of another are not.
@@ -310,7 +312,7 @@ pub fn a_consumer_makes_no_calls_of_its_group<B: Consumes>(test: &str) {
                     b.to_vec().map(drop),
                 ] {
                     let error = result.expect_err("it would wait for itself");
-                    assert_eq!(*error.cause(), Error::CallInCallback { rank: rank.rank });
+                    assert_call_in_callback(&error, rank.rank);
                     refused += 1;
                 }
                 // Longer than a refused call's rank has to make it after all: nobody waits for these.
@@ -346,7 +348,7 @@ pub fn a_consumer_beside_a_product_is_a_mismatch<B: Consumes>(test: &str) {
     let outcomes = ranks.outcomes();
     let details = "M = 30, K = 8, bf16, the 1st sharded matrix of the group";
     assert_call_mismatch(
-        same_error(&outcomes),
+        &same_error(&outcomes),
         2,
         &format!("all_gather_matmul({details})"),
         &format!("all_gather_and_consume({details})"),
@@ -370,11 +372,11 @@ pub fn a_consumer_that_takes_too_long_is_named<B: Consumes>(test: &str) {
         })
     });
     for outcome in ranks.outcomes() {
-        match outcome.error().cause() {
-            Error::Timeout { rank: 1, what, .. } => {
+        match parts(outcome.error()) {
+            (Some(1), Kind::Timeout { what, .. }) => {
                 assert!(what.contains("all_gather_and_consume"), "{what}");
             }
-            other => panic!("{other}"),
+            other => panic!("{other:?}"),
         }
     }
 }

@@ -1,10 +1,12 @@
 //! Quantising: bits of plain loops, and errors that say what is wrong.
 
+use gemmesh::error::Kind;
 use gemmesh::{
     AllGatherMatmul, Error, F8E4M3, Float, Group, Matmul, Matrix, Number, Quantization, Quantize,
     Quantized, Scales, ShardedScales, bf16, f16, quantize,
 };
 
+use crate::support::errors::parts_of;
 use crate::support::numbers::{nan, normal};
 use crate::support::tested::{Tested, all_done, connect, ranks};
 
@@ -16,12 +18,12 @@ const BEFORE: usize = 16;
 /// How an output is quantised.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rule {
-    pub kind: Kind,
+    pub scheme: Scheme,
     pub power_of_two: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Kind {
+pub enum Scheme {
     Blocks,
     /// Of which the first begins so many columns before the first column.
     BlocksFrom(usize),
@@ -32,38 +34,41 @@ pub enum Kind {
 
 impl Rule {
     pub const ALL: [Rule; 5] = [
-        Rule::new(Kind::Blocks, false),
-        Rule::new(Kind::Blocks, true),
-        Rule::new(Kind::Transposed, false),
-        Rule::new(Kind::Transposed, true),
-        Rule::new(Kind::Given(0.0123), false),
+        Rule::new(Scheme::Blocks, false),
+        Rule::new(Scheme::Blocks, true),
+        Rule::new(Scheme::Transposed, false),
+        Rule::new(Scheme::Transposed, true),
+        Rule::new(Scheme::Given(0.0123), false),
     ];
 
     /// Rules for outputs that begin inside a block.
     pub const INSIDE: [Rule; 3] = [
-        Rule::new(Kind::BlocksFrom(16), false),
-        Rule::new(Kind::BlocksFrom(64), true),
-        Rule::new(Kind::BlocksFrom(112), false),
+        Rule::new(Scheme::BlocksFrom(16), false),
+        Rule::new(Scheme::BlocksFrom(64), true),
+        Rule::new(Scheme::BlocksFrom(112), false),
     ];
 
     /// How many columns the first block begins before the first column.
     fn first_column(self) -> usize {
-        match self.kind {
-            Kind::BlocksFrom(first) => first,
+        match self.scheme {
+            Scheme::BlocksFrom(first) => first,
             _ => 0,
         }
     }
 
-    const fn new(kind: Kind, power_of_two: bool) -> Rule {
-        Rule { kind, power_of_two }
+    const fn new(scheme: Scheme, power_of_two: bool) -> Rule {
+        Rule {
+            scheme,
+            power_of_two,
+        }
     }
 
     pub fn quantization(self) -> Quantization {
-        let quantization = match self.kind {
-            Kind::Blocks => Quantization::blocks(),
-            Kind::BlocksFrom(first) => Quantization::blocks().first_column(first),
-            Kind::Transposed => Quantization::transposed_blocks(),
-            Kind::Given(_) => Quantization::tensor(),
+        let quantization = match self.scheme {
+            Scheme::Blocks => Quantization::blocks(),
+            Scheme::BlocksFrom(first) => Quantization::blocks().first_column(first),
+            Scheme::Transposed => Quantization::transposed_blocks(),
+            Scheme::Given(_) => Quantization::tensor(),
         };
         match self.power_of_two {
             true => quantization.power_of_two(),
@@ -78,20 +83,20 @@ impl Rule {
         [m, n]: [usize; 2],
     ) -> Result<Matrix<B, f32>, Error> {
         let blocks = (self.first_column() + n).div_ceil(BLOCK);
-        let ([rows, columns], value) = match self.kind {
-            Kind::Blocks | Kind::BlocksFrom(_) => ([m, blocks], f32::NAN),
-            Kind::Transposed => ([blocks, m], f32::NAN),
-            Kind::Given(scale) => ([1, 1], scale),
+        let ([rows, columns], value) = match self.scheme {
+            Scheme::Blocks | Scheme::BlocksFrom(_) => ([m, blocks], f32::NAN),
+            Scheme::Transposed => ([blocks, m], f32::NAN),
+            Scheme::Given(scale) => ([1, 1], scale),
         };
         group.upload(&vec![value; rows * columns], rows, columns)
     }
 
     pub fn by<B: Tested>(self, scales: &mut Matrix<B, f32>) -> Quantized<'_, B> {
-        let quantized = match self.kind {
-            Kind::Blocks => Quantized::blocks(scales),
-            Kind::BlocksFrom(first) => Quantized::blocks(scales).first_column(first),
-            Kind::Transposed => Quantized::transposed_blocks(scales),
-            Kind::Given(_) => Quantized::tensor(&*scales),
+        let quantized = match self.scheme {
+            Scheme::Blocks => Quantized::blocks(scales),
+            Scheme::BlocksFrom(first) => Quantized::blocks(scales).first_column(first),
+            Scheme::Transposed => Quantized::transposed_blocks(scales),
+            Scheme::Given(_) => Quantized::tensor(&*scales),
         };
         match self.power_of_two {
             true => quantized.power_of_two(),
@@ -107,8 +112,8 @@ impl Rule {
             let short = (BLOCK - self.first_column()).min(n);
             let (first, others) = row.split_at(short);
             for block in [first].into_iter().chain(others.chunks(BLOCK)) {
-                let scale = match self.kind {
-                    Kind::Given(scale) => scale,
+                let scale = match self.scheme {
+                    Scheme::Given(scale) => scale,
                     _ => self.scale_of(block),
                 };
                 scales.push(scale);
@@ -118,12 +123,12 @@ impl Rule {
         }
         let rows = values.len() / n;
         let blocks = scales.len() / rows;
-        let scales = match self.kind {
-            Kind::Blocks | Kind::BlocksFrom(_) => scales,
-            Kind::Transposed => (0..blocks * rows)
+        let scales = match self.scheme {
+            Scheme::Blocks | Scheme::BlocksFrom(_) => scales,
+            Scheme::Transposed => (0..blocks * rows)
                 .map(|index| scales[index % rows * blocks + index / rows])
                 .collect(),
-            Kind::Given(scale) => vec![scale],
+            Scheme::Given(scale) => vec![scale],
         };
         (all, scales)
     }
@@ -253,7 +258,7 @@ pub fn every_kind_of_number_is_quantised<B: Tested>(test: &str) {
             }
             verify::<B, f32>(group, rule, &blocks.concat(), blocks.len() * BLOCK)?;
         }
-        let given = |scale| Rule::new(Kind::Given(scale), false);
+        let given = |scale| Rule::new(Scheme::Given(scale), false);
         for scale in [1.0, 1e-3, 1e30, 0.0, f32::INFINITY, f32::NAN] {
             verify::<B, f32>(group, given(scale), &special, special.len())?;
         }
@@ -305,16 +310,16 @@ pub fn prepared_calls_quantise_as_they_were_prepared<B: Tested>(test: &str) {
             let prepared = operation.prepare(group, [m, n])?;
             for other in Rule::ALL {
                 let mut scales = other.scales(group, [m, n])?;
-                match prepared.run(&x, &mut out, other.by(&mut scales)) {
-                    Ok(()) => {
+                match parts_of(&prepared.run(&x, &mut out, other.by(&mut scales))) {
+                    None => {
                         let found = (out.to_vec()?, scales.to_vec()?);
                         let expected = rule.expected(&wide(&values), n);
                         assert_same(found, expected, &format!("{rule:?}"));
                         assert_eq!(rule, other);
                     }
-                    Err(Error::Unsuitable { what, found, .. }) => {
+                    Some((_, Kind::Unsuitable { what, found, .. })) => {
                         assert_eq!(what, "the quantization of out");
-                        assert_eq!(found, format!("{:?}", other.quantization()));
+                        assert_eq!(*found, format!("{:?}", other.quantization()));
                         assert_ne!(rule, other);
                     }
                     other => panic!("{other:?}"),
@@ -346,8 +351,8 @@ pub fn wrong_arguments_of_quantize_are_refused<B: Tested>(test: &str) {
         let [inside, ..] = Rule::INSIDE;
         shape(quantize(&x, &mut out, inside.by(&mut wrong)), words);
         let mut scales = group.zeros::<f32>(m, 2)?;
-        let unsupported = |result: Result<(), Error>, words: &str| match result {
-            Err(Error::Unsupported { what, .. }) => assert_eq!(what, words),
+        let unsupported = |result: Result<(), Error>, words: &str| match parts_of(&result) {
+            Some((_, Kind::Unsupported { what, .. })) => assert_eq!(what, words),
             other => panic!("{other:?}"),
         };
         unsupported(
@@ -371,8 +376,8 @@ pub fn wrong_arguments_of_quantize_are_refused<B: Tested>(test: &str) {
         let scale = group.zeros::<f32>(1, 1)?;
         let scale = Quantized::tensor(&scale).power_of_two();
         let words = "a scale that is given must not be rounded to a power of two";
-        match quantize(&x, &mut out, scale) {
-            Err(Error::Unsupported { what, .. }) => assert_eq!(what, words),
+        match parts_of(&quantize(&x, &mut out, scale)) {
+            Some((_, Kind::Unsupported { what, .. })) => assert_eq!(what, words),
             other => panic!("{other:?}"),
         }
         Ok(())
@@ -381,10 +386,13 @@ pub fn wrong_arguments_of_quantize_are_refused<B: Tested>(test: &str) {
 
 #[track_caller]
 fn shape(result: Result<(), Error>, words: &str) {
-    match result {
-        Err(Error::Shape {
-            argument, expected, ..
-        }) => assert_eq!(format!("{argument} {expected:?}"), words),
+    match parts_of(&result) {
+        Some((
+            _,
+            Kind::Shape {
+                argument, expected, ..
+            },
+        )) => assert_eq!(format!("{argument} {expected:?}"), words),
         other => panic!("{other:?}"),
     }
 }

@@ -1,5 +1,6 @@
 //! Products whose outputs are quantised: they have the bits of their f32 results, quantised by plain loops.
 
+use gemmesh::error::Kind;
 use gemmesh::{
     Activation, AddendOf, AllGatherMatmul, Chunking, Config, Element, Error, F8E4M3, Group, Matmul,
     MatmulReduceScatter, Matrix, Operand, Outputs, Quantization, Quantized, QuantizedOutput, Route,
@@ -7,7 +8,8 @@ use gemmesh::{
 };
 
 use super::fp8::under_delays;
-use super::quantized::{Kind, Rule, assert_same};
+use super::quantized::{Rule, Scheme, assert_same};
+use crate::support::errors::{kind_of, parts_of};
 use crate::support::numbers::{nan, normal};
 use crate::support::tested::{Tested, all_done, connect, ranks};
 
@@ -199,7 +201,7 @@ pub fn nan_and_large_results_are_quantised<B: Tested>(test: &str) {
         let a = group.upload(&rows, m, k)?;
         let b = group.upload(&normal::<bf16>(1, n * k), n, k)?;
         let given = |scale| Rule {
-            kind: Kind::Given(scale),
+            scheme: Scheme::Given(scale),
             power_of_two: false,
         };
         for rule in Rule::ALL.into_iter().chain([given(1e-3), given(0.0)]) {
@@ -309,21 +311,21 @@ pub fn prepared_products_quantise_as_they_were_prepared<B: Tested>(test: &str) {
             prepared.run(&a, &b, made.outputs())?;
             made.check(&result, "prepared")?;
             let other = Rule {
-                kind: match rule.kind {
-                    Kind::Blocks => Kind::Transposed,
-                    _ => Kind::Blocks,
+                scheme: match rule.scheme {
+                    Scheme::Blocks => Scheme::Transposed,
+                    _ => Scheme::Blocks,
                 },
                 ..rule
             };
             let mut made = Made::new(group, other, m, &[n])?;
-            match prepared.run(&a, &b, made.outputs()) {
-                Err(Error::Unsuitable { what, .. }) => {
+            match parts_of(&prepared.run(&a, &b, made.outputs())) {
+                Some((_, Kind::Unsuitable { what, .. })) => {
                     assert_eq!(what, "the quantization of out");
                 }
                 other => panic!("{other:?}"),
             }
-            match prepared.run(&a, &b, &mut group.zeros::<f16>(m, n)?) {
-                Err(Error::DType { argument, .. }) => assert_eq!(argument, "out"),
+            match parts_of(&prepared.run(&a, &b, &mut group.zeros::<f16>(m, n)?)) {
+                Some((_, Kind::Unsuitable { what, .. })) => assert_eq!(what, "the dtype of out"),
                 other => panic!("{other:?}"),
             }
         }
@@ -334,7 +336,7 @@ pub fn prepared_products_quantise_as_they_were_prepared<B: Tested>(test: &str) {
         let mut made = Made::new(group, Rule::ALL[0], m, &[n])?;
         let result = plain.run(&rows, &weight, made.outputs());
         assert!(
-            matches!(result, Err(Error::Unsuitable { .. })),
+            matches!(kind_of(&result), Some(Kind::Unsuitable { .. })),
             "{result:?}"
         );
         Ok(())
@@ -369,8 +371,8 @@ pub fn what_products_cannot_quantise_is_refused<B: Tested>(test: &str) {
             (Rule::ALL[2], "scales of out [⌈N/128⌉, M]"),
             (given, "scales of out [1, 1]"),
         ] {
-            match Matmul::new().run(&a, &b, out.quantized(rule.by(&mut wrong))) {
-                Err(Error::Shape { argument, .. }) => assert_eq!(argument, words),
+            match parts_of(&Matmul::new().run(&a, &b, out.quantized(rule.by(&mut wrong)))) {
+                Some((_, Kind::Shape { argument, .. })) => assert_eq!(argument, words),
                 other => panic!("{other:?}"),
             }
         }
@@ -423,8 +425,8 @@ pub fn tiles_of_quantised_outputs_have_whole_blocks<B: Tested>(test: &str) {
 
 #[track_caller]
 fn unsupported(result: Result<(), Error>, words: &str) {
-    match result {
-        Err(Error::Unsupported { what, .. }) => assert_eq!(what, words),
+    match parts_of(&result) {
+        Some((_, Kind::Unsupported { what, .. })) => assert_eq!(what, words),
         other => panic!("{other:?}"),
     }
 }

@@ -11,7 +11,8 @@ use candle_core::cuda::cudarc::driver::{
 use candle_core::cuda::{CudaDevice, CudaStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{Device as CandleDevice, Error as CandleError, Storage, Tensor};
-use gemmesh::{Call, Cuda, Error, Group, Matrix, Result, ShardedMatrix, StreamGuard};
+use gemmesh::error::Call;
+use gemmesh::{Cuda, Error, Group, Matrix, Result, ShardedMatrix, StreamGuard};
 
 use super::{Input, Rows, Tensors, Value, other_device};
 use crate::failure::Failure;
@@ -104,12 +105,17 @@ impl Tensors for Cuda {
             return Err(other_device(group.rank(), device, &expected));
         };
         let stream = cuda.cuda_stream();
-        let unsuitable = |what: &str, found: String| Error::Unsuitable {
-            rank: group.rank(),
-            call: Call::here("TensorParallel::new"),
-            what: format!("{what} of the tensors"),
-            expected: expected.clone(),
-            found,
+        let of = |error: Error| {
+            error
+                .on(group.rank())
+                .in_call(Call::here("TensorParallel::new"))
+        };
+        let unsuitable = |what: &str, found: String| {
+            of(Error::unsuitable(
+                format!("{what} of the tensors"),
+                &*expected,
+                found,
+            ))
         };
         let found = stream.context().ordinal();
         if found != ordinal {
@@ -139,13 +145,8 @@ impl Tensors for Cuda {
         if columns.is_multiple_of(multiple) {
             return Ok(());
         }
-        Err(Error::Unaligned {
-            rank: group.rank(),
-            call: Call::here(MAKE),
-            what: "the last dimension of a tensor".into(),
-            value: columns,
-            multiple,
-        })
+        let unaligned = Error::unaligned("the last dimension of a tensor", columns, multiple);
+        Err(unaligned.on(group.rank()).in_call(Call::here(MAKE)))
     }
 
     fn holds<T: Value>(place: &Gpu, storage: &Storage) -> bool {

@@ -7,7 +7,8 @@ mod host;
 use std::fmt::Debug;
 
 use candle_core::{DType, Device as CandleDevice, Layout, Storage, Tensor, WithDType};
-use gemmesh::{Backend, Call, Error, F8E4M3, Group, Matrix, Result, ShardedMatrix, bf16, f16};
+use gemmesh::error::{Call, Kind};
+use gemmesh::{Backend, Error, F8E4M3, Group, Matrix, Result, ShardedMatrix, bf16, f16};
 
 use crate::failure::Failure;
 use crate::pools::{Pool, Pools};
@@ -152,24 +153,22 @@ impl<'a> Rows<'a> {
         shape: [usize; 2],
     ) -> Result<Rows<'a>> {
         let rank = group.rank();
-        let unsuitable = |unfit: Unfit| Error::Unsuitable {
-            rank,
-            call: Call::here(MAKE),
-            what: format!("{} of {argument}", unfit.what),
-            expected: unfit.expected,
-            found: unfit.found,
+        let unsuitable = |unfit: Unfit| {
+            let what = format!("{} of {argument}", unfit.what);
+            let error = Error::unsuitable(what, unfit.expected, unfit.found);
+            error.on(rank).in_call(Call::here(MAKE))
         };
         check_kind::<B, T>(place, storage).map_err(unsuitable)?;
         let dims = layout.dims();
         let leading = dims.len().saturating_sub(2);
         if dims[leading..] != shape || dims[..leading].iter().any(|&dim| dim != 1) {
-            return Err(Error::Shape {
-                rank,
-                call: Call::here(MAKE),
+            return Err(Kind::Shape {
                 argument: argument.into(),
                 expected: shape.into(),
                 found: dims.into(),
-            });
+            }
+            .on(rank)
+            .in_call(Call::here(MAKE)));
         }
         let [rows, columns] = shape;
         let checked = Rows {
@@ -257,13 +256,9 @@ fn pitch_of(strides: &[usize], [rows, columns]: [usize; 2]) -> Result<usize, Unf
 
 /// The error of a type that there are no products of.
 pub fn no_such_dtype(rank: usize, argument: &str, expected: &str, found: DType) -> Error {
-    Error::Unsuitable {
-        rank,
-        call: Call::here(MAKE),
-        what: format!("the dtype of {argument}"),
-        expected: expected.into(),
-        found: format!("{found:?}"),
-    }
+    let what = format!("the dtype of {argument}");
+    let error = Error::unsuitable(what, expected, format!("{found:?}"));
+    error.on(rank).in_call(Call::here(MAKE))
 }
 
 /// The error of a device that is not the group's.
@@ -273,11 +268,6 @@ fn other_device(rank: usize, found: &CandleDevice, expected: &str) -> Error {
         CandleDevice::Cuda(_) => "CUDA",
         CandleDevice::Metal(_) => "Metal",
     };
-    Error::Unsuitable {
-        rank,
-        call: Call::here("TensorParallel::new"),
-        what: "the device of the tensors".into(),
-        expected: expected.into(),
-        found: found.into(),
-    }
+    let error = Error::unsuitable("the device of the tensors", expected, found);
+    error.on(rank).in_call(Call::here("TensorParallel::new"))
 }

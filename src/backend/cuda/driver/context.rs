@@ -11,7 +11,7 @@ use cudarc::driver::sys;
 use super::kernel::Loaded;
 use super::symbols::Symbols;
 use super::{DevicePtr, check, is_fork, lock, memory};
-use crate::error::{Error, Result};
+use crate::error::{Kind, Result};
 
 /// The compute capability that the kernels are built for.
 const HOPPER: (i32, i32) = (9, 0);
@@ -116,11 +116,12 @@ impl Context {
         );
         // The kernels use instructions that no other generation has.
         if capability != HOPPER {
-            return Err(Error::UnsupportedGpu {
-                rank,
-                name,
-                capability: format!("{}.{}", capability.0, capability.1),
-            });
+            let (major, minor) = capability;
+            let what = format!(
+                "there are no kernels for {name:?} (compute capability {major}.{minor}); they need a Hopper GPU (9.0), \
+                 such as H100 or H200"
+            );
+            return Err(Kind::Device { what }.on(rank));
         }
         let shareable = [
             attr::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
@@ -129,12 +130,10 @@ impl Context {
         ];
         for what in shareable {
             if attribute(what)? == 0 {
-                return Err(Error::NoGpu {
-                    rank,
-                    reason: format!(
-                        "{name} cannot share memory between processes here ({what:?} is 0)"
-                    ),
-                });
+                let what = format!(
+                    "no GPU is found: {name} cannot share memory between processes here ({what:?} is 0)"
+                );
+                return Err(Kind::Device { what }.on(rank));
             }
         }
         let multiprocessors = attribute(attr::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;

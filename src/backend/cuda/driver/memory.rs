@@ -13,7 +13,7 @@ use cudarc::driver::sys;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::{BLOCK, Device, DevicePtr, check, is_fork, lock};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::resources::Bytes;
 
 /// A range of device memory that somebody else owns.
@@ -114,12 +114,12 @@ impl DeviceRegion {
         let is_within = end <= self.bytes && width <= pitch && rows * width == bytes;
         if rows > 0 && !is_within {
             let all = self.bytes;
-            return Err(Error::Internal {
-                rank: self.device.rank,
+            return Err(Kind::Internal {
                 what: format!(
                     "a copy of {bytes} bytes in rows of {width} ends at byte {end} of {all}"
                 ),
-            });
+            }
+            .on(self.device.rank));
         }
         Ok(rows)
     }
@@ -398,15 +398,15 @@ fn refused(device: &Device, bytes: usize, call: &str, result: sys::CUresult) -> 
 }
 
 fn out_of_memory(device: &Device, bytes: usize) -> Result<Error> {
-    Ok(Error::OutOfMemory {
-        rank: device.rank,
+    Ok(Kind::OutOfMemory {
         bytes,
         reason: format!(
             "{} of the GPU's {} are free",
             Bytes(device.free_bytes()? as u64),
             Bytes(device.bytes() as u64)
         ),
-    })
+    }
+    .on(device.rank))
 }
 
 /// Page-locked host memory that the device can write: one zeroed `T`.

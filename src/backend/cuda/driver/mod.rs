@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 
-use crate::error::{Deadline, Error, Result};
+use crate::error::{Deadline, Kind, Result};
 use crate::process::Process;
 
 /// A pointer to a device's memory.
@@ -71,11 +71,8 @@ fn check(rank: usize, call: &str, result: sys::CUresult) -> Result<()> {
     };
     let name = text(sys::cuGetErrorName).unwrap_or_else(|| format!("{result:?}"));
     let words = text(sys::cuGetErrorString).unwrap_or_default();
-    Err(Error::Cuda {
-        rank,
-        call: call.into(),
-        reason: format!("{name}: {words}"),
-    })
+    let what = format!("{call} failed: {name}: {words}");
+    Err(Kind::Device { what }.on(rank))
 }
 
 /// Calls the driver and checks the result, naming the call by its own name.
@@ -108,8 +105,7 @@ impl Device {
     /// is this rank's among them.
     ///
     /// # Errors
-    /// [`Error::NoGpu`] without a driver or a GPU; [`Error::DriverTooOld`]; [`Error::UnsupportedGpu`] unless it is a
-    /// Hopper GPU.
+    /// [`Kind::Device`] without a driver or a GPU, or unless it is a Hopper GPU.
     pub fn open(
         rank: usize,
         place: usize,
@@ -117,7 +113,10 @@ impl Device {
         timeout: Duration,
     ) -> Result<Arc<Device>> {
         refuse_fork(rank)?;
-        let none = |reason: String| Error::NoGpu { rank, reason };
+        let none = |reason: String| {
+            let what = format!("no GPU is found: {reason}");
+            Kind::Device { what }.on(rank)
+        };
         // cudarc panics if it does not find the library or a function of it; so look first.
         // SAFETY: loading the driver runs its initialisers, which any CUDA program does.
         let library = unsafe { libloading::Library::new("libcuda.so.1") };
@@ -331,13 +330,13 @@ impl Device {
                 begin = Instant::now();
             }
             if begin.elapsed() > self.timeout + GRACE {
-                return Err(Error::Timeout {
-                    rank: self.rank,
+                return Err(Kind::Timeout {
                     waiting: self.rank,
                     what: "a fill or a free of memory: its GPU is busy".into(),
                     waited_ms: begin.elapsed().as_millis() as u64,
                     deadline: Deadline::Call,
-                });
+                }
+                .on(self.rank));
             }
             turn += 1;
             if turn > SPINS {

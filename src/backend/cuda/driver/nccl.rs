@@ -15,7 +15,7 @@ use cudarc::nccl::sys;
 use libloading::Library;
 
 use super::{Device, DevicePtr, Stream, is_fork};
-use crate::error::{Error, Result};
+use crate::error::{Kind, Result};
 
 /// The library's file.
 const LIBRARY: &str = "libnccl.so.2";
@@ -90,7 +90,7 @@ impl NcclLibrary {
     /// Loads NCCL to describe it.
     ///
     /// # Errors
-    /// [`Error::NoNccl`] if it is not installed, or is too old.
+    /// [`Kind::Device`] if it is not installed, or is too old.
     pub fn find(rank: usize) -> Result<NcclLibrary> {
         let nccl = Nccl::load(rank)?;
         // SAFETY: the function is not called.
@@ -129,9 +129,14 @@ fn in_words(version: c_int) -> String {
 
 impl Nccl {
     /// # Errors
-    /// [`Error::NoNccl`] if it is not installed, or is too old.
+    /// [`Kind::Device`] if it is not installed, or is too old.
     pub fn load(rank: usize) -> Result<Arc<Nccl>> {
-        let none = |reason: String| Error::NoNccl { rank, reason };
+        let none = |reason: String| {
+            let what = format!(
+                "there is no network to the GPUs of other hosts: {reason}; install NCCL 2.18 or newer (libnccl.so.2)"
+            );
+            Kind::Device { what }.on(rank)
+        };
         // SAFETY: loading NCCL runs its initialisers, which any program that uses it does.
         let library = unsafe { Library::new(LIBRARY) };
         let library = library.map_err(|error| {
@@ -192,11 +197,11 @@ impl Nccl {
             let last = communicator.map(|of| words((self.functions.last_error)(of)));
             (kind, last.filter(|last| !last.is_empty()))
         };
-        Err(Error::System {
-            rank: Some(rank),
+        Err(Kind::System {
             action: action.into(),
             reason: last.map_or_else(|| kind.clone(), |last| format!("{kind}: {last}")),
-        })
+        }
+        .on(rank))
     }
 }
 

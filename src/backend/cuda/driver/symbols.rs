@@ -3,7 +3,7 @@
 use cudarc::driver::sys;
 use libloading::Library;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 
 /// Every function of the driver that this folder calls, beside [`EVENT_ELAPSED_TIME`]. A test compares the list with
 /// the calls.
@@ -86,7 +86,7 @@ impl Symbols {
     /// Looks up every function, because cudarc would panic at the first call of a missing one.
     ///
     /// # Errors
-    /// [`Error::DriverTooOld`] names the first that is missing.
+    /// [`Kind::Device`] names the first that is missing.
     pub fn find(rank: usize, library: Library) -> Result<Symbols> {
         require(rank, |name| {
             // SAFETY: the address is not used.
@@ -111,10 +111,10 @@ fn require(rank: usize, has: impl Fn(&str) -> bool) -> Result<()> {
 }
 
 fn too_old(rank: usize, name: &str) -> Error {
-    Error::DriverTooOld {
-        rank,
-        function: name.into(),
-    }
+    let what = format!(
+        "the CUDA driver has no {name}; install a newer driver, one for CUDA 12.4 at least"
+    );
+    Kind::Device { what }.on(rank)
 }
 
 #[cfg(test)]

@@ -7,13 +7,13 @@ use crate::backend::cuda::gpu::reclaim::Deferred;
 use crate::backend::cuda::shared::Shared;
 use crate::backend::cuda::shared::words::BOX;
 use crate::backend::delays::scatter;
-use crate::error::{Error, Result};
+use crate::error::{Kind, Result};
 use crate::ranks::members::Members;
 
 /// Writes a pattern to the memory of every peer of this host, reads one from it, and verifies both. Collective.
 ///
 /// # Errors
-/// [`Error::PeerMemory`] names a pair that fails. Otherwise the group's failure.
+/// [`Kind::PeerMemory`] names a pair that fails. Otherwise the group's failure.
 pub fn check_peers(gpu: &Gpu, shared: &Shared, members: &Members) -> Result<()> {
     let (rank, world) = (members.rank, members.world);
     let _bound = gpu.device.bind()?;
@@ -25,7 +25,7 @@ pub fn check_peers(gpu: &Gpu, shared: &Shared, members: &Members) -> Result<()> 
         scratch: gpu.scratch(2 * BOX)?,
     };
     if main.is_capturing()? {
-        return Err(Error::Capturing { rank });
+        return Err(Kind::Capturing.on(rank));
     }
     let peers = || members.hosts.neighbours(rank, world);
     let inbox = |of: usize, by: usize| shared.control.inbox(of, by);
@@ -73,7 +73,9 @@ impl PeerCheck<'_> {
             return Ok(());
         }
         let rank = self.members.rank;
-        Err(self.members.fail(Error::PeerMemory { rank, peer }))
+        Err(self
+            .members
+            .fail(Kind::PeerMemory { peer, reason: None }.on(rank)))
     }
 
     fn copy(&self, to: u64, from: u64) -> Result<()> {

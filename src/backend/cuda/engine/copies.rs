@@ -7,7 +7,7 @@ use crate::backend::cuda::driver::{Event, Stream, StreamMemOp};
 use crate::backend::cuda::program::operands::Operands;
 use crate::backend::cuda::shared::words::{Signals, close};
 use crate::backend::work::work_of;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::profile::span::Lane;
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::Awaited;
@@ -132,10 +132,10 @@ impl CopyEngine for Copies<'_, '_, '_> {
         self.flush()?;
         match &mut self.make {
             Some(make) => make(block, self.stream),
-            None => Err(Error::Internal {
-                rank: self.at.members.rank,
+            None => Err(Kind::Internal {
                 what: format!("nobody makes block {block}"),
-            }),
+            }
+            .on(self.at.members.rank)),
         }
     }
 

@@ -19,7 +19,7 @@ use crate::backend::cuda::program::operands::Operand;
 use crate::backend::cuda::shared::network::{EXPLAINED, Network};
 use crate::backend::cuda::shared::words::Signals;
 use crate::backend::work::work_of;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::profile::span::{Lane, Work};
 use crate::protocol::flag::Awaited;
 use crate::schedule::{Extent, HostSum, Move, Schedule, Transfer, Turn};
@@ -278,7 +278,7 @@ impl Carrier<'_, '_, '_> {
             (sum, self.program.host_sums(), self.flags)
         else {
             let what = format!("a program cannot add up sum {number} for another host");
-            return Err(Error::Internal { rank, what });
+            return Err(Kind::Internal { what }.on(rank));
         };
         let waits = flags.clone();
         let waits = waits.map(|flag| signals.wait(signals.chunk(rank, flag)));

@@ -6,7 +6,7 @@ use crate::backend::cuda::driver::{Event, Stream};
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::shared::Shared;
 use crate::backend::cuda::shared::monitor::Monitor;
-use crate::error::{Deadline, Error, Result};
+use crate::error::{Deadline, Kind, Result};
 use crate::ranks::members::Members;
 
 /// How much longer than the deadline the operations of a group that ends may last.
@@ -17,7 +17,7 @@ const CLOSED: Duration = Duration::from_secs(2);
 /// Waits until the operations on the main stream are done.
 ///
 /// The monitor ends an operation that is stuck. The wait for the caller's own work in front of the operations ends with
-/// [`Error::Timeout`] if nothing moves for longer than the timeout, and no rank is late.
+/// [`Kind::Timeout`] if nothing moves for longer than the timeout, and no rank is late.
 pub fn for_operations(gpu: &Gpu, shared: &Shared, members: &Members) -> Result<()> {
     if let Some(mark) = gpu.reclaimer.latest() {
         poll(shared, members, || mark.main_is_passed())?;
@@ -71,13 +71,13 @@ pub fn poll(shared: &Shared, members: &Members, is_done: impl Fn() -> Result<boo
             return Ok(());
         }
         // The group goes on, and this rank may wait again.
-        Err(Error::Timeout {
-            rank: members.rank,
+        Err(Kind::Timeout {
             waiting: members.rank,
             what: "the work that its own program has put on the stream before".into(),
             waited_ms: waited.as_millis() as u64,
             deadline: Deadline::Call,
-        })
+        }
+        .on(members.rank))
     })
 }
 

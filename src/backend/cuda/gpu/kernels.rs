@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use crate::backend::cuda::driver::{Device, Function, Module};
 use crate::element::DType;
-use crate::error::{Error, Result};
-use crate::refusal::{self, Refusal};
+use crate::error::{Error, Kind, Result};
 use crate::schedule::{Config, Form, Product, Scaling, TileShape, WeightLayout};
 
 // build.rs uses the rest of it.
@@ -143,7 +142,7 @@ impl Kernels {
     /// Loads every kernel now. Loading one at its first launch might have to wait for a kernel that waits for a peer.
     ///
     /// # Errors
-    /// [`Error::BuiltWithoutKernels`]; [`Error::Cuda`] if the driver refuses.
+    /// [`Kind::Device`], and if the driver refuses.
     pub fn load(device: &Arc<Device>) -> Result<Kernels> {
         let module = |image| Module::load(device, embedded(device.rank, image)?);
         let (align, count) = (module(ALIGN)?, module(COUNT)?);
@@ -214,8 +213,8 @@ impl Kernels {
     /// Checks that there are kernels that multiply operands of these types.
     ///
     /// # Errors
-    /// `Refusal::Unsupported` names the types that can be multiplied.
-    pub fn check_dtypes(&self, dtypes: [DType; 2]) -> refusal::Result<()> {
+    /// `Kind::Unsupported` names the types that can be multiplied.
+    pub fn check_dtypes(&self, dtypes: [DType; 2]) -> Result<()> {
         if self.instances.iter().any(|i| i.dtypes == dtypes) {
             return Ok(());
         }
@@ -225,13 +224,13 @@ impl Kernels {
         known.dedup();
         let (asked, known) = (words(dtypes), known.join(", or "));
         let what = format!("operands on this GPU must be {known}, not {asked}");
-        Err(Refusal::Unsupported { what })
+        Err(Error::unsupported(what))
     }
 
     /// The kernel that `config` asks for.
     ///
     /// # Errors
-    /// [`Error::NoKernel`] names the kernels that exist.
+    /// [`Kind::Unsupported`] names the kernels that exist.
     pub fn find(
         &self,
         rank: usize,
@@ -245,18 +244,14 @@ impl Kernels {
         let found = known.clone().find(|i| i.is_asked(config));
         found.ok_or_else(|| {
             let known: Vec<String> = known.map(|i| words(&with_shape(i))).collect();
-            Error::NoKernel {
-                rank,
-                asked: words(config),
-                known: known.join("; "),
-            }
+            no_kernel(rank, words(config), &known)
         })
     }
 
     /// Checks that the kernel of a product's configuration can compute the product.
     ///
     /// # Errors
-    /// [`Error::NoKernel`] names the kernels that can.
+    /// [`Kind::Unsupported`] names the kernels that can.
     pub fn check_product(&self, rank: usize, product: &Product, variant: Variant) -> Result<()> {
         let (config, gated, layout) = (&product.config, product.gated, product.weight_layout);
         let with_shape = |i: &Instance| configured(i.shape, config);
@@ -282,12 +277,15 @@ impl Kernels {
         // Each kernel exists for each dtype.
         known.sort_unstable();
         known.dedup();
-        Err(Error::NoKernel {
-            rank,
-            asked: format!("{} for a product {form}{slices}", words(config)),
-            known: known.join("; "),
-        })
+        let asked = format!("{} for a product {form}{slices}", words(config));
+        Err(no_kernel(rank, asked, &known))
     }
+}
+
+fn no_kernel(rank: usize, asked: String, known: &[String]) -> Error {
+    let known = known.join("; ");
+    let what = format!("there is no kernel {asked}; choose one of {known}");
+    Kind::Unsupported { what }.on(rank)
 }
 
 fn of_dtype(kernels: &[(DType, Function)], dtype: DType) -> Option<Function> {
@@ -396,10 +394,16 @@ fn configured(shape: &Shape, base: &Config) -> Config {
     config
 }
 
+const WITHOUT_KERNELS: &str = "this program was built without GPU kernels, as GEMMESH_NO_KERNELS was set; build it with \
+                               nvcc and without that variable";
+
 /// The cubin, if there is one in this program.
 fn embedded(rank: usize, cubin: &'static [u8]) -> Result<&'static [u8]> {
     if cubin.is_empty() {
-        return Err(Error::BuiltWithoutKernels { rank });
+        return Err(Kind::Device {
+            what: WITHOUT_KERNELS.into(),
+        }
+        .on(rank));
     }
     Ok(cubin)
 }
@@ -422,7 +426,7 @@ mod tests {
     fn a_program_that_was_built_without_kernels_says_so() {
         assert_eq!(embedded(2, b"cubin"), Ok(b"cubin".as_slice()));
         let error = embedded(2, &[]).unwrap_err();
-        assert_eq!(error, Error::BuiltWithoutKernels { rank: 2 });
+        assert!(matches!(error.kind(), Kind::Device { .. }));
         let words = error.to_string();
         assert!(
             words.contains("rank 2") && words.contains("GEMMESH_NO_KERNELS"),

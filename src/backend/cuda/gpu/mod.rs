@@ -20,8 +20,7 @@ use std::time::{Duration, Instant};
 
 use super::driver::{Device, DeviceMemory, Event, Stream};
 use crate::backend::contract::{OpenOptions, Owner};
-use crate::error::{Error, Result};
-use crate::refusal::Refusal;
+use crate::error::{Error, Kind, Result};
 use crate::schedule::Product;
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
@@ -54,7 +53,7 @@ impl Gpu {
     /// host. `timeout`: how long an allocation may take.
     ///
     /// # Errors
-    /// As [`Device::open`] and [`Kernels::load`]; [`Error::Limit`]; [`Error::QueuedTogether`]; [`Error::OutOfMemory`].
+    /// As [`Device::open`] and [`Kernels::load`]; [`Kind::Limit`]; [`Kind::Misuse`]; [`Kind::OutOfMemory`].
     pub fn open(
         rank: usize,
         place: usize,
@@ -63,7 +62,7 @@ impl Gpu {
     ) -> Result<Gpu> {
         let most = options.max_ctas.unwrap_or(MAX_EXTENT);
         limit("the most CTAs of a kernel", most, 1, MAX_EXTENT)
-            .map_err(Refusal::of(rank, "Builder::max_ctas"))?;
+            .map_err(Error::of(rank, "Builder::max_ctas"))?;
         let device = Device::open(rank, place, options.device, timeout)?;
         let kernels = Kernels::load(&device)?;
         let queues = Queues::found(device.priorities()?);
@@ -162,11 +161,14 @@ impl Gpu {
         const NAP: Duration = Duration::from_millis(5);
         self.reclaimer.settle();
         let mut memory = DeviceMemory::zeroed(&self.device, bytes);
-        let is_refused = matches!(memory, Err(Error::OutOfMemory { .. }));
-        if is_refused && bytes <= self.device.bytes() {
+        let is_refused = |memory: &Result<_>| {
+            let kind = memory.as_ref().err().map(Error::kind);
+            matches!(kind, Some(Kind::OutOfMemory { .. }))
+        };
+        if is_refused(&memory) && bytes <= self.device.bytes() {
             self.reclaimer.drain(patience);
             let begin = Instant::now();
-            while matches!(memory, Err(Error::OutOfMemory { .. })) && begin.elapsed() < MOMENT {
+            while is_refused(&memory) && begin.elapsed() < MOMENT {
                 std::thread::sleep(NAP);
                 memory = DeviceMemory::zeroed(&self.device, bytes);
             }

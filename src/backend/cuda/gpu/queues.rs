@@ -1,6 +1,6 @@
 //! The device's queues, in which streams may hold one another up.
 
-use crate::error::{Error, Result};
+use crate::error::{Kind, Result};
 
 /// Which streams may share a queue of the device. In a shared queue, one stream's work can hold up another's.
 ///
@@ -46,12 +46,8 @@ impl Queues {
     pub fn check(&self, rank: usize) -> Result<()> {
         let (least, greatest) = self.priorities;
         if self.single && least - greatest < 2 {
-            return Err(Error::QueuedTogether {
-                rank,
-                what: "a group".into(),
-                cause: "CUDA_DEVICE_MAX_CONNECTIONS=1 and a driver without stream priorities"
-                    .into(),
-            });
+            let cause = "CUDA_DEVICE_MAX_CONNECTIONS=1 and a driver without stream priorities";
+            return Err(queued_together("a group", cause).on(rank));
         }
         Ok(())
     }
@@ -62,14 +58,20 @@ impl Queues {
         // The priorities of the rescue stream, the copy streams and the host stream.
         let ours = priority <= (greatest + 2).min(least);
         if self.single && ours {
-            return Err(Error::QueuedTogether {
-                rank,
-                what: format!("a stream of priority {priority}"),
-                cause: "CUDA_DEVICE_MAX_CONNECTIONS=1".into(),
-            });
+            let what = format!("a stream of priority {priority}");
+            return Err(queued_together(&what, "CUDA_DEVICE_MAX_CONNECTIONS=1").on(rank));
         }
         Ok(())
     }
+}
+
+/// `what` needs queues of its own, which `cause`, a variable of the environment or a property of the driver, prevents.
+pub fn queued_together(what: &str, cause: &str) -> Kind {
+    let what = format!(
+        "{what} needs streams that do not block one another, which {cause} prevents; remove the cause, or choose another \
+         route or stream"
+    );
+    Kind::Misuse { what }
 }
 
 #[cfg(test)]
@@ -105,10 +107,8 @@ mod tests {
         assert_eq!(single.check(0), Ok(()));
         for priority in [-5, -4, -3] {
             let error = single.check_main(3, priority).unwrap_err();
-            assert!(
-                matches!(error, Error::QueuedTogether { rank: 3, .. }),
-                "{error}"
-            );
+            let is_misuse = matches!(error.kind(), Kind::Misuse { .. });
+            assert!(is_misuse && error.rank() == Some(3), "{error}");
         }
         for priority in [-2, 0] {
             assert_eq!(single.check_main(0, priority), Ok(()));

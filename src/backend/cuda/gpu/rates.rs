@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::schedule::Route;
 
 /// Rates of a device per microsecond, and times in microseconds. All ranks use those of rank 0.
@@ -95,12 +95,12 @@ pub struct Link {
 #[derive(Debug)]
 pub struct Field<'a> {
     pub name: &'static str,
-    pub kind: Kind,
+    pub quantity: Quantity,
     pub value: &'a mut f64,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub enum Kind {
+pub enum Quantity {
     /// Per microsecond, or a number of CTAs or steps: above 0.
     Rate,
     /// Microseconds: not below 0.
@@ -182,7 +182,7 @@ impl Rates {
     /// Reads the rates from the file that the environment names. Without one, takes the library's rates for this GPU.
     ///
     /// # Errors
-    /// [`Error::System`] if the file can't be read, or its rates are invalid.
+    /// [`Kind::System`] if the file can't be read, or its rates are invalid.
     pub fn load(rank: usize, gpu: &str) -> Result<Rates> {
         let Some(path) = std::env::var_os(VARIABLE).map(PathBuf::from) else {
             return Ok(Rates::of(gpu));
@@ -191,11 +191,7 @@ impl Rates {
         let text = fs::read_to_string(&path).map_err(Error::system(rank, &action))?;
         let parsed: Result<Rates, String> = serde_json::from_str(&text).map_err(|e| e.to_string());
         let checked = parsed.and_then(|rates| rates.check().map(|()| rates));
-        checked.map_err(|reason| Error::System {
-            rank: Some(rank),
-            action,
-            reason,
-        })
+        checked.map_err(|reason| Kind::System { action, reason }.on(rank))
     }
 
     /// The library's rates. They were measured on an H100 and an H200, and are used for other Hopper GPUs too.
@@ -214,13 +210,18 @@ impl Rates {
                 "multiprocessors is {count}: from 1 to {MOST_MULTIPROCESSORS} can be"
             ));
         }
-        for Field { name, kind, value } in { *self }.fields() {
-            match kind {
+        for Field {
+            name,
+            quantity,
+            value,
+        } in { *self }.fields()
+        {
+            match quantity {
                 _ if !value.is_finite() => return Err(format!("{name} is {value}")),
-                Kind::Rate if *value <= 0.0 => {
+                Quantity::Rate if *value <= 0.0 => {
                     return Err(format!("{name} is {value}: rates are above 0"));
                 }
-                Kind::Time if *value < 0.0 => {
+                Quantity::Time if *value < 0.0 => {
                     return Err(format!("{name} is {value}: no time is below 0"));
                 }
                 _ => (),
@@ -231,9 +232,13 @@ impl Rates {
 
     /// All rates, without the number of multiprocessors.
     pub fn fields(&mut self) -> [Field<'_>; 31] {
-        use Kind::{Rate, Time};
-        fn field<'a>(name: &'static str, kind: Kind, value: &'a mut f64) -> Field<'a> {
-            Field { name, kind, value }
+        use Quantity::{Rate, Time};
+        fn field<'a>(name: &'static str, quantity: Quantity, value: &'a mut f64) -> Field<'a> {
+            Field {
+                name,
+                quantity,
+                value,
+            }
         }
         let Rates {
             multiprocessors: _,

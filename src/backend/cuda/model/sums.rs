@@ -274,7 +274,7 @@ fn sent(problem: &Problem, config: &Config) -> Option<Vec<(Piece, usize)>> {
 
 /// The tiles of an operation with one kernel.
 struct KernelModel {
-    /// Its chunking and route may be any.
+    /// Chunking and route are ignored.
     config: Config,
     /// Tiles that are made at the same time.
     slots: usize,

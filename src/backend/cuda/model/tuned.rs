@@ -10,8 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::backend::cuda::gpu::kernels::{Variant, configs};
 use crate::element::DType;
-use crate::error::{Error, Result};
-use crate::json::DTypeJson;
+use crate::error::{Error, Kind, Result};
 use crate::json::config::{self, ConfigJson};
 use crate::schedule::plan::partial_sums;
 use crate::schedule::{Config, Form, Operation, Problem, Route};
@@ -63,7 +62,6 @@ pub struct Winner {
     #[serde(with = "config::operation")]
     pub operation: Operation,
     /// Of the elements.
-    #[serde(with = "DTypeJson")]
     pub dtype: DType,
     /// Rows of all ranks.
     pub m: usize,
@@ -93,7 +91,7 @@ impl Table {
     /// Reads the tables that the environment asks for.
     ///
     /// # Errors
-    /// [`Error::System`] if the user's table can't be read, or has an invalid line.
+    /// [`Kind::System`] if the user's table can't be read, or has an invalid line.
     pub fn load(rank: usize, gpu: &str, world: usize) -> Result<Table> {
         Table::read(std::env::var_os(VARIABLE), rank, gpu, world)
     }
@@ -108,11 +106,7 @@ impl Table {
             let action = format!("read {} ({VARIABLE})", path.display());
             let text = fs::read_to_string(&path).map_err(Error::system(rank, &action))?;
             let parsed = parse(&text, gpu, world, &mut lines).and_then(|()| has_kernels(&lines));
-            parsed.map_err(|reason| Error::System {
-                rank: Some(rank),
-                action,
-                reason,
-            })?;
+            parsed.map_err(|reason| Kind::System { action, reason }.on(rank))?;
         }
         // A test checks that it can be read.
         let _ = parse(SHIPPED, gpu, world, &mut lines);
@@ -184,10 +178,7 @@ fn parse(text: &str, gpu: &str, world: usize, lines: &mut Vec<Winner>) -> Result
         };
         let winner: Winner = serde_json::from_str(line).map_err(|error| refused(&error))?;
         let checked = winner.config.check();
-        checked.map_err(|refusal| {
-            let error = refusal.into_error(None, "the configuration".into());
-            refused(&error)
-        })?;
+        checked.map_err(|error| refused(&error.in_call("the configuration".into())))?;
         if (winner.gpu.as_str(), winner.world) == (gpu, world) {
             lines.push(winner);
         }
@@ -262,10 +253,11 @@ mod tests {
         assert!(lines(None) > 0);
         assert_eq!(lines(Some("none")), 0);
         let error = read(Some("/nowhere/table")).unwrap_err();
-        assert!(
-            matches!(&error, Error::System { rank: Some(1), action, .. } if action.contains("/nowhere/table")),
-            "{error}"
-        );
+        assert_eq!(error.rank(), Some(1));
+        let Kind::System { action, .. } = error.kind() else {
+            panic!("{error}");
+        };
+        assert!(action.contains("/nowhere/table"), "{error}");
     }
 
     #[test]

@@ -7,8 +7,9 @@ use crate::backend::cuda::abi::{
     GEMMESH_STORE_ROWS, GEMMESH_UNTOLD, GemmeshBlock, GemmeshStore,
 };
 use crate::backend::cuda::gpu::kernels::storing_warps;
-use crate::error::Error;
-use crate::refusal::Result;
+#[cfg(doc)]
+use crate::error::Kind;
+use crate::error::{Error, Result};
 use crate::schedule::limits::{limit, require};
 use crate::schedule::plan::matrices::PARTIALS;
 use crate::schedule::plan::partials::STORED_ROWS;
@@ -60,17 +61,14 @@ impl Places {
     /// Checks that the kernel supports the blocks and their transfers.
     ///
     /// # Errors
-    /// [`Error::NoRoute`] if there are more ranks than a kernel stores to; `Refusal::Limit` and `Refusal::Unsupported`
-    /// for schedules that no operation needs.
+    /// [`Kind::Unsupported`] if there are more ranks than a kernel stores to; it and [`Kind::Limit`] for schedules that no
+    /// operation needs.
     pub fn check(&self, schedule: &Schedule, product: &Product) -> Result<()> {
         if schedule.uses(Route::Store) && schedule.world() > TARGETS {
-            return Err(Error::NoRoute {
-                rank: schedule.rank(),
-                operation: schedule.agreed().map_or("this", Agreed::name).into(),
-                asked: Route::Store,
-                instead: Route::Push,
-            }
-            .into());
+            let operation = schedule.agreed().map_or("this", Agreed::name);
+            return Err(Error::unsupported(format!(
+                "GPUs cannot do {operation} by Route::Store among so many ranks; choose Route::Push (Config::route)"
+            )));
         }
         let first = product.blocks.iter().find(|block| is_finished(&block.sum));
         for block in &product.blocks {

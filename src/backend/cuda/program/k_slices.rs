@@ -1,8 +1,8 @@
 //! Slices of K: which part of which tile each entry of a kernel's table makes.
 
+use crate::Result;
 use crate::backend::cuda::abi::GemmeshSlice;
 use crate::backend::cuda::gpu::workspace::BYTES;
-use crate::refusal::Result;
 use crate::schedule::Config;
 use crate::schedule::limits::limit;
 
@@ -18,7 +18,7 @@ pub struct SliceEntry {
 /// The table's entries for `tiles` tiles of depth `k`. Empty if K is not cut.
 ///
 /// # Errors
-/// `Refusal::Limit` if the workspace has no room for the partial sums.
+/// `Kind::Limit` if the workspace has no room for the partial sums.
 pub fn cut(config: &Config, tiles: usize, k: usize) -> Result<Vec<SliceEntry>> {
     let slices = config.tile.k_slices;
     if slices == 1 {
@@ -70,7 +70,7 @@ mod tests {
     use crate::backend::cuda::gpu::kernels::{CONSUMER_WARPS, Variant, WIDEST, configs};
     use crate::backend::cuda::gpu::workspace::COUNTS;
     use crate::element::DType;
-    use crate::refusal::Refusal;
+    use crate::error::Kind;
     use crate::schedule::{Chunking, Route};
 
     fn with_slices(count: usize) -> impl Iterator<Item = Config> {
@@ -85,15 +85,15 @@ mod tests {
             let of_tile = config.entry_rows() * config.entry_columns() * 4 * size_of::<f32>();
             let most = BYTES / of_tile;
             assert_eq!(cut(&config, most, 4096).unwrap().len(), 4 * most);
-            match cut(&config, most + 1, 4096).map(|entries| entries.len()) {
-                Err(Refusal::Limit {
-                    what, value, max, ..
-                }) => {
-                    assert!(what.contains("k_slices"), "{what}");
-                    assert_eq!((value, max), ((most + 1) * of_tile, BYTES));
-                }
-                other => panic!("{other:?}"),
+            let error = cut(&config, most + 1, 4096).err().expect("no room");
+            let Kind::Limit {
+                what, value, max, ..
+            } = error.kind()
+            else {
+                panic!("{error}");
             };
+            assert!(what.contains("k_slices"), "{what}");
+            assert_eq!((*value, *max), ((most + 1) * of_tile, BYTES));
         }
         for config in with_slices(1) {
             assert_eq!(cut(&config, usize::MAX, 4096).unwrap().len(), 0);

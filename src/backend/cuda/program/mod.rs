@@ -21,12 +21,14 @@ use std::sync::Arc;
 
 use crate::backend::cuda::driver::DevicePtr;
 use crate::backend::cuda::gpu::Gpu;
+use crate::backend::cuda::gpu::queues::queued_together;
 use crate::backend::cuda::gpu::tables::HeldTables;
 use crate::backend::cuda::shared::Shared;
 use crate::backend::cuda::shared::words::{NetworkTurns, Waits};
+#[cfg(doc)]
+use crate::error::Kind;
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
-use crate::refusal;
 use crate::schedule::limits::limit;
 use crate::schedule::{Reduction, Route, Schedule};
 use collective::CollectiveKernel;
@@ -73,8 +75,8 @@ impl<'a> Selected<'a> {
     /// Finds the kernels, and puts nothing on the device.
     ///
     /// # Errors
-    /// As [`support::check`]; [`Error::QueuedTogether`]; as [`product::choose`].
-    pub fn new(gpu: &Gpu, schedule: &'a Schedule) -> refusal::Result<Selected<'a>> {
+    /// As [`support::check`]; [`Kind::Misuse`]; as [`product::choose`].
+    pub fn new(gpu: &Gpu, schedule: &'a Schedule) -> Result<Selected<'a>> {
         let destination = support::check(schedule)?;
         check_pushes(gpu, schedule)?;
         let product = schedule.product().filter(|_| !schedule.is_idle());
@@ -111,13 +113,13 @@ impl Program {
     /// Compiles a schedule.
     ///
     /// # Errors
-    /// As [`support::check`]; [`Error::QueuedTogether`]; [`Error::NoKernel`]; [`Error::OutOfMemory`].
+    /// As [`support::check`]; [`Kind::Misuse`]; [`Kind::Unsupported`]; [`Kind::OutOfMemory`].
     pub fn new(
         gpu: &Gpu,
         shared: &Shared,
         members: &Members,
         schedule: Schedule,
-    ) -> refusal::Result<Program> {
+    ) -> Result<Program> {
         let Selected {
             destination,
             chosen,
@@ -221,17 +223,12 @@ fn ends_with_kernel(schedule: &Schedule, reduction: Option<&ReductionKernel>) ->
 }
 
 /// Checks that pushes can run beside the kernel that waits for them. Without a product, no kernel waits.
-fn check_pushes(gpu: &Gpu, schedule: &Schedule) -> refusal::Result<()> {
+fn check_pushes(gpu: &Gpu, schedule: &Schedule) -> Result<()> {
     if !(schedule.is_pushed() && schedule.awaits_permit()) {
         return Ok(());
     }
     if let Some(cause) = &gpu.queues.together {
-        return Err(Error::QueuedTogether {
-            rank: schedule.rank(),
-            what: "Route::Push".into(),
-            cause: cause.clone(),
-        }
-        .into());
+        return Err(Error::of_kind(queued_together("Route::Push", cause)));
     }
     // All commands of a push are on its stream before the kernel that permits it is launched.
     let what = "commands of a pushed product, two a chunk";

@@ -9,7 +9,7 @@ use crate::backend::cuda::abi::{GemmeshOutput, GemmeshOutputScales, GemmeshParam
 use crate::backend::cuda::driver::{DeviceMatrix, DevicePtr};
 use crate::backend::cuda::shared::symmetric::Symmetric;
 use crate::element::DType;
-use crate::error::{Error, Result};
+use crate::error::{Kind, Result};
 use crate::schedule::plan::matrices::MATRICES;
 use crate::schedule::{
     Bias, MAX_WEIGHTS, MatrixSpec, OutputBlock, OutputScales, Product, Route, ScaleMatrix,
@@ -42,9 +42,11 @@ impl<'a> Operands<'a> {
 
     /// A matrix that every call of the schedule must have.
     pub fn require(&self, number: usize) -> Result<Operand<'a>> {
-        self.get(number).ok_or_else(|| Error::Internal {
-            rank: self.rank,
-            what: format!("a call lacks matrix {number} of its schedule"),
+        self.get(number).ok_or_else(|| {
+            Kind::Internal {
+                what: format!("a call lacks matrix {number} of its schedule"),
+            }
+            .on(self.rank)
         })
     }
 
@@ -125,8 +127,8 @@ pub fn matrices(
     let (outputs, targets) = match places {
         Some(places) => {
             let targets = targets(schedule, product, places, operands)?;
-            // A rank alone adds nothing, and a rank without rows of its own stores nothing. Any matrix will do for
-            // these.
+            // A rank alone adds nothing, and a rank without rows of its own stores nothing. Unused slots: any valid
+            // pointer will do.
             let added = targets[0].or(targets[TARGETS]).unwrap_or(a);
             (SmallVec::from_slice(&[added]), Some(targets))
         }

@@ -11,6 +11,7 @@ use super::quantized::QuantizedBehind;
 use super::sm90::KnownMaps;
 use super::support::Destination;
 use super::tables::ProgramTables;
+use crate::Result;
 use crate::backend::cuda::abi::{
     GEMMESH_IDENTITY, GEMMESH_MAX_WEIGHTS, GEMMESH_STAGE_ROW, GEMMESH_STORED_E4M3,
     GEMMESH_STORED_F16, GEMMESH_STORED_OUTPUT, GemmeshBlock, GemmeshParams, GemmeshSlice,
@@ -20,7 +21,6 @@ use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::gpu::kernels::{Instance, Variant, can_be_fast};
 use crate::backend::cuda::shared::Shared;
 use crate::element::DType;
-use crate::refusal::Result;
 use crate::schedule::config::CUT_COLUMNS;
 use crate::schedule::limits::limit;
 use crate::schedule::product::PROMOTED;
@@ -64,8 +64,8 @@ pub struct Chosen<'a> {
 /// Finds the kernel that a product of `schedule` needs.
 ///
 /// # Errors
-/// [`Error::NoKernel`](crate::Error::NoKernel); `Refusal::Limit`;
-/// `Refusal::Unsupported`.
+/// [`Kind::Unsupported`](crate::error::Kind::Unsupported); `Kind::Limit`;
+/// `Kind::Unsupported`.
 pub fn choose<'a>(
     gpu: &Gpu,
     schedule: &Schedule,
@@ -111,7 +111,7 @@ fn clusters(instance: &Instance, shared: &Shared, most: usize) -> usize {
 
 /// Whether a kernel that adds no partials begins before the kernel in front of it has ended.
 ///
-/// It gains by that only if it can read its weights meanwhile. Nor does it if its copies are put on streams.
+/// Starting early pays only if it can prefetch weights, and not if its copies are on streams.
 fn begins_early(gpu: &Gpu, shared: &Shared, schedule: &Schedule, product: &Product) -> bool {
     let follows_kernels = match schedule.handshake() {
         true => schedule.is_pushed() && !schedule.awaits_permit(),

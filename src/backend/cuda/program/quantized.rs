@@ -6,6 +6,7 @@ use smallvec::SmallVec;
 
 use super::operands::{Operand, Operands};
 use super::reduction::{ReductionKernel, quantized_rows};
+use crate::Result;
 use crate::backend::cuda::abi::GemmeshQuantization;
 use crate::backend::cuda::driver::DevicePtr;
 use crate::backend::cuda::gpu::Gpu;
@@ -13,7 +14,6 @@ use crate::backend::cuda::gpu::kernels;
 use crate::backend::cuda::gpu::workspace::BYTES;
 use crate::element::DType;
 use crate::error;
-use crate::refusal::Result;
 use crate::schedule::limits::limit;
 use crate::schedule::{Config, MAX_WEIGHTS, Product, Quantization, Schedule};
 
@@ -59,7 +59,7 @@ impl QuantizedBehind {
     /// None if the results are not quantised, or if the product's kernel does so.
     ///
     /// # Errors
-    /// `Refusal::Limit` if there is no memory for the results, or if slices of K use it.
+    /// `Kind::Limit` if there is no memory for the results, or if slices of K use it.
     pub fn new(
         gpu: &Gpu,
         schedule: &Schedule,

@@ -13,7 +13,7 @@ use crate::backend::cuda::abi::{
 use crate::backend::cuda::driver::Function;
 use crate::backend::cuda::gpu::Gpu;
 use crate::element::DType;
-use crate::error::{Error, Result};
+use crate::error::{Kind, Result};
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::{Addend, OutputScales, Reduction, Schedule, Sum};
 
@@ -47,9 +47,11 @@ impl ReductionKernel {
         function: Option<Function>,
         dtype: DType,
     ) -> Result<ReductionKernel> {
-        let function = function.ok_or_else(|| Error::Internal {
-            rank: schedule.rank(),
-            what: format!("a schedule adds {dtype}, which no kernel does"),
+        let function = function.ok_or_else(|| {
+            Kind::Internal {
+                what: format!("a schedule adds {dtype}, which no kernel does"),
+            }
+            .on(schedule.rank())
         })?;
         let most = gpu.device.multiprocessors() * CTAS;
         Ok(ReductionKernel {
@@ -89,10 +91,10 @@ pub fn sums(
     let mut told = NOTHING_ADDED;
     for (index, addend) in sum.addends.iter().enumerate() {
         let &Addend::Rows { matrix, first } = addend else {
-            return Err(Error::Internal {
-                rank: schedule.rank(),
+            return Err(Kind::Internal {
                 what: "a reduction adds a product".into(),
-            });
+            }
+            .on(schedule.rank()));
         };
         let rows = operands.require(matrix)?;
         told.addends[index] = row(rows, first) as *const c_void;
@@ -121,10 +123,10 @@ pub fn sums(
         DType::F16 => GEMMESH_STORED_F16,
         DType::F8E4M3 => GEMMESH_STORED_E4M3,
         other => {
-            return Err(Error::Internal {
-                rank: schedule.rank(),
+            return Err(Kind::Internal {
                 what: format!("a sum of {dtype} is stored as {other}, which no kernel does"),
-            });
+            }
+            .on(schedule.rank()));
         }
     };
     Ok(told)
@@ -139,10 +141,10 @@ pub fn quantization(
 ) -> Result<GemmeshQuantization> {
     let Reduction { rows, n, sum } = reduction;
     let [Addend::Rows { matrix, first }] = sum.addends[..] else {
-        return Err(Error::Internal {
-            rank: schedule.rank(),
+        return Err(Kind::Internal {
             what: "a sum of several addends is quantised".into(),
-        });
+        }
+        .on(schedule.rank()));
     };
     let from = (operands, (matrix, first));
     quantized_rows(from, [*rows, *n], sum, scales, operands)

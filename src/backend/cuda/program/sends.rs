@@ -1,8 +1,8 @@
 //! Rows that a collective's kernel stores to the peers. Nothing is multiplied.
 
 use super::low_latency;
+use crate::Result;
 use crate::backend::cuda::abi::GemmeshSend;
-use crate::refusal::Result;
 use crate::schedule::limits::{limit, require};
 use crate::schedule::{Move, Route, Schedule, Transfer};
 

@@ -21,7 +21,7 @@ pub struct Staging {
 
 impl Staging {
     /// # Errors
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    /// [`Kind::OutOfMemory`](crate::error::Kind::OutOfMemory).
     pub fn new(gpu: &Gpu, schedule: &Schedule) -> Result<Staging> {
         let moved = schedule.sent().chain(schedule.received());
         let with_gaps = moved.filter(|moved| may_have_gaps(schedule, moved));

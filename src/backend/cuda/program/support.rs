@@ -3,7 +3,9 @@
 use super::block_table::Places;
 use super::low_latency::LowLatencyRows;
 use super::sends;
-use crate::refusal::{Refusal, Result};
+#[cfg(doc)]
+use crate::error::Kind;
+use crate::error::{Error, Result};
 use crate::schedule::limits::{limit, require};
 use crate::schedule::plan::matrices::BESIDE;
 use crate::schedule::{Move, OutputBlock, Product, Route, Schedule, Transfer};
@@ -22,7 +24,7 @@ pub enum Destination {
 /// Checks that the kernels support this schedule. Returns where the rows of its product go.
 ///
 /// # Errors
-/// [`Error::NoRoute`](crate::Error::NoRoute); `Refusal::Limit` and `Refusal::Unsupported` for schedules that no operation needs.
+/// [`Kind::Unsupported`] if the kernels cannot do it; it and [`Kind::Limit`] for schedules that no operation needs.
 pub fn check(schedule: &Schedule) -> Result<Destination> {
     let is_quantised = schedule.quantizes();
     if is_quantised {
@@ -131,7 +133,7 @@ fn check_sums(schedule: &Schedule) -> Result<()> {
         let is_sent = regions.any(|region| region.from.matrix == sum.out);
         if is_sent && stored != dtype {
             let what = format!("sums over all ranks of {stored} on GPUs: use {dtype}");
-            return Err(Refusal::Unsupported { what });
+            return Err(Error::unsupported(what));
         }
     }
     Ok(())
@@ -177,7 +179,7 @@ pub fn commands_before(schedule: &Schedule) -> usize {
 mod tests {
     use super::*;
     use crate::element::DType;
-    use crate::error::Error;
+    use crate::error::Kind;
     use crate::schedule::Operation::{
         self, AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, MultiplyPartials,
     };
@@ -339,8 +341,7 @@ mod tests {
                 Ok(Destination::Places(_))
             ));
             let error = check(&plan(Route::Store)).unwrap_err();
-            let error = error.into_error(Some(2), "plan".into());
-            assert!(matches!(error, Error::NoRoute { rank: 2, .. }), "{error}");
+            assert!(matches!(error.kind(), Kind::Unsupported { .. }), "{error}");
             let words = error.to_string();
             assert!(
                 words.contains(operation.name()) && words.contains("Route::Push"),

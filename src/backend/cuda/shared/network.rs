@@ -20,7 +20,7 @@ use crate::backend::cuda::driver::{
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::gpu::reclaim::{Deferred, Reclaimer};
 use crate::backend::cuda::gpu::streams::LANES;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::ranks::members::{Members, opening};
 use crate::schedule::Hosts;
 
@@ -55,7 +55,7 @@ impl Network {
     /// two ranks waits for the other. Collective.
     ///
     /// # Errors
-    /// [`Error::NoNccl`] of the first rank that has no NCCL; what NCCL says; the group's failure.
+    /// [`Kind::Device`] of the first rank that has no NCCL; what NCCL says; the group's failure.
     pub fn open(gpu: &Gpu, members: &Members) -> Result<Network> {
         let nccl = Nccl::load(members.rank);
         let ids = agree(members, &nccl)?;
@@ -231,10 +231,10 @@ impl Opening {
             while !stream.is_idle()? {
                 if self.waiting.strong_count() == 0 {
                     // Nobody gets the error. The lanes are aborted when they are dropped.
-                    return Err(Error::Internal {
-                        rank: self.ends.0,
+                    return Err(Kind::Internal {
                         what: "the group did not open".into(),
-                    });
+                    }
+                    .on(self.ends.0));
                 }
                 std::thread::yield_now();
             }
@@ -266,10 +266,12 @@ fn gather_rates(members: &Members, own: f64) -> Result<Vec<f64>> {
         let rate = bytes.as_slice().try_into().ok().map(f64::from_le_bytes);
         let rate = rate.filter(|rate| rate.is_finite() && *rate > 0.0);
         rate.ok_or_else(|| {
-            members.fail(Error::Message {
-                rank,
-                reason: format!("{bytes:?} is no rate of a network"),
-            })
+            members.fail(
+                Kind::Message {
+                    reason: format!("{bytes:?} is no rate of a network"),
+                }
+                .on(rank),
+            )
         })
     });
     rates.collect()
@@ -281,10 +283,12 @@ fn wait_for<T>(members: &Members, opened: &Receiver<Result<T>>) -> Result<T> {
     let begin = Instant::now();
     // Connecting many ranks may take longer than a call.
     let deadline = members.deadlines.call().max(LONG);
-    let failed = |reason: String| Error::System {
-        rank: Some(members.rank),
-        action: "reach the ranks of other hosts by NCCL".into(),
-        reason,
+    let failed = |reason: String| {
+        Kind::System {
+            action: "reach the ranks of other hosts by NCCL".into(),
+            reason,
+        }
+        .on(members.rank)
     };
     loop {
         match opened.recv_timeout(PERIOD) {
@@ -310,18 +314,22 @@ fn agree(members: &Members, nccl: &Result<Arc<Nccl>>) -> Result<Vec<Communicator
     let (ids, rest) = gathered.payloads[0].as_chunks::<ID_BYTES>();
     match ids.len() == LANES && rest.is_empty() {
         true => Ok(ids.to_vec()),
-        false => Err(members.fail(Error::Message {
-            rank: 0,
-            reason: format!("{} bytes of ids of NCCL", gathered.payloads[0].len()),
-        })),
+        false => Err(members.fail(
+            Kind::Message {
+                reason: format!("{} bytes of ids of NCCL", gathered.payloads[0].len()),
+            }
+            .on(0),
+        )),
     }
 }
 
 /// The error of a call after the communicators were aborted.
 fn aborted(members: &Members) -> Error {
-    members.fault().unwrap_or_else(|| Error::Internal {
-        rank: members.rank,
-        what: "a communicator of NCCL was closed".into(),
+    members.fault().unwrap_or_else(|| {
+        Kind::Internal {
+            what: "a communicator of NCCL was closed".into(),
+        }
+        .on(members.rank)
     })
 }
 

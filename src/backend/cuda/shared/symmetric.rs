@@ -15,9 +15,8 @@ use crate::backend::cuda::driver::{Device, DeviceMapping, DevicePtr, DeviceRegio
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::gpu::reclaim::Deferred;
-use crate::error::{Error, MadeCall, Result};
+use crate::error::{Error, Kind, MadeCall, Result};
 use crate::ranks::members::{Members, opening};
-use crate::refusal::Refusal;
 use crate::schedule::Hosts;
 
 /// The same number of bytes on every rank's device.
@@ -69,15 +68,17 @@ impl Symmetric {
                 });
                 maps.collect()
             })?;
-            let own = own.ok_or_else(|| Error::Internal {
-                rank,
-                what: "its own memory is missing".into(),
+            let own = own.ok_or_else(|| {
+                Kind::Internal {
+                    what: "its own memory is missing".into(),
+                }
+                .on(rank)
             })?;
             Ok(Maps { own, peers })
         };
         let maps = match attempt() {
             // Every rank gets this error.
-            Err(error) if matches!(error.cause(), Error::OutOfMemory { .. }) => {
+            Err(error) if matches!(error.kind(), Kind::OutOfMemory { .. }) => {
                 // The others wait for this rank meanwhile.
                 reclaimer.drain(members.deadlines.call() / 2);
                 members.gather_messages(call, Ok((Vec::new(), None)))?;
@@ -177,7 +178,7 @@ impl Peers {
     /// A rank without a device tells the others why.
     ///
     /// # Errors
-    /// The error of the first rank that has one; [`Error::NeedsProcesses`]; [`Error::SharedGpu`].
+    /// The error of the first rank that has one; [`Kind::Misuse`]; [`Kind::SharedGpu`].
     pub fn meet(
         members: &Members,
         own: Result<(&Device, Rates, bool)>,
@@ -186,16 +187,18 @@ impl Peers {
         let introduce = || -> Result<Vec<u8>> {
             let (device, rates, pushes) = own?;
             let introduction = Introduction::of(device, chosen, rates, pushes)?;
-            serde_json::to_vec(&introduction).map_err(|e| Error::Internal {
-                rank: members.rank,
-                what: format!("an introduction cannot be written: {e}"),
+            serde_json::to_vec(&introduction).map_err(|e| {
+                Kind::Internal {
+                    what: format!("an introduction cannot be written: {e}"),
+                }
+                .on(members.rank)
             })
         };
         let own = introduce().map(|bytes| (bytes, None));
         let gathered = members.gather_messages(&opening(), own)?;
         let introductions = gathered.payloads.iter().enumerate();
         let introductions = introductions.map(|(rank, bytes)| {
-            Introduction::parse(bytes).map_err(|reason| Error::Message { rank, reason })
+            Introduction::parse(bytes).map_err(|reason| Kind::Message { reason }.on(rank))
         });
         let ranks = introductions.collect::<Result<Vec<_>>>();
         ranks
@@ -229,16 +232,26 @@ impl Peers {
         fd: &OwnedFd,
         bytes: usize,
     ) -> Result<DeviceMapping> {
-        let refused = |reason: String| Error::NoPeerAccess {
-            rank: members.rank,
-            peer,
-            reason,
+        let refused = |reason: String| {
+            Kind::PeerMemory {
+                peer,
+                reason: Some(reason),
+            }
+            .on(members.rank)
         };
         if !device.can_access(&self.uuids[peer])? {
             return Err(refused("the driver says that it cannot".into()));
         }
         DeviceMapping::import(device, fd, bytes).map_err(|e| refused(e.to_string()))
     }
+}
+
+/// In one process, the driver puts copies of different devices' streams one behind the other, and a wait in one stream
+/// would block all.
+pub fn needs_processes(rank: usize) -> Error {
+    let what = "it is in one process with another rank: ranks on GPUs must be processes of their own; start them with \
+                gemmesh::launch, torchrun or mpirun";
+    Kind::Misuse { what: what.into() }.on(rank)
 }
 
 /// Refuses two ranks of one process, and two ranks that share a GPU by accident although there is one for each rank.
@@ -249,23 +262,21 @@ fn check(ranks: &[Introduction], hosts: &Hosts) -> Result<()> {
         let near = ranks[..later].iter().enumerate();
         for (earlier, other) in near.filter(|&(earlier, _)| hosts.share(earlier, later)) {
             if (rank.pid, &rank.namespace) == (other.pid, &other.namespace) {
-                return Err(Error::NeedsProcesses { rank: later });
+                return Err(needs_processes(later));
             }
             // NCCL refuses it.
             if rank.uuid == other.uuid && hosts.count() > 1 {
                 let what = format!(
                     "ranks {earlier} and {later} of one host on one GPU in a group of several hosts"
                 );
-                return Err(Refusal::of(later, &opening().name)(Refusal::Unsupported {
-                    what,
-                }));
+                return Err(Error::of(later, &opening().name)(Error::unsupported(what)));
             }
             let by_accident = rank.uuid == other.uuid && !rank.chosen && !other.chosen;
             if by_accident && visible.len() >= ranks.len() {
-                return Err(Error::SharedGpu {
+                return Err(Error::of_kind(Kind::SharedGpu {
                     ranks: [earlier, later],
                     visible: visible.len(),
-                });
+                }));
             }
         }
     }
@@ -291,10 +302,7 @@ mod tests {
     #[test]
     fn two_ranks_of_one_process_are_told_so() {
         let ranks = [rank(1, 1, &[1, 2], false), rank(1, 2, &[1, 2], false)];
-        assert_eq!(
-            check(&ranks, &Hosts::default()),
-            Err(Error::NeedsProcesses { rank: 1 })
-        );
+        assert_eq!(check(&ranks, &Hosts::default()), Err(needs_processes(1)));
         let mut elsewhere = ranks;
         elsewhere[1].namespace = "pid:[2]".into();
         assert_eq!(check(&elsewhere, &Hosts::default()), Ok(()));
@@ -320,10 +328,10 @@ mod tests {
     fn ranks_that_share_a_gpu_by_accident_are_told_so() {
         // Rank 0 sees GPUs 1 and 2, rank 1 sees 2 and 1, and each takes the one of its number.
         let crossed = [rank(1, 1, &[1, 2], false), rank(2, 1, &[2, 1], false)];
-        let shared = Error::SharedGpu {
+        let shared = Error::of_kind(Kind::SharedGpu {
             ranks: [0, 1],
             visible: 2,
-        };
+        });
         assert_eq!(check(&crossed, &Hosts::default()), Err(shared));
         let chosen = [rank(1, 1, &[1, 2], true), rank(2, 1, &[2, 1], false)];
         assert_eq!(check(&chosen, &Hosts::default()), Ok(()));

@@ -1,7 +1,7 @@
 //! Rows that ranks exchange, and rows of a root. Nothing is added.
 
 use super::{Blocks, CollectivePlan};
-use crate::refusal::Result;
+use crate::Result;
 use crate::route::Route;
 use crate::schedule::plan::chunks::{Cutter, Part};
 use crate::schedule::plan::matrices::{A, OUT, PARTIALS};

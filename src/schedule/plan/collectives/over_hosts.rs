@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::{Blocks, CollectivePlan, SumPlace};
-use crate::refusal::Result;
+use crate::Result;
 use crate::route::Route;
 use crate::schedule::limits::require;
 use crate::schedule::plan::chunks::{Part, most_on_rails};
@@ -16,7 +16,7 @@ use crate::schedule::{Problem, Schedule, Sum};
 /// Gives each rank its rows of the sum.
 ///
 /// # Errors
-/// `Refusal::Unsupported` if rows are stored.
+/// `Kind::Unsupported` if rows are stored.
 pub(super) fn sums(plan: &CollectivePlan, blocks: Blocks, place: SumPlace) -> Result<Schedule> {
     let what = "over several hosts the rows of a sum must not be stored";
     require(what, plan.config.route != Route::Store)?;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::{Blocks, CollectivePlan, SumPlace, over_hosts};
-use crate::refusal::Result;
+use crate::Result;
 use crate::schedule::plan::chunks::Part;
 use crate::schedule::plan::matrices::{A, OUT, PARTIALS};
 use crate::schedule::plan::partials::{Incoming, Partials, Piece, among_others};

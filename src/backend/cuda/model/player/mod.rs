@@ -22,8 +22,8 @@ use super::{choose, over_hosts, pushed_over_hosts, sums};
 use crate::backend::cuda::MOST_STORED;
 use crate::backend::cuda::gpu::rates::H200;
 use crate::element::DType;
+use crate::error::{Error, Result};
 use crate::profile::span::{Lane, Span, Work};
-use crate::refusal::{Refusal, Result};
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::require;
 use crate::schedule::plan::collectives::{chunked, leaves_gather, stored};
@@ -68,8 +68,8 @@ impl Played {
 /// ranks, and N and K are those of one rank. Without a product N does not count, and rows have K columns.
 ///
 /// # Errors
-/// [`Error::Limit`](crate::Error::Limit) if an extent or the number of ranks is out of range, or if a rank would have
-/// more transfers than flags; [`Error::Unsupported`](crate::Error::Unsupported) for another operation, and if more than
+/// [`Kind::Limit`](crate::error::Kind::Limit) if an extent or the number of ranks is out of range, or if a rank would have
+/// more transfers than flags; [`Kind::Unsupported`](crate::error::Kind::Unsupported) for another operation, and if more than
 /// 64 ranks do not have equally many rows.
 #[track_caller]
 pub fn play_operation(
@@ -83,7 +83,7 @@ pub fn play_operation(
         true => play_chosen(&problem, network),
         false => play_collective(&problem, network),
     });
-    played.map_err(Refusal::of(None, "play_operation"))
+    played.map_err(Error::of(None, "play_operation"))
 }
 
 fn problem_of(

@@ -10,7 +10,7 @@ use crate::backend::cuda::abi::{
 };
 use crate::backend::cuda::gpu::streams::LANES;
 use crate::backend::cuda::shared::words::{FlagLine, Snapshot, Waits};
-use crate::error::{Deadline, Error, Result};
+use crate::error::{Deadline, Error, Kind, Result};
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::Awaited;
 
@@ -68,12 +68,14 @@ impl Watch {
         waited: Duration,
     ) -> Error {
         let rank = self.failures.rank;
-        let unknown = |reason: String| Error::Timeout {
-            rank,
-            waiting: rank,
-            what: format!("{} on its own GPU ({reason})", self.name(running)),
-            waited_ms: waited.as_millis() as u64,
-            deadline: passed.0,
+        let unknown = |reason: String| {
+            Kind::Timeout {
+                waiting: rank,
+                what: format!("{} on its own GPU ({reason})", self.name(running)),
+                waited_ms: waited.as_millis() as u64,
+                deadline: passed.0,
+            }
+            .on(rank)
         };
         if self.waits_for_its_caller(running) {
             return unknown("its caller's function has not returned".into());
@@ -210,11 +212,11 @@ impl Watch {
         let deadline = Instant::now() + GRACE;
         while !self.rescue.is_idle()? {
             if Instant::now() > deadline {
-                return Err(Error::System {
-                    rank: Some(self.failures.rank),
+                return Err(Kind::System {
                     action: "read its flags".into(),
                     reason: "its GPU does not copy them".into(),
-                });
+                }
+                .on(self.failures.rank));
             }
             std::thread::sleep(Duration::from_micros(100));
         }

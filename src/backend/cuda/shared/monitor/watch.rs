@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::{GRACE, Running, Watch, lock};
 use crate::backend::cuda::shared::network::EXPLAINED;
-use crate::error::Error;
+use crate::error::Kind;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::deadlines::{Clock, Deadlines};
 
@@ -117,7 +117,7 @@ impl Watch {
 
     /// Notes now and then which rank an operation waits for. `waited`: for how long it has waited.
     ///
-    /// Ranks that wait for this rank then blame that one instead.
+    /// The waiting ranks then report that rank as the cause.
     fn note(&self, running: Running, waited: Duration) {
         let mut noted = lock(&self.noted);
         if noted.elapsed() < LEFT_AFTER || self.waits_for_its_caller(running) {
@@ -152,12 +152,13 @@ impl Watch {
                 Running::Replay(_) => None,
             };
             let reason = self.failures.why_left(awaited.peer(), epoch);
-            self.failures
-                .fail(reason.unwrap_or_else(|| Error::RankLeft {
-                    rank: awaited.peer(),
+            self.failures.fail(reason.unwrap_or_else(|| {
+                Kind::RankLeft {
                     waiting: self.failures.rank,
                     what: self.describe(running, awaited),
-                }));
+                }
+                .on(awaited.peer())
+            }));
         }
     }
 }
