@@ -306,12 +306,11 @@ pub fn is_pingpong(tile: [u32; 3], split: u32, variant: Variant) -> bool {
 /// warps of a tile have one together. Then K must not be in slices, because each warp finishes its part apart.
 pub fn quantizes(tile: [u32; 3], split: u32, gated: bool) -> bool {
     let [tile_m, tile_n, tile_k] = tile;
-    let has_blocks = match swaps_ab(tile_m) {
-        true => tile_n == QUANTIZED_COLUMNS && split == 1 && !gated,
-        false => {
-            let halves = u32::from(is_side_by_side(tile, split)) + u32::from(gated);
-            (tile_n >> halves).is_multiple_of(QUANTIZED_COLUMNS)
-        }
+    let has_blocks = if swaps_ab(tile_m) {
+        tile_n == QUANTIZED_COLUMNS && split == 1 && !gated
+    } else {
+        let halves = u32::from(is_side_by_side(tile, split)) + u32::from(gated);
+        (tile_n >> halves).is_multiple_of(QUANTIZED_COLUMNS)
     };
     promotes(tile_k) && has_blocks
 }
@@ -347,9 +346,10 @@ impl Shape {
 
     /// Whether both consumers can have a half of each tile: its rows, or whole boxes of its columns.
     fn is_shared(&self) -> bool {
-        match self.tile_m == BAND_ROWS {
-            true => self.tile_n.is_multiple_of(2 * BOX_COLUMNS),
-            false => self.tile_m == 2 * BAND_ROWS || self.tile_n >= 2 * BOX_COLUMNS,
+        if self.tile_m == BAND_ROWS {
+            self.tile_n.is_multiple_of(2 * BOX_COLUMNS)
+        } else {
+            self.tile_m == 2 * BAND_ROWS || self.tile_n >= 2 * BOX_COLUMNS
         }
     }
 
@@ -358,9 +358,10 @@ impl Shape {
     /// finishes gate's columns needs the warp of up's too.
     pub fn is_gated(&self) -> bool {
         let has_scales = !promotes(self.tile_k) || self.gate_rows().is_multiple_of(SCALE_ROWS);
-        match self.swaps_ab() {
-            true => self.split <= CONSUMER_WARPS / 2,
-            false => has_scales && (self.tile_m == BAND_ROWS || self.tile_n >= 2 * BOX_COLUMNS),
+        if self.swaps_ab() {
+            self.split <= CONSUMER_WARPS / 2
+        } else {
+            has_scales && (self.tile_m == BAND_ROWS || self.tile_n >= 2 * BOX_COLUMNS)
         }
     }
 
@@ -449,9 +450,10 @@ impl Family {
     /// The stages, the scales of operands of 8 bits, what CTAs send one another, and the barriers.
     fn bytes_beside_boxes(&self, shape: &Shape) -> u32 {
         let ring = (shape.tile_m + shape.tile_n) * STAGE_ROW;
-        let scales = match promotes(shape.tile_k) {
-            true => (shape.tile_m + shape.tile_n / SCALE_ROWS) * size_of::<f32>() as u32,
-            false => 0,
+        let scales = if promotes(shape.tile_k) {
+            (shape.tile_m + shape.tile_n / SCALE_ROWS) * size_of::<f32>() as u32
+        } else {
+            0
         };
         let stages = shape.stages * (ring + scales + STAGE_BARRIER_BYTES);
         stages + self.sum_bytes(shape) + BARRIER_BYTES

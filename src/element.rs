@@ -66,9 +66,10 @@ impl DType {
     /// True if weights of the type `weight` multiply rows of this type, as [`WeightOf`](crate::WeightOf) says.
     pub fn is_multiplied_by(self, weight: DType) -> bool {
         let is_e5m2 = |dtype| dtype == DType::F8E5M2;
-        match self.is_fp8() && weight.is_fp8() {
-            true => !(is_e5m2(self) && is_e5m2(weight)),
-            false => self.is_half() && self == weight,
+        if self.is_fp8() && weight.is_fp8() {
+            !(is_e5m2(self) && is_e5m2(weight))
+        } else {
+            self.is_half() && self == weight
         }
     }
 

@@ -253,12 +253,13 @@ impl Error {
         bytes: usize,
     ) -> impl FnOnce(io::Error) -> Error {
         let rank = rank.into();
-        move |error| match resources::is_memory(&error) {
-            true => {
+        move |error| {
+            if resources::is_memory(&error) {
                 let reason = resources::explain_memory(&error);
                 Error::new(Kind::OutOfMemory { bytes, reason }, rank)
+            } else {
+                Error::system(rank, format!("share {} of memory", Bytes(bytes as u64)))(error)
             }
-            false => Error::system(rank, format!("share {} of memory", Bytes(bytes as u64)))(error),
         }
     }
 }

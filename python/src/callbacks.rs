@@ -30,9 +30,10 @@ pub struct Function {
 
 /// Checks that the argument `name` can be called.
 pub fn require_callable(function: &Bound<'_, PyAny>, name: &str) -> Said<()> {
-    match function.is_callable() {
-        true => Ok(()),
-        false => Err(format!("{name} is no function, and must take a Chunk")),
+    if function.is_callable() {
+        Ok(())
+    } else {
+        Err(format!("{name} is no function, and must take a Chunk"))
     }
 }
 

@@ -54,9 +54,10 @@ impl Drop for One {
 pub fn through_the_gate<R>(call: impl FnOnce() -> R) -> Option<R> {
     // All in one order: either this thread sees the gate closed, or the hook sees the call.
     let _counted = One::of(&UNDER_WAY);
-    match CLOSED.load(Ordering::SeqCst) {
-        true => None,
-        false => Some(call()),
+    if CLOSED.load(Ordering::SeqCst) {
+        None
+    } else {
+        Some(call())
     }
 }
 

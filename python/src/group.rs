@@ -398,9 +398,10 @@ impl Group {
         if group.rank() != 0 {
             return Ok(());
         }
-        let written = match path.extension().is_some_and(|ending| ending == "svg") {
-            true => timeline.write_svg(&path, title),
-            false => timeline.write_chrome(&path),
+        let written = if path.extension().is_some_and(|ending| ending == "svg") {
+            timeline.write_svg(&path, title)
+        } else {
+            timeline.write_chrome(&path)
         };
         written.map_err(|error| exception(py, &error, Some(0)))
     }

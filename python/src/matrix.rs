@@ -145,9 +145,10 @@ impl Kept {
             return waited_in_function(py, group, || call(true));
         }
         // In a function of an operation the group refuses the call, whatever its stream would be.
-        let stream = match group.is_in_function() {
-            true => None,
-            false => Reader::alone(group, name).stream(py)?,
+        let stream = if group.is_in_function() {
+            None
+        } else {
+            Reader::alone(group, name).stream(py)?
         };
         waited_behind(py, group, stream, || call(false))
     }
@@ -193,9 +194,10 @@ impl Kept {
 
     /// The memory, for a call that writes it.
     pub fn written(&self, py: Python<'_>, call: &str, name: &str) -> PyResult<Memory> {
-        match self.read_only {
-            true => Err(read_only(py, &**self.group, call, name)),
-            false => Ok(self.memory),
+        if self.read_only {
+            Err(read_only(py, &**self.group, call, name))
+        } else {
+            Ok(self.memory)
         }
     }
 }
@@ -316,12 +318,11 @@ impl Matrix {
             None => order(py, &***group, stream)?,
         }
         let owner: Box<dyn Any + Send> = Box::new(self.0.clone());
-        match is_versioned {
-            true => {
-                let tensor = export_versioned(*memory, device, self.0.read_only, owner);
-                versioned_capsule(py, tensor)
-            }
-            false => legacy_capsule(py, export(*memory, device, owner)),
+        if is_versioned {
+            let tensor = export_versioned(*memory, device, self.0.read_only, owner);
+            versioned_capsule(py, tensor)
+        } else {
+            legacy_capsule(py, export(*memory, device, owner))
         }
     }
 
@@ -381,12 +382,13 @@ fn require_stream(group: &dyn AnyGroup, own: usize, stream: Option<i64>) -> PyRe
         Some(stream) => stream as usize == own,
         None => false,
     };
-    match is_own {
-        true => Ok(()),
-        false => Err(PyBufferError::new_err(
+    if is_own {
+        Ok(())
+    } else {
+        Err(PyBufferError::new_err(
             "the rows of a chunk are used on chunk.stream; make it the current stream first, such as by \
              torch.cuda.ExternalStream",
-        )),
+        ))
     }
 }
 

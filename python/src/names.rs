@@ -33,9 +33,12 @@ impl Count {
     /// The number of the argument `name`.
     pub fn of(self, name: &str) -> Said<usize> {
         let Count(count) = self;
-        count.map_err(|digits| match digits.starts_with('-') {
-            true => format!("{name} is {digits} and must not be negative"),
-            false => format!("{name} is {digits}, which is too large"),
+        count.map_err(|digits| {
+            if digits.starts_with('-') {
+                format!("{name} is {digits} and must not be negative")
+            } else {
+                format!("{name} is {digits}, which is too large")
+            }
         })
     }
 }
@@ -146,17 +149,18 @@ pub fn numerics(word: &str) -> Said<Numerics> {
 /// How values share scales. `sharded`: the scales are a sharded matrix. `first`: the row and the column of the first block
 /// at which the values begin.
 pub fn scaling(option: &str, word: &str, first: [usize; 2], sharded: bool) -> Said<Scaling> {
-    let known = match sharded {
-        true => &[
+    let known = if sharded {
+        &[
             ("rows", Scaling::ShardedRows),
             ("blocks", Scaling::ShardedBlocks),
-        ][..],
-        false => &[
+        ][..]
+    } else {
+        &[
             ("tensor", Scaling::Tensor),
             ("rows", Scaling::Rows),
             ("blocks", Scaling::Blocks),
             ("transposed_blocks", Scaling::TransposedBlocks),
-        ][..],
+        ][..]
     };
     match (one_of(option, word, known)?, first) {
         (Scaling::Blocks, [row, column]) => Ok(Scaling::blocks_from(row, column)),
@@ -183,8 +187,9 @@ pub fn quantization(
         (quantization, 0) => quantization,
         (quantization, first) => quantization.first_column(first),
     };
-    Ok(match power_of_two {
-        true => quantization.power_of_two(),
-        false => quantization,
+    Ok(if power_of_two {
+        quantization.power_of_two()
+    } else {
+        quantization
     })
 }

@@ -214,9 +214,10 @@ impl<'a> Reader<'a> {
     ) -> PyResult<Memory> {
         if let Ok(matrix) = object.cast_exact::<Matrix>() {
             let kept = &matrix.get().0;
-            return match writes {
-                true => kept.written(object.py(), self.call, name),
-                false => Ok(kept.memory),
+            return if writes {
+                kept.written(object.py(), self.call, name)
+            } else {
+                Ok(kept.memory)
             };
         }
         if object.is_instance_of::<Sharded>() {
@@ -380,12 +381,11 @@ impl<'a> Reader<'a> {
 
     /// As [`Reader::refused`], of which the other ranks are told if they wait for this one in the call.
     pub fn refuse(&self, py: Python<'_>, what: &str) -> PyErr {
-        match self.is_collective {
-            true => {
-                let error = self.group.refuse_because(self.call, what);
-                exception(py, &error, Some(self.group.rank()))
-            }
-            false => self.refused(py, what),
+        if self.is_collective {
+            let error = self.group.refuse_because(self.call, what);
+            exception(py, &error, Some(self.group.rank()))
+        } else {
+            self.refused(py, what)
         }
     }
 
@@ -439,9 +439,10 @@ impl<'a> HeldRows<'a> {
                 scales, scaling, ..
             }) => {
                 let scales = scales.bind(py);
-                Some(match scales.is_instance_of::<Sharded>() {
-                    true => HeldScales::Sharded(held(reader, scales, "the scales of a")?, *scaling),
-                    false => HeldScales::Own(reader.memory(scales, "the scales of a")?, *scaling),
+                Some(if scales.is_instance_of::<Sharded>() {
+                    HeldScales::Sharded(held(reader, scales, "the scales of a")?, *scaling)
+                } else {
+                    HeldScales::Own(reader.memory(scales, "the scales of a")?, *scaling)
                 })
             }
         };
@@ -490,9 +491,10 @@ pub enum HeldOutputs<'a> {
 
 impl<'a> HeldOutputs<'a> {
     pub fn new(reader: &mut Reader, object: &'a Bound<'_, PyAny>) -> PyResult<HeldOutputs<'a>> {
-        Ok(match object.is_instance_of::<Sharded>() {
-            true => HeldOutputs::Sharded(held(reader, object, "out")?),
-            false => HeldOutputs::Own(reader.outputs(object)?),
+        Ok(if object.is_instance_of::<Sharded>() {
+            HeldOutputs::Sharded(held(reader, object, "out")?)
+        } else {
+            HeldOutputs::Own(reader.outputs(object)?)
         })
     }
 

@@ -38,9 +38,10 @@ impl<'a> GivenRows<'a> {
         kind: ProductKind,
         a: &'a Bound<'_, PyAny>,
     ) -> PyResult<GivenRows<'a>> {
-        Ok(match kind.gathers() {
-            true => GivenRows::Sharded(HeldRows::new(reader, a)?),
-            false => GivenRows::Own(reader.operand(a, "a")?),
+        Ok(if kind.gathers() {
+            GivenRows::Sharded(HeldRows::new(reader, a)?)
+        } else {
+            GivenRows::Own(reader.operand(a, "a")?)
         })
     }
 

@@ -50,9 +50,10 @@ impl Sharded {
     pub fn split_evenly(&self, py: Python<'_>, rows: usize) -> PyResult<()> {
         let world = self.group.world_size();
         let [m, _] = self.read(py)?.shape();
-        match m == rows * world {
-            true => Ok(()),
-            false => self.split(py, &vec![rows; world]),
+        if m == rows * world {
+            Ok(())
+        } else {
+            self.split(py, &vec![rows; world])
         }
     }
 

@@ -102,9 +102,10 @@ impl TensorCalls {
         };
         let key = tensors.key();
         let mut all = self.planned.write().unwrap_or_else(PoisonError::into_inner);
-        let forgotten = match all.len() >= MAX_CALLS {
-            true => std::mem::take(&mut *all),
-            false => HashMap::new(),
+        let forgotten = if all.len() >= MAX_CALLS {
+            std::mem::take(&mut *all)
+        } else {
+            HashMap::new()
         };
         let before = all.insert(key, Arc::new(planned));
         drop(all);

@@ -6,14 +6,15 @@ use crate::schedule::Transfer;
 /// What `rank`, which moves the regions of a transfer or receives them, does.
 pub fn work_of(transfer: &Transfer, rank: usize) -> Work {
     let rows = transfer.regions[0].to.rows.clone();
-    match transfer.to == rank {
-        true => Work::Pull {
+    if transfer.to == rank {
+        Work::Pull {
             source: transfer.source,
             rows,
-        },
-        false => Work::Push {
+        }
+    } else {
+        Work::Push {
             to: transfer.to,
             rows,
-        },
+        }
     }
 }

@@ -4,9 +4,10 @@ use super::{Error, Result};
 
 /// Checks the shape of `argument`, which names its extents too.
 pub fn require_shape(argument: &str, expected: [usize; 2], found: [usize; 2]) -> Result<()> {
-    match expected == found {
-        true => Ok(()),
-        false => Err(Error::shape(argument, &expected, &found)),
+    if expected == found {
+        Ok(())
+    } else {
+        Err(Error::shape(argument, &expected, &found))
     }
 }
 

@@ -119,9 +119,10 @@ pub struct OfRanks<'a>(pub &'a [usize]);
 
 impl fmt::Display for OfRanks<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        match self.0.iter().copied().eq(0..self.0.len()) {
-            true => Ok(()),
-            false => write!(f, " of the job's {}", Listed(self.0)),
+        if self.0.iter().copied().eq(0..self.0.len()) {
+            Ok(())
+        } else {
+            write!(f, " of the job's {}", Listed(self.0))
         }
     }
 }

@@ -126,18 +126,17 @@ impl<B: Backend> Group<B> {
     pub(crate) fn refuse_misplaced(&self) -> Result<()> {
         let members = &self.inner.members;
         members.refuse_fork()?;
-        match self.is_in_callback() {
-            true => {
-                let error = members.named(
-                    Kind::Misuse {
-                        what: CALL_IN_CALLBACK.into(),
-                    }
-                    .on(self.rank()),
-                );
-                members.note_given(&error);
-                Err(error)
-            }
-            false => Ok(()),
+        if self.is_in_callback() {
+            let error = members.named(
+                Kind::Misuse {
+                    what: CALL_IN_CALLBACK.into(),
+                }
+                .on(self.rank()),
+            );
+            members.note_given(&error);
+            Err(error)
+        } else {
+            Ok(())
         }
     }
 }

@@ -179,9 +179,10 @@ impl<B: Backend, T: Value> Matrix<B, T> {
             pair(given.shape).map(|extent| usize::try_from(extent).unwrap_or(usize::MAX));
         bytes_of::<T>(rows, columns)?;
         let width = bytes_of::<T>(1, columns)?;
-        let strides = match given.strides.is_null() {
-            true => [columns as i64, 1],
-            false => pair(given.strides),
+        let strides = if given.strides.is_null() {
+            [columns as i64, 1]
+        } else {
+            pair(given.strides)
         };
         let pitch = usize::try_from(strides[0]).unwrap_or(0);
         let memory = Memory {

@@ -129,9 +129,10 @@ pub unsafe fn memory_of(tensor: &DLTensor, device: DLDevice, argument: &str) -> 
         return Ok(memory);
     }
     let dense = row_major(extents);
-    let strides = match tensor.strides.is_null() {
-        true => &dense[..],
-        false => list(tensor.strides),
+    let strides = if tensor.strides.is_null() {
+        &dense[..]
+    } else {
+        list(tensor.strides)
     };
     let pitch = pitch_of(leading, &strides[..leading.len()], columns);
     let Some(pitch) = pitch.filter(|pitch| *pitch >= 0) else {

@@ -51,9 +51,10 @@ impl Place {
     #[cold]
     fn has_common_byte(&self, other: &Place) -> bool {
         let [own, its] = [self, other].map(Rows::of);
-        let (few, many) = match own.rows <= its.rows {
-            true => (own, its),
-            false => (its, own),
+        let (few, many) = if own.rows <= its.rows {
+            (own, its)
+        } else {
+            (its, own)
         };
         if few.rows > 1 && few.pitch == many.pitch {
             // Row i of one meets row j of the other if row 0 meets row j - i. So the other gets rows with the numbers
@@ -89,9 +90,10 @@ impl Rows {
         } = *place;
         let [rows, width, pitch] = [rows, width, pitch].map(|number| number as i128);
         // Rows that follow one another are one row.
-        let (rows, width) = match pitch <= width {
-            true => (1, (rows - 1) * pitch + width),
-            false => (rows, width),
+        let (rows, width) = if pitch <= width {
+            (1, (rows - 1) * pitch + width)
+        } else {
+            (rows, width)
         };
         Rows {
             first: i128::from(address),
@@ -148,9 +150,10 @@ mod tests {
         (any_place(), any_place(), any::<bool>()).prop_map(|(one, other, alike)| {
             let pitch = one.pitch.max(other.pitch);
             let of = |place: Place| Place { pitch, ..place };
-            match alike {
-                true => (of(one), of(other)),
-                false => (one, other),
+            if alike {
+                (of(one), of(other))
+            } else {
+                (one, other)
             }
         })
     }

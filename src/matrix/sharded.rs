@@ -254,9 +254,10 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// Rows lie in memory in this order too, unless the matrix was made by [`Group::sharded_staged`].
     pub fn rows_of(&self, rank: usize) -> Range<usize> {
         let m = self.layout.m();
-        match rank < self.layout.world() {
-            true => self.layout.rows_of(rank),
-            false => m..m,
+        if rank < self.layout.world() {
+            self.layout.rows_of(rank)
+        } else {
+            m..m
         }
     }
 
@@ -264,9 +265,10 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     ///
     /// This is one range, or one range for each stage of a staged matrix. Empty ranges are left out.
     pub fn blocks_of(&self, rank: usize) -> Vec<Range<usize>> {
-        match rank < self.layout.world() {
-            true => self.layout.rows_in_memory(rank),
-            false => Vec::new(),
+        if rank < self.layout.world() {
+            self.layout.rows_in_memory(rank)
+        } else {
+            Vec::new()
         }
     }
 

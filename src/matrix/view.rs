@@ -105,9 +105,10 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
         let fits = require_range("row", &rows, 0, all);
         self.group.judged(call, fits)?;
         // An empty view begins at the start, because there may be no memory behind the last row.
-        let offset = match rows.is_empty() {
-            true => 0,
-            false => self.offset + rows.start * self.memory.pitch(),
+        let offset = if rows.is_empty() {
+            0
+        } else {
+            self.offset + rows.start * self.memory.pitch()
         };
         Ok(MatrixView {
             offset,
@@ -389,9 +390,12 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
         let spec = MatrixSpec::new(T::DTYPE, rows, columns);
         let is_done = group.judged(CALL, check_copy(&from, &to, &spec))?;
         let backend = &group.inner().backend;
-        group.exclusively(|_| match is_done {
-            true => Ok(()),
-            false => backend.copy(&from, &to, rows, spec.row_bytes()),
+        group.exclusively(|_| {
+            if is_done {
+                Ok(())
+            } else {
+                backend.copy(&from, &to, rows, spec.row_bytes())
+            }
         })
     }
 

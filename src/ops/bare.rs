@@ -116,14 +116,17 @@ fn check_matrix<B: Backend, T: Element>(
 fn check_numbers(schedule: &Schedule, shared: usize) -> Result<()> {
     let all = schedule.matrices().len();
     limit("shared matrices", shared, 0, MATRICES.min(all))?;
-    let is_shared = |what: &str, number: usize| match number < shared {
-        true => Ok(()),
-        false => Err(Error::of_kind(Kind::Limit {
-            what: format!("{what}, of {shared} that are shared,"),
-            value: number,
-            min: 0,
-            max: shared.saturating_sub(1),
-        })),
+    let is_shared = |what: &str, number: usize| {
+        if number < shared {
+            Ok(())
+        } else {
+            Err(Error::of_kind(Kind::Limit {
+                what: format!("{what}, of {shared} that are shared,"),
+                value: number,
+                min: 0,
+                max: shared.saturating_sub(1),
+            }))
+        }
     };
     let none = schedule.reduction().is_none();
     require("a schedule that is run as it is must not reduce", none)?;

@@ -52,9 +52,10 @@ pub fn gather_rows<B: Backend>(a: RawShards<B>) -> Result<()> {
 fn gather<B: Backend>(operation: Operation, a: RawShards<B>) -> Result<()> {
     let (group, layout) = (a.group, a.layout);
     let problem = Problem::new(operation, a.dtype, layout.clone(), 0);
-    let config = match is_better_stored(group, layout, a.dtype) {
-        true => stored(),
-        false => chunked(1).with_route(Route::Pull),
+    let config = if is_better_stored(group, layout, a.dtype) {
+        stored()
+    } else {
+        chunked(1).with_route(Route::Pull)
     };
     let program = group.program(problem, Some(config));
     let program = program.map_err(group.refusal(operation.name()))?;
@@ -234,9 +235,10 @@ pub fn sum_for_all<B: Backend>(a: RawView<B>, out: RawShards<B>) -> Result<()> {
         hosts: group.host_map().clone(),
         ..Problem::new(OPERATION, a.dtype, out.layout.clone(), n)
     };
-    match leaves_gather(&problem) {
-        true => gather(Operation::GatherOfAllReduce, out),
-        false => Ok(()),
+    if leaves_gather(&problem) {
+        gather(Operation::GatherOfAllReduce, out)
+    } else {
+        Ok(())
     }
 }
 
@@ -313,9 +315,10 @@ impl CollectiveCall {
         shared: &[u32],
     ) -> Result<()> {
         let problem = Problem::new(self.operation, self.dtype, layout.clone(), layout.k());
-        let config = match is_better_stored(group, layout, self.dtype) {
-            true => stored(),
-            false => chunked(self.chunks),
+        let config = if is_better_stored(group, layout, self.dtype) {
+            stored()
+        } else {
+            chunked(self.chunks)
         };
         let program = group.program(problem, Some(config));
         let program = program.map_err(group.refusal(self.operation.name()))?;

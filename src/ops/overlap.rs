@@ -35,9 +35,10 @@ pub fn check<B: Backend>(schedule: &Schedule, bound: &[Bound<B>; MATRICES]) -> R
         may_be_written(*number)
             && others.any(|(_, its)| bytes.start < its.end && its.start < bytes.end)
     });
-    match may_overlap {
-        true => CallMemory { schedule, bound }.check(),
-        false => Ok(()),
+    if may_overlap {
+        CallMemory { schedule, bound }.check()
+    } else {
+        Ok(())
     }
 }
 
@@ -62,9 +63,10 @@ pub fn check_copy<B: Backend>(
     if target.is(&source) {
         return Ok(true);
     }
-    match target.overlaps(&source) {
-        true => Err(overlapping("the target", "partly that of the source")),
-        false => Ok(false),
+    if target.overlaps(&source) {
+        Err(overlapping("the target", "partly that of the source"))
+    } else {
+        Ok(false)
     }
 }
 

@@ -377,9 +377,10 @@ impl<B: Backend> PlannedSums<B> {
             limit("bytes of partials", bytes(B::schedule(part)), 0, room)
                 .map_err(Error::of(self.group.rank(), self.which.name()))?;
         }
-        let partials = match schedule.is_idle() {
-            true => None,
-            false => Some(self.group.partials(schedule)?),
+        let partials = if schedule.is_idle() {
+            None
+        } else {
+            Some(self.group.partials(schedule)?)
         };
         let mut bound = [const { Bound::Nothing }; MATRICES];
         if let Some(SumOperands { a, weights, .. }) = operands {

@@ -458,9 +458,10 @@ impl<B: Backend> Planned<B> {
     ) -> Result<()> {
         let schedule = B::schedule(&self.program);
         let group = &self.group;
-        let room = match schedule.is_idle() {
-            true => None,
-            false => Some(group.partials(schedule)?),
+        let room = if schedule.is_idle() {
+            None
+        } else {
+            Some(group.partials(schedule)?)
         };
         let mut matrices = [const { Bound::Nothing }; MATRICES];
         matrices[OUT] = out;

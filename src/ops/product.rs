@@ -170,9 +170,10 @@ impl ProductOptions {
 
     /// The type of the operands, if it has 16 bits.
     fn half_or(&self, otherwise: DType) -> DType {
-        match self.dtype.is_half() {
-            true => self.dtype,
-            false => otherwise,
+        if self.dtype.is_half() {
+            self.dtype
+        } else {
+            otherwise
         }
     }
 
@@ -251,9 +252,10 @@ impl ProductOptions {
     /// Checks the number of weights.
     fn check_count(&self, weights: usize) -> Result<()> {
         limit(WEIGHTS, weights, 1, MAX_WEIGHTS)?;
-        match self.gated {
-            true => require_count("a gated product", "weight", 2, "this call", weights),
-            false => Ok(()),
+        if self.gated {
+            require_count("a gated product", "weight", 2, "this call", weights)
+        } else {
+            Ok(())
         }
     }
 
@@ -309,9 +311,10 @@ impl<'a, B: Backend> Addends<'a, B> {
             // Before the shape, so that an N that no product can have is refused as a limit.
             limit("N", n, 1, MAX_EXTENT)?;
             require_same_group("bias", bias.group, group)?;
-            let (what, columns) = match form.gated {
-                true => ("bias [1, 2 N]", form.multiplied(n)),
-                false => ("bias [1, N]", n),
+            let (what, columns) = if form.gated {
+                ("bias [1, 2 N]", form.multiplied(n))
+            } else {
+                ("bias [1, N]", n)
             };
             require_shape(what, [1, columns], bias.shape)?;
             require_dtype("bias", problem.dtypes.partials, bias.dtype)?;
@@ -393,9 +396,10 @@ pub fn check_weights<B: Backend>(
     weights: &[RawOperand<B>],
 ) -> Result<()> {
     let (form, k) = (&problem.form, problem.layout.k());
-    let whole = match form.gated {
-        true => "a gated product",
-        false => "the prepared product",
+    let whole = if form.gated {
+        "a gated product"
+    } else {
+        "the prepared product"
     };
     let count = form.weight_count();
     require_count(whole, "weight", count, "this call", weights.len())?;

@@ -227,9 +227,10 @@ impl<B: Backend> PlannedAllReduce<B> {
         out.require_by_rank("out")?;
         let layout = out.layout.of_columns(k)?;
         let sums = PlannedSums::new(options, addends, Which::All, group, layout, n, call)?;
-        let gather = match sums.needs_gather() {
-            true => Some(gather_of(out, sums.config())?),
-            false => None,
+        let gather = if sums.needs_gather() {
+            Some(gather_of(out, sums.config())?)
+        } else {
+            None
         };
         Ok(PlannedAllReduce { gather, sums })
     }
@@ -307,9 +308,10 @@ fn gather_of<B: Backend>(out: RawShards<B>, config: Config) -> Result<Arc<B::Pro
 fn gather_problem(dtype: DType, layout: Layout, config: Config) -> (Problem, Config) {
     // Kernels store whole pieces of rows.
     let row = layout.k() * dtype.bytes();
-    let config = match config.stores_behind() && row.is_multiple_of(16) {
-        true => stored(),
-        false => config.with_route(Route::Pull),
+    let config = if config.stores_behind() && row.is_multiple_of(16) {
+        stored()
+    } else {
+        config.with_route(Route::Pull)
     };
     let operation = Operation::GatherOfMatmulAllReduce;
     (Problem::new(operation, dtype, layout, 0), config)

@@ -85,9 +85,10 @@ impl Deadlines {
 
     /// The deadline that a wait has passed by more than `grace`, and its length.
     pub fn passed(&self, clock: &Clock, grace: Duration) -> Option<(Deadline, Duration)> {
-        let (deadline, longest) = match clock.has_begun() {
-            true => (Deadline::Call, self.call),
-            false => (Deadline::Arrival, self.arrival?),
+        let (deadline, longest) = if clock.has_begun() {
+            (Deadline::Call, self.call)
+        } else {
+            (Deadline::Arrival, self.arrival?)
         };
         (clock.waited() >= longest + grace).then_some((deadline, longest))
     }

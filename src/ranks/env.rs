@@ -416,9 +416,10 @@ fn address(process: &impl Surroundings, launcher: &Launcher) -> Result<Address> 
             job.extend(text(process, name)?);
         }
     }
-    let address = match job.is_empty() {
-        true => format!("{}/{}", launcher.name, process.agent(&launcher.of_task())),
-        false => job.join("/"),
+    let address = if job.is_empty() {
+        format!("{}/{}", launcher.name, process.agent(&launcher.of_task()))
+    } else {
+        job.join("/")
     };
     Ok(Address::of(&address))
 }
@@ -440,9 +441,10 @@ fn text(process: &impl Surroundings, name: &str) -> Result<Option<String>> {
         Some(Ok(text)) => Ok(Some(text)),
         Some(Err(bytes)) => Err(Error::of_kind(Kind::EnvironmentValue {
             name: name.into(),
-            value: match is_secret(name) {
-                true => NOT_SHOWN.into(),
-                false => bytes.to_string_lossy().into_owned(),
+            value: if is_secret(name) {
+                NOT_SHOWN.into()
+            } else {
+                bytes.to_string_lossy().into_owned()
             },
             reason: "it is not UTF-8".into(),
         })),
@@ -483,12 +485,13 @@ fn recognise(process: &impl Surroundings) -> Option<&'static Launcher> {
         None => is_complete(inner),
         Some(_) => inner.is_local(process),
     };
-    let launcher = match is_known {
-        true => inner,
-        false => agreeing()
+    let launcher = if is_known {
+        inner
+    } else {
+        agreeing()
             .find(|l| l.imitated.is_none())
             .or(agreeing().next())
-            .unwrap_or(inner),
+            .unwrap_or(inner)
     };
     let is_rank = launcher.name != SRUN || !is_interactive(process) && !is_batch_script(process);
     is_rank.then_some(launcher)

@@ -262,9 +262,10 @@ impl Launch {
         if let Some(name) = self.name.as_ref().or(own_name.as_ref()) {
             command.arg0(name);
         }
-        let stdin = match rank == 0 && self.inherits_stdin {
-            true => Stdio::inherit(),
-            false => Stdio::null(),
+        let stdin = if rank == 0 && self.inherits_stdin {
+            Stdio::inherit()
+        } else {
+            Stdio::null()
         };
         let args = self.args.clone().unwrap_or_else(|| own.collect());
         command

@@ -393,9 +393,10 @@ impl Members {
         }
         // The deadline is looked at first, so that a refusal that stands at the deadline is the reason, also if this
         // thread does not run in between.
-        let deadlines = match self.is_opening {
-            true => self.deadlines.of_opening(),
-            false => self.deadlines,
+        let deadlines = if self.is_opening {
+            self.deadlines.of_opening()
+        } else {
+            self.deadlines
         };
         let passed = deadlines.passed(clock, waiting.grace);
         let refusal = self
@@ -458,9 +459,10 @@ impl Drop for Members {
             return;
         }
         // A thread's error is known when its function has returned. Nobody hears of a process's error.
-        match self.says_farewell {
-            true => self.shared.let_go(),
-            false => self.shared.leave_with_what_it_got(),
+        if self.says_farewell {
+            self.shared.let_go()
+        } else {
+            self.shared.leave_with_what_it_got()
         }
     }
 }

@@ -138,9 +138,10 @@ impl Teller {
 
     /// Waits until something may have happened.
     fn pause(&self, stopped: Option<&Connection>) {
-        let pace = match self.lively.elapsed() < LIVELY {
-            true => PACE,
-            false => LULL,
+        let pace = if self.lively.elapsed() < LIVELY {
+            PACE
+        } else {
+            LULL
         };
         let mut events: Vec<PollFd> = self.lines.iter().map(Line::event).collect();
         events.extend(stopped.map(|stopped| PollFd::new(&**stopped, PollFlags::RDHUP)));
@@ -207,9 +208,12 @@ impl Teller {
             Record::Fault { rank, .. } => !leads && is_known(*rank),
             Record::Proposal { rank, .. } if !leads || !is_known(*rank) => false,
             record => record.rank().is_some_and(|rank| {
-                let is_its = |rank: usize| match leads {
-                    true => hosts.share(rank, sender),
-                    false => !hosts.share(rank, self.shared.rank()),
+                let is_its = |rank: usize| {
+                    if leads {
+                        hosts.share(rank, sender)
+                    } else {
+                        !hosts.share(rank, self.shared.rank())
+                    }
                 };
                 is_known(rank) && is_its(rank) && self.may_be_next(record)
             }),

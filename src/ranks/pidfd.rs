@@ -93,9 +93,10 @@ pub fn check(stream: &UnixStream) -> Result<(), Ended> {
     // This comes after that look, so that it finds all that the process has sent.
     let mut events = [PollFd::new(stream, PollFlags::IN)];
     let looked = poll::poll(&mut events, Duration::ZERO);
-    match looked.is_ok() && events[0].revents().contains(PollFlags::IN) {
-        true => Ok(()),
-        false => Err(Ended),
+    if looked.is_ok() && events[0].revents().contains(PollFlags::IN) {
+        Ok(())
+    } else {
+        Err(Ended)
     }
 }
 

@@ -79,9 +79,10 @@ fn without(variables: &str, names: &[&str]) -> String {
 fn first(variables: &str) -> String {
     let ranks = ["RANK=1", "RANKID=1", "PMI_ID=1"];
     let words = variables.split_whitespace().map(|word| {
-        match ranks.iter().any(|rank| word.ends_with(rank)) {
-            true => word.replace("=1", "=0"),
-            false => word.into(),
+        if ranks.iter().any(|rank| word.ends_with(rank)) {
+            word.replace("=1", "=0")
+        } else {
+            word.into()
         }
     });
     words.collect::<Vec<String>>().join(" ")

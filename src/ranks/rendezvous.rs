@@ -213,12 +213,13 @@ fn members(
         .iter()
         .map(|connection| pidfd::of_peer(connection));
     let leader = identity.leader();
-    let ends: Vec<usize> = match identity.leads() {
-        true => identity
+    let ends: Vec<usize> = if identity.leads() {
+        identity
             .neighbours()
             .filter(|&other| other != rank)
-            .collect(),
-        false => vec![leader],
+            .collect()
+    } else {
+        vec![leader]
     };
     let near = Watched::of(ends, &connections, processes)
         .map_err(Error::system(rank, "watch another rank's process"))

@@ -97,9 +97,10 @@ impl<'a> Search<'a> {
     /// Searches until it has found a place to meet, or until the deadline.
     pub fn look(&mut self) -> Result<Found> {
         loop {
-            let found = match self.identity.leads() {
-                true => self.bind()?,
-                false => self.find()?,
+            let found = if self.identity.leads() {
+                self.bind()?
+            } else {
+                self.find()?
             };
             if let Some(found) = found {
                 return Ok(found);
@@ -136,11 +137,10 @@ impl<'a> Search<'a> {
             address::shown(&self.identity.address),
             notice::LONG.as_secs(),
         );
-        notice::say(match rank == leader {
-            true => format!("rank {rank} has found the names of {address:?} taken for {seconds} s"),
-            false => {
-                format!("rank {rank} has waited for {seconds} s at {address:?} for rank {leader}")
-            }
+        notice::say(if rank == leader {
+            format!("rank {rank} has found the names of {address:?} taken for {seconds} s")
+        } else {
+            format!("rank {rank} has waited for {seconds} s at {address:?} for rank {leader}")
         });
     }
 

@@ -35,9 +35,10 @@ impl Silence {
     pub fn look(&mut self, goes_on: bool, now: Instant) {
         let between = now.duration_since(self.looked);
         self.looked = now;
-        self.watched = match goes_on {
-            true => self.watched + between.min(MOST_OF_A_LOOK),
-            false => Duration::ZERO,
+        self.watched = if goes_on {
+            self.watched + between.min(MOST_OF_A_LOOK)
+        } else {
+            Duration::ZERO
         };
     }
 

@@ -62,9 +62,12 @@ impl Tree {
         connections: &[(usize, Arc<Connection>)],
     ) -> Tree {
         let shape = Shape::of(hosts, world, rank);
-        let ranks_of = |peer: usize| match hosts.share(peer, rank) {
-            true => vec![peer],
-            false => hosts.ranks_of(hosts.host_of(peer), world).collect(),
+        let ranks_of = |peer: usize| {
+            if hosts.share(peer, rank) {
+                vec![peer]
+            } else {
+                hosts.ranks_of(hosts.host_of(peer), world).collect()
+            }
         };
         let branch = |peer| {
             let connection = connections.iter().find(|(to, _)| *to == peer);

@@ -637,9 +637,12 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
         let (source, target, is_done) = self.judged("Matrix::copy_from", checked)?;
         let (rows, width) = (from.shape[0], from.width());
         let backend = &self.inner().backend;
-        self.exclusively(|_| match is_done {
-            true => Ok(()),
-            false => backend.copy(&source, &target, rows, width),
+        self.exclusively(|_| {
+            if is_done {
+                Ok(())
+            } else {
+                backend.copy(&source, &target, rows, width)
+            }
         })
     }
 
@@ -755,9 +758,10 @@ fn require_bytes(memory: Memory, bytes: &[u8]) -> Result<()> {
         width: bytes.len(),
         pitch: bytes.len(),
     };
-    match memory.place().overlaps(&buffer) {
-        true => Err(overlapping("the buffer", "partly that of the matrix")),
-        false => Ok(()),
+    if memory.place().overlaps(&buffer) {
+        Err(overlapping("the buffer", "partly that of the matrix"))
+    } else {
+        Ok(())
     }
 }
 

@@ -392,9 +392,10 @@ fn check_fp8(product: &Product) -> Result<()> {
 /// Checks that `value` is the number of one of `end` things.
 #[inline]
 fn below(what: &str, value: usize, end: usize) -> Result<()> {
-    match value < end {
-        true => Ok(()),
-        false => Err(out_of(what, value, 0, end.saturating_sub(1))),
+    if value < end {
+        Ok(())
+    } else {
+        Err(out_of(what, value, 0, end.saturating_sub(1)))
     }
 }
 

@@ -157,9 +157,10 @@ impl Form {
 
     /// The number of weights.
     pub fn weight_count(&self) -> usize {
-        match self.gated {
-            true => 2,
-            false => self.widths.len().max(1),
+        if self.gated {
+            2
+        } else {
+            self.widths.len().max(1)
         }
     }
 
@@ -256,9 +257,10 @@ mod tests {
             (form(&[4, 4], true), 8),
         ] {
             let refused = form.columns(n).unwrap_err();
-            let expected = match form.gated {
-                true => matches!(refused.kind(), Kind::Unsupported { .. }),
-                false => matches!(refused.kind(), Kind::Limit { .. }),
+            let expected = if form.gated {
+                matches!(refused.kind(), Kind::Unsupported { .. })
+            } else {
+                matches!(refused.kind(), Kind::Limit { .. })
             };
             assert!(expected, "{form:?} {n}");
         }

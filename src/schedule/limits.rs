@@ -29,9 +29,10 @@ pub(super) fn out_of(what: &str, value: usize, min: usize, max: usize) -> Error 
 /// `Kind::Unsupported` if `holds` is false.
 #[inline]
 pub(crate) fn require(what: &str, holds: bool) -> Result<()> {
-    match holds {
-        true => Ok(()),
-        false => Err(unsupported(what)),
+    if holds {
+        Ok(())
+    } else {
+        Err(unsupported(what))
     }
 }
 

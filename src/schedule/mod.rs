@@ -297,9 +297,10 @@ impl Schedule {
         if self.is_idle() {
             return false;
         }
-        let pushed = match self.routes.is_empty() {
-            true => product.config.route != Route::Pull,
-            false => !self.uses(Route::Pull),
+        let pushed = if self.routes.is_empty() {
+            product.config.route != Route::Pull
+        } else {
+            !self.uses(Route::Pull)
         };
         self.handshake() && pushed
     }

@@ -85,9 +85,10 @@ impl DTypes {
             let what = format!("a product of {operands} cannot be stored as {output}");
             return Err(Error::unsupported(what));
         }
-        let partials = match operands.is_half() {
-            true => operands,
-            false => DType::Bf16,
+        let partials = if operands.is_half() {
+            operands
+        } else {
+            DType::Bf16
         };
         Ok(DTypes {
             operands,

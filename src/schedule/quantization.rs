@@ -110,9 +110,10 @@ impl Quantization {
         // `max` ignores NaN.
         let largest = |amax: f32, value: &f32| amax.max(value.abs());
         let scale = values.iter().fold(LEAST_AMAX, largest) / LARGEST;
-        match self.power_of_two {
-            true => rounded_up(scale),
-            false => scale,
+        if self.power_of_two {
+            rounded_up(scale)
+        } else {
+            scale
         }
     }
 
@@ -192,13 +193,10 @@ impl OutputScales {
     pub fn check_tiles(&self, n: usize, columns: usize) -> Result<()> {
         let begins_with_block = self.quantization.scaling.first_column() == 0;
         let is_whole = begins_with_block && columns.is_multiple_of(SCALED_BLOCK) || columns >= n;
-        let what = match begins_with_block {
-            true => {
-                "tiles of an output that is quantised in blocks must have a multiple of 128 columns, or all"
-            }
-            false => {
-                "tiles of an output that begins inside a block and is quantised must have all columns"
-            }
+        let what = if begins_with_block {
+            "tiles of an output that is quantised in blocks must have a multiple of 128 columns, or all"
+        } else {
+            "tiles of an output that begins inside a block and is quantised must have all columns"
         };
         require(what, is_whole || !self.quantization.scaling.has_blocks())
     }

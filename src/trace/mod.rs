@@ -239,9 +239,10 @@ fn thread_of(lane: Lane) -> usize {
 fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     // Devices and pipes have no size.
     let is_file = std::fs::metadata(path).map_or(true, |metadata| metadata.is_file());
-    let allowed = match is_file {
-        true => require_file_size(bytes.len() as u64),
-        false => Ok(()),
+    let allowed = if is_file {
+        require_file_size(bytes.len() as u64)
+    } else {
+        Ok(())
     };
     allowed
         .and_then(|()| std::fs::write(path, bytes))

@@ -374,9 +374,10 @@ impl Scale {
 
     /// A time, with so many decimals.
     fn label(&self, nanos: f64, decimals: usize) -> String {
-        match self.nanos >= 2_000_000 {
-            true => format!("{:.decimals$} ms", nanos / 1e6),
-            false => format!("{:.decimals$} µs", nanos / 1e3),
+        if self.nanos >= 2_000_000 {
+            format!("{:.decimals$} ms", nanos / 1e6)
+        } else {
+            format!("{:.decimals$} µs", nanos / 1e3)
         }
     }
 

@@ -121,9 +121,10 @@ pub(crate) unsafe fn put<T>(argument: &str, to: *mut T, value: T) -> Result<()> 
 
 /// Checks that a result can be written, before there is one.
 pub(crate) fn check_out<T>(argument: &str, to: *mut T) -> Result<()> {
-    match to.is_null() {
-        true => Err(Failure::null(argument)),
-        false => Ok(()),
+    if to.is_null() {
+        Err(Failure::null(argument))
+    } else {
+        Ok(())
     }
 }
 

@@ -389,9 +389,10 @@ pub unsafe extern "C" fn gemmesh_supported(
         // SAFETY: as the crate says.
         unsafe {
             let world = group.world_size();
-            let split = match rows.is_null() {
-                true => RowSplit::from([m, k]),
-                false => RowSplit::from((by_rank("rows", rows, row_count, world)?, k)),
+            let split = if rows.is_null() {
+                RowSplit::from([m, k])
+            } else {
+                RowSplit::from((by_rank("rows", rows, row_count, world)?, k))
             };
             let widths = slice_of_few("widths", widths, width_count, MAX_WEIGHTS)?;
             Ok(group.supports(&self::product(product, world)?, &split, widths)?)

@@ -29,9 +29,10 @@ pub(crate) fn shards_if_given(
     argument: &str,
     handle: *const gemmesh_sharded,
 ) -> Result<Option<Arc<AnyShards>>> {
-    match handle.is_null() {
-        true => Ok(None),
-        false => shards(argument, handle).map(Some),
+    if handle.is_null() {
+        Ok(None)
+    } else {
+        shards(argument, handle).map(Some)
     }
 }
 

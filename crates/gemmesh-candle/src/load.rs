@@ -192,9 +192,10 @@ impl Reader<'_> {
         let read = read.and_then(|tensor| {
             let mut expected = whole.to_vec();
             expected[part.dim] /= part.world_size;
-            match tensor.dims() == expected {
-                true => Ok(tensor),
-                false => Err(shape("as this rank's part", &expected, tensor.dims())),
+            if tensor.dims() == expected {
+                Ok(tensor)
+            } else {
+                Err(shape("as this rank's part", &expected, tensor.dims()))
             }
         });
         read.map_err(error::of(self.layer))

@@ -188,15 +188,12 @@ pub fn check_columns<B: Device, T: Multiplied>(
         .collect();
     let gather = AllGatherMatmul::<B, T>::new().scaling(Scaling::ShardedBlocks, scaling.clone());
     let own = Matmul::<B, T>::new().scaling(Scaling::Blocks, scaling);
-    match gated {
-        true => {
-            gather.gated().supported(group, shape, widths)?;
-            own.gated().supported(group, shape, widths)
-        }
-        false => {
-            gather.supported(group, shape, widths)?;
-            own.supported(group, shape, widths)
-        }
+    if gated {
+        gather.gated().supported(group, shape, widths)?;
+        own.gated().supported(group, shape, widths)
+    } else {
+        gather.supported(group, shape, widths)?;
+        own.supported(group, shape, widths)
     }
 }
 

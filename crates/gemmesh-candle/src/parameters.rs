@@ -106,9 +106,10 @@ impl<B: Device, T: Value> Parameter<B, T> {
             let rows = ranks.rows::<T>(argument, (&storage, layout), shape)?;
             ranks.input(&rows)?.matrix
         };
-        Ok(match tensor.device().is_cpu() {
-            true => Parameter::Copy(matrix),
-            false => Parameter::Tensor(tensor, shape),
+        Ok(if tensor.device().is_cpu() {
+            Parameter::Copy(matrix)
+        } else {
+            Parameter::Tensor(tensor, shape)
         })
     }
 

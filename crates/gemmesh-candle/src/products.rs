@@ -75,13 +75,14 @@ fn with_scales<B: Device, T: Multiplied>(
     let name = "scales of weight [⌈(first row + N)/128⌉, ⌈(first column + K)/128⌉]";
     if scales.is_some() != T::IS_SCALED {
         let found = format!("{:?}", values.dtype());
-        let (what, expected, found) = match T::IS_SCALED {
-            true => (
+        let (what, expected, found) = if T::IS_SCALED {
+            (
                 "the number of",
                 "1, as the weight is F8E4M3 (Weight::blocks)".into(),
                 "0".into(),
-            ),
-            false => ("the dtype of a weight with", "F8E4M3".into(), found),
+            )
+        } else {
+            ("the dtype of a weight with", "F8E4M3".into(), found)
         };
         let error = Error::unsuitable(format!("{what} {name}"), expected, found);
         let error = error.on(ranks.group.rank()).in_call(Call::here(MAKE));

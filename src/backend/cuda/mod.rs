@@ -346,10 +346,9 @@ impl sealed::Implementation for Cuda {
         };
         // If this rank fails an operation that has an epoch, its peers wait in vain, so they must be told.
         let numbered = schedule.handshake() && !is_recorded;
-        recorded.and_then(run).map_err(|error| match numbered {
-            true => members.fail(error),
-            false => error,
-        })
+        recorded
+            .and_then(run)
+            .map_err(|error| if numbered { members.fail(error) } else { error })
     }
 
     fn synchronize(&self, members: &Members) -> Result<()> {

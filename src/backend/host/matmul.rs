@@ -78,9 +78,10 @@ pub fn multiply<T: Element, W: Element>(
     let is_promoted = T::DTYPE.is_fp8();
     let room = columns.max(FEWEST_COLUMNS) * padded;
     let sums = grown(&mut scratch.sums, room);
-    let part_sums = match is_promoted {
-        true => grown(&mut scratch.part, room),
-        false => &mut [],
+    let part_sums = if is_promoted {
+        grown(&mut scratch.part, room)
+    } else {
+        &mut []
     };
     for (number, part) in parts(k, step(T::DTYPE, tile_k), operands.first_column()).enumerate() {
         let (begin, depth) = (part.start, part.len());
@@ -88,9 +89,10 @@ pub fn multiply<T: Element, W: Element>(
         let wide_b = grown(&mut scratch.b, columns * depth);
         widen_transposed(a, begin, padded, wide_a);
         let strides = widen_weight(b, part, wide_b);
-        let (to, add) = match is_promoted {
-            true => (&mut *part_sums, false),
-            false => (&mut *sums, number > 0),
+        let (to, add) = if is_promoted {
+            (&mut *part_sums, false)
+        } else {
+            (&mut *sums, number > 0)
         };
         // SAFETY: `wide_b` has its elements at these strides; `to` and `wide_a` have the required lengths.
         unsafe {
@@ -116,9 +118,10 @@ pub fn multiply<T: Element, W: Element>(
 
 /// The columns of K that are multiplied in one step.
 pub fn step(dtype: DType, tile_k: usize) -> usize {
-    match dtype.is_fp8() {
-        true => PROMOTED,
-        false => tile_k.min(DEEPEST),
+    if dtype.is_fp8() {
+        PROMOTED
+    } else {
+        tile_k.min(DEEPEST)
     }
 }
 

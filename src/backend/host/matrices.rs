@@ -63,12 +63,11 @@ impl<'a> BoundMatrices<'a> {
         let spec = self.spec(region.matrix);
         let own = self.place(region.matrix);
         // Rows of this rank's own memory may be padded.
-        let (ptr, pitch) = match rank == self.rank {
-            true => (own.ptr, own.pitch),
-            false => {
-                let memory = self.bound[region.matrix].symmetric()?;
-                (memory.of(rank)?, spec.row_bytes())
-            }
+        let (ptr, pitch) = if rank == self.rank {
+            (own.ptr, own.pitch)
+        } else {
+            let memory = self.bound[region.matrix].symmetric()?;
+            (memory.of(rank)?, spec.row_bytes())
         };
         Some((ptr, spec.extent_of(region, pitch)))
     }

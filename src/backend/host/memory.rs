@@ -36,9 +36,10 @@ impl HostSymmetric {
         let rank = members.rank;
         // A small matrix takes less time than this. A rank finds out that it has no memory when it makes its part.
         let is_small = bytes.saturating_mul(members.world) as u64 <= SMALL;
-        let ready = match is_small {
-            true => ready,
-            false => Ok(require_room(members, call, ready, bytes)?),
+        let ready = if is_small {
+            ready
+        } else {
+            Ok(require_room(members, call, ready, bytes)?)
         };
         let allocate = || -> io::Result<OwnedFd> {
             let fd = memfd(bytes)?;

@@ -57,9 +57,10 @@ impl Columns<'_> {
         let activation = self.sum.activation;
         // SAFETY: as this function's.
         unsafe {
-            let total = match self.sum.addends.is_empty() {
-                true => product,
-                false => self.add_up::<T>(scratch, row, product),
+            let total = if self.sum.addends.is_empty() {
+                product
+            } else {
+                self.add_up::<T>(scratch, row, product)
             };
             let bias_of_up = self.add_bias::<T>(total, up.is_some());
             if activation != Activation::Identity {

@@ -74,9 +74,12 @@ pub fn hosts(
     })?;
     let is_cyclic = launcher.name == SRUN
         && text(process, DISTRIBUTION)?.is_some_and(|how| how.starts_with("cyclic"));
-    let host_and_place = |rank: usize| match is_cyclic {
-        true => [rank % (world / own), rank / (world / own)],
-        false => [rank / own, rank % own],
+    let host_and_place = |rank: usize| {
+        if is_cyclic {
+            [rank % (world / own), rank / (world / own)]
+        } else {
+            [rank / own, rank % own]
+        }
     };
     let (place, found) = number(process, launcher.local_rank)?;
     let [_, expected] = host_and_place(rank);

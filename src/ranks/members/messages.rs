@@ -362,9 +362,10 @@ impl Members {
                 // A rank that passes messages on may wait for another. Unless it shows that, it is given time to say so.
                 let is_silent =
                     || tree.passes_on(rank) && !self.shared.is_waiting(rank, &self.deadlines);
-                let grace = match late.is_none() && is_silent() {
-                    true => GRACE,
-                    false => Duration::ZERO,
+                let grace = if late.is_none() && is_silent() {
+                    GRACE
+                } else {
+                    Duration::ZERO
                 };
                 let (silent, rank) = self.silent_or_late(late, rank);
                 let has_come = self.shared.has_begun(rank, messages.number);
@@ -451,9 +452,10 @@ struct MessageCall {
 impl MessageCall {
     /// The call, and what `rank`, a rank of the job, has not done in it.
     fn awaited(&self, rank: usize) -> String {
-        let what = match self.clock.has_begun() {
-            true => "has not sent its part",
-            false => "has not come",
+        let what = if self.clock.has_begun() {
+            "has not sent its part"
+        } else {
+            "has not come"
         };
         format!("{}: rank {rank} {what}", self.words)
     }

@@ -89,8 +89,9 @@ pub(crate) fn memfd(bytes: usize) -> io::Result<OwnedFd> {
 
 /// Whether there may be so much.
 fn require_available(bytes: usize) -> io::Result<()> {
-    match bytes <= MOST {
-        true => Ok(()),
-        false => Err(io::ErrorKind::OutOfMemory.into()),
+    if bytes <= MOST {
+        Ok(())
+    } else {
+        Err(io::ErrorKind::OutOfMemory.into())
     }
 }

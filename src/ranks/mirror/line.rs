@@ -72,9 +72,10 @@ impl Line {
     }
 
     pub fn event(&self) -> PollFd<'_> {
-        let out = match self.out.is_empty() {
-            true => PollFlags::empty(),
-            false => PollFlags::OUT,
+        let out = if self.out.is_empty() {
+            PollFlags::empty()
+        } else {
+            PollFlags::OUT
         };
         PollFd::new(&*self.stream, PollFlags::IN | out)
     }

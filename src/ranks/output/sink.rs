@@ -47,13 +47,14 @@ impl<'a> Sink<'a> {
 
     /// Adds what it waits for.
     pub fn await_in<'b>(&'b self, events: &mut Vec<PollFd<'b>>) {
-        match self.text.is_empty() {
-            true => events.extend(
+        if self.text.is_empty() {
+            events.extend(
                 self.pipes
                     .iter()
                     .map(|pipe| PollFd::new(&pipe.from, PollFlags::IN)),
-            ),
-            false => events.push(PollFd::from_borrowed_fd(self.to, PollFlags::OUT)),
+            )
+        } else {
+            events.push(PollFd::from_borrowed_fd(self.to, PollFlags::OUT))
         }
     }
 
@@ -101,9 +102,10 @@ impl<'a> Sink<'a> {
             return self.clear();
         }
         let left = &self.text[self.written..];
-        let part = match self.is_within_line {
-            true => b"\n",
-            false => &left[..piece(left)],
+        let part = if self.is_within_line {
+            b"\n"
+        } else {
+            &left[..piece(left)]
         };
         match rustix::io::write(self.to, part) {
             Ok(_) if self.is_within_line => self.is_within_line = false,

@@ -143,9 +143,10 @@ impl SharedState {
     /// How many collective calls this rank's program made before its call `number`.
     fn made_before(&self, number: u64) -> u64 {
         let placed = self.places()[(number % POSTS) as usize];
-        match placed.number == number {
-            true => placed.made,
-            false => self.made.load(Ordering::Relaxed),
+        if placed.number == number {
+            placed.made
+        } else {
+            self.made.load(Ordering::Relaxed)
         }
     }
 

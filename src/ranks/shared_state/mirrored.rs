@@ -151,17 +151,19 @@ impl SharedState {
 
     /// Tells the group's first failure, or the one of this host. Returns true if there is one.
     fn tell_failure(&self, tell: &mut impl FnMut(Record)) -> bool {
-        let report = match self.is_apart() {
-            true => &self.block().proposal,
-            false => &self.block().fault,
+        let report = if self.is_apart() {
+            &self.block().proposal
+        } else {
+            &self.block().fault
         };
         let Some(rank) = report.reporter() else {
             return false;
         };
         let failure = json::of_error(&self.read_failure(report, rank));
-        tell(match self.is_apart() {
-            true => Record::Proposal { rank, failure },
-            false => Record::Fault { rank, failure },
+        tell(if self.is_apart() {
+            Record::Proposal { rank, failure }
+        } else {
+            Record::Fault { rank, failure }
         });
         true
     }
@@ -290,9 +292,10 @@ impl SharedState {
     pub fn report(&self, error: Error, is_proposal: bool) {
         let error = json::fitted(self.named(error), super::FAULT_BYTES);
         let bytes = json::of_error(&error);
-        let report = match is_proposal {
-            true => &self.block().proposal,
-            false => &self.block().fault,
+        let report = if is_proposal {
+            &self.block().proposal
+        } else {
+            &self.block().fault
         };
         report.write(self.rank, &bytes);
     }

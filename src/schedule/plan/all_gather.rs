@@ -76,9 +76,10 @@ fn plan(
     limit("rank", rank, 0, layout.world() - 1)?;
     config.check()?;
     let config = over_hosts(problem, config);
-    let widths = match multiplies {
-        true => widths(problem, &config)?,
-        false => Widths::new(),
+    let widths = if multiplies {
+        widths(problem, &config)?
+    } else {
+        Widths::new()
     };
     let (mut arrivals, mut departures) = transfers(problem, &config, moves, rank);
     let product = multiplies.then(|| product(problem, &widths, config, deferred(&arrivals)));
@@ -255,9 +256,10 @@ fn product(
         n: widths[if form.gated { 0 } else { number }],
         scales: ScaleMatrix::new(B_SCALES + number, form.scaling_of_weight(number)),
     });
-    let a_scales = match form.a_scaling.is_sharded() {
-        true => BESIDE,
-        false => A_SCALES,
+    let a_scales = if form.a_scaling.is_sharded() {
+        BESIDE
+    } else {
+        A_SCALES
     };
     Product {
         a: A,

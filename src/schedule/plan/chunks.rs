@@ -129,12 +129,11 @@ impl<'a> Cutter<'a> {
             // Rows of other hosts come last.
             last_chunks: (differs && is_one_host && config.route != Route::Store)
                 .then(|| cut(true)),
-            rail_chunks: match is_one_host {
-                true => Vec::new(),
-                false => {
-                    let most = most_of_block(hosts, layout);
-                    all(&|source| cut_for_rail(layout, width, most, source))
-                }
+            rail_chunks: if is_one_host {
+                Vec::new()
+            } else {
+                let most = most_of_block(hosts, layout);
+                all(&|source| cut_for_rail(layout, width, most, source))
             },
         }
     }
@@ -303,9 +302,10 @@ fn cut_shard(layout: &Layout, config: &Config, source: usize, is_last: bool) -> 
             all.extend(parts.into_iter().map(|part| StagedChunk { stage, part }));
             continue;
         }
-        let (count, cut) = match is_last && stage + 1 == stages {
-            true => (config.chunking.last, config.cut(k)),
-            false => (config.chunking.count, None),
+        let (count, cut) = if is_last && stage + 1 == stages {
+            (config.chunking.last, config.cut(k))
+        } else {
+            (config.chunking.count, None)
         };
         let count = (count / stages).max(1);
         let end = block.end;

@@ -55,9 +55,10 @@ pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> 
 /// As [`reduce_scatter`].
 pub(super) fn all_reduce(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let plan = CollectivePlan::new(problem, rank, config)?;
-    match leaves_gather(problem) {
-        true => plan.sums(Blocks::Had, SumPlace::OwnAmongAll),
-        false => plan.all_sums(),
+    if leaves_gather(problem) {
+        plan.sums(Blocks::Had, SumPlace::OwnAmongAll)
+    } else {
+        plan.all_sums()
     }
 }
 

@@ -140,9 +140,10 @@ impl<'a> SumsOverHosts<'a> {
         let Way { from, number, .. } = way;
         let piece = self.ways.piece(way);
         let is_added = self.adds_for(from, piece.owner);
-        let source = match is_added {
-            true => self.place_of_sum(from, piece),
-            false => self.own_place(piece),
+        let source = if is_added {
+            self.place_of_sum(from, piece)
+        } else {
+            self.own_place(piece)
         };
         let flag = self.incoming[way.to].flag(from, number);
         Transfer {
@@ -167,9 +168,10 @@ impl<'a> SumsOverHosts<'a> {
             owner: piece.owner,
             rows: piece.rows.clone(),
             place: self.own_place(piece),
-            addends: match piece.owner == rank {
-                true => self.incoming[rank].flags(rank, &piece.rows),
-                false => 0..0,
+            addends: if piece.owner == rank {
+                self.incoming[rank].flags(rank, &piece.rows)
+            } else {
+                0..0
             },
         };
         let made = self.ways.made().iter();

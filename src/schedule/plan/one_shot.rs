@@ -33,9 +33,10 @@ pub(super) fn one_shot(planner: &SumPlan) -> Result<Schedule> {
     arrivals.sort_by_key(|transfer| transfer.turn);
     // What is made first is sent first.
     departures.sort_by_key(|transfer| transfer.produced);
-    let product = match has_product(planner) {
-        true => Some(product(planner)?),
-        false => None,
+    let product = if has_product(planner) {
+        Some(product(planner)?)
+    } else {
+        None
     };
     Schedule::new(planner.parts(true, arrivals, departures, product, reduction(planner)))
 }
@@ -153,9 +154,10 @@ fn reduction(planner: &SumPlan) -> Option<Reduction> {
     let own = rows_for(planner, rank);
     let addend = |from: usize| Addend::Rows {
         matrix: PARTIALS,
-        first: match from == rank {
-            true => partials.own(0, own.start),
-            false => partials.slot(from, rank),
+        first: if from == rank {
+            partials.own(0, own.start)
+        } else {
+            partials.slot(from, rank)
         },
     };
     let first = match planner.sums {

@@ -241,12 +241,15 @@ impl SumPlan<'_> {
     /// The sum of all partials of this rank's rows from `first` on, in the order of the ranks. `own` says where its own
     /// are.
     pub(super) fn sum(&self, first: usize, own: impl Fn(usize) -> Addend) -> Sum {
-        let addend = |from: usize| match from == self.rank {
-            true => own(from),
-            false => Addend::Rows {
-                matrix: PARTIALS,
-                first: self.partials.slot(from, self.rank) + first,
-            },
+        let addend = |from: usize| {
+            if from == self.rank {
+                own(from)
+            } else {
+                Addend::Rows {
+                    matrix: PARTIALS,
+                    first: self.partials.slot(from, self.rank) + first,
+                }
+            }
         };
         Sum {
             addends: (0..self.problem.layout.world()).map(addend).collect(),

@@ -55,9 +55,12 @@ fn multiply_and_reduce(planner: &SumPlan) -> Result<Schedule> {
     for (block, piece) in ways.made().iter().enumerate() {
         let sum = sum(planner, &ways, piece);
         let waits = !sum.addends.is_empty();
-        let flags = |tile: &Range<usize>| match waits {
-            true => incoming[rank].flags(piece.owner, tile),
-            false => 0..0,
+        let flags = |tile: &Range<usize>| {
+            if waits {
+                incoming[rank].flags(piece.owner, tile)
+            } else {
+                0..0
+            }
         };
         planner.tile_rows(block, &piece.rows, flags, &mut rows);
         blocks.push(OutputBlock {
@@ -97,9 +100,10 @@ fn ways<'a>(planner: &SumPlan<'a>) -> Ways<'a> {
                 .into_iter()
                 .collect();
         }
-        match hosts.share(maker, owner) {
-            true => chunk_rows_of_block(rows, count, height).collect(),
-            false => cut_for_rail(most, rows, row, height),
+        if hosts.share(maker, owner) {
+            chunk_rows_of_block(rows, count, height).collect()
+        } else {
+            cut_for_rail(most, rows, row, height)
         }
     };
     Ways::new(planner.problem, planner.rank, planner.partials, cut)
@@ -120,19 +124,17 @@ fn transfer(planner: &SumPlan, ways: &Ways, way: Way, incoming: &Incoming) -> Tr
 /// its partial alone, which goes to a rank of its host.
 fn sum(planner: &SumPlan, ways: &Ways, piece: &Piece) -> Sum {
     let first = planner.partials.own(piece.owner, piece.rows.start);
-    let (sum, adds) = match piece.owner == planner.rank {
-        true => {
-            let first = planner.place() + ways.offset(piece);
-            (planner.finished(first), true)
-        }
-        false => {
-            let is_gateway = ways.is_gateway(planner.rank, piece.owner);
-            (planner.own_partials(first), is_gateway)
-        }
+    let (sum, adds) = if piece.owner == planner.rank {
+        let first = planner.place() + ways.offset(piece);
+        (planner.finished(first), true)
+    } else {
+        let is_gateway = ways.is_gateway(planner.rank, piece.owner);
+        (planner.own_partials(first), is_gateway)
     };
-    let addends = match adds {
-        true => ways.addends(piece, Addend::Product),
-        false => Vec::new(),
+    let addends = if adds {
+        ways.addends(piece, Addend::Product)
+    } else {
+        Vec::new()
     };
     Sum { addends, ..sum }
 }

@@ -33,9 +33,10 @@ pub fn bytes(problem: &Problem, config: &Config) -> usize {
 pub fn tiles(product: &Product, matrix: usize, arrivals: &[Transfer]) -> Result<Vec<Tile>> {
     let mut rows = tile_rows(product, matrix, arrivals);
     let n = product.weights.iter().map(|weight| weight.n).sum();
-    match reads_once(&product.config, [product.m, n, product.k]) {
-        true => rows.iter_mut().for_each(|row| row.ready = 0),
-        false => rows.sort_by_key(|row| row.ready),
+    if reads_once(&product.config, [product.m, n, product.k]) {
+        rows.iter_mut().for_each(|row| row.ready = 0)
+    } else {
+        rows.sort_by_key(|row| row.ready)
     }
     walk(product, &rows)
 }

@@ -227,9 +227,12 @@ impl<'a> Ways<'a> {
             let mut rail = self.hosts.rail(rank);
             rail.find(|&peer| self.hosts.host_of(peer) == host)
         };
-        let of_host = |host: usize| match host == own {
-            true => self.ranks_of_host(host),
-            false => gateway(host).into_iter().collect(),
+        let of_host = |host: usize| {
+            if host == own {
+                self.ranks_of_host(host)
+            } else {
+                gateway(host).into_iter().collect()
+            }
         };
         (0..self.hosts.count()).flat_map(of_host).collect()
     }
@@ -237,16 +240,20 @@ impl<'a> Ways<'a> {
     /// What this rank adds up to a piece of its own rows, or of rows of its rail. `own` is its own addend.
     pub(super) fn addends(&self, piece: &Piece, own: Addend) -> Vec<Addend> {
         let rank = self.rank;
-        let added = match piece.owner == rank {
-            true => self.added_by_owner(rank),
-            false => self.ranks_of_host(self.hosts.host_of(rank)),
+        let added = if piece.owner == rank {
+            self.added_by_owner(rank)
+        } else {
+            self.ranks_of_host(self.hosts.host_of(rank))
         };
-        let addend = |from: usize| match from == rank {
-            true => own,
-            false => Addend::Rows {
-                matrix: PARTIALS,
-                first: self.slot(from, rank, piece.owner) + self.offset(piece),
-            },
+        let addend = |from: usize| {
+            if from == rank {
+                own
+            } else {
+                Addend::Rows {
+                    matrix: PARTIALS,
+                    first: self.slot(from, rank, piece.owner) + self.offset(piece),
+                }
+            }
         };
         added.into_iter().map(addend).collect()
     }

@@ -333,9 +333,10 @@ impl Timer<'_> {
 
 /// Prints the table, and fails if the logits are wrong.
 fn report(args: &Args, world: usize, runs: &[Run]) -> Result<()> {
-    let exact = match args.no_check {
-        true => None,
-        false => Some(reference(args, &runs[0].tokens)?),
+    let exact = if args.no_check {
+        None
+    } else {
+        Some(reference(args, &runs[0].tokens)?)
     };
     let mut table = Table::new();
     table.set_header([

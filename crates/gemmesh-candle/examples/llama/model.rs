@@ -191,8 +191,9 @@ impl<L: Linears> Model<L> {
 
 /// Of each row. Candle's kernel adds up in f32, its loop on the CPU in the type of the scores.
 fn softmax(scores: &Tensor) -> Result<Tensor> {
-    match scores.device().is_cpu() {
-        true => softmax_last_dim(&scores.to_dtype(DType::F32)?)?.to_dtype(scores.dtype()),
-        false => softmax_last_dim(scores),
+    if scores.device().is_cpu() {
+        softmax_last_dim(&scores.to_dtype(DType::F32)?)?.to_dtype(scores.dtype())
+    } else {
+        softmax_last_dim(scores)
     }
 }

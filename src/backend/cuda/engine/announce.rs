@@ -102,12 +102,11 @@ pub unsafe fn copy_regions(
     for Move { from, to } in &transfer.regions {
         let place = |region: &Region, rank: usize| {
             let spec = schedule.matrices()[region.matrix];
-            let (base, pitch) = match rank == operands.rank {
-                true => {
-                    let Operand { ptr, pitch, .. } = operands.get(region.matrix)?;
-                    (ptr, pitch)
-                }
-                false => (operands.of_rank(region.matrix, rank)?, spec.row_bytes()),
+            let (base, pitch) = if rank == operands.rank {
+                let Operand { ptr, pitch, .. } = operands.get(region.matrix)?;
+                (ptr, pitch)
+            } else {
+                (operands.of_rank(region.matrix, rank)?, spec.row_bytes())
             };
             let extent = spec.extent_of(region, pitch);
             Some((base + extent.offset as u64, extent))

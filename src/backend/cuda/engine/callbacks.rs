@@ -207,9 +207,10 @@ fn make<'a>(
         };
         callers.put(index, work, |stream| {
             let mut call = || producer(request, stream.raw());
-            match at.recorded {
-                true => call(),
-                false => at.shared.monitor.calling(call),
+            if at.recorded {
+                call()
+            } else {
+                at.shared.monitor.calling(call)
             }
         })?;
         if crosses {

@@ -35,9 +35,10 @@ pub struct ProgramCall<'a> {
 impl<'a> EnqueueContext<'a> {
     /// The flags of operation `epoch`, or the graph words if it is captured.
     pub fn signals(&self, epoch: Epoch) -> Signals<'a> {
-        match self.recorded {
-            true => self.shared.control.graph_words(),
-            false => self.shared.control.flags(epoch),
+        if self.recorded {
+            self.shared.control.graph_words()
+        } else {
+            self.shared.control.flags(epoch)
         }
     }
 

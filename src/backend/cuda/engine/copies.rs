@@ -58,9 +58,10 @@ pub fn enqueue<'a, 'm, 'o>(
         pulled: Vec::new(),
         in_graph,
     };
-    match in_graph {
-        true => drive::transfer_in_graph(schedule, schedule.moves(), &mut copies)?,
-        false => drive::transfer(schedule, schedule.moves(), call.epoch, &mut copies)?,
+    if in_graph {
+        drive::transfer_in_graph(schedule, schedule.moves(), &mut copies)?
+    } else {
+        drive::transfer(schedule, schedule.moves(), call.epoch, &mut copies)?
     }
     copies.flush()?;
     let Copies { stamps, pulled, .. } = copies;

@@ -14,8 +14,9 @@ pub fn copy_rows(gpu: &Gpu, from: Operand, to: Operand, rows: usize, width: usiz
     unsafe {
         main.copy_rows((to.ptr, to.pitch), (from.ptr, from.pitch), width, rows)?;
     }
-    match main.is_capturing()? {
-        true => Ok(()),
-        false => gpu.reclaimer.mark(),
+    if main.is_capturing()? {
+        Ok(())
+    } else {
+        gpu.reclaimer.mark()
     }
 }

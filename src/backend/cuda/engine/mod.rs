@@ -114,9 +114,12 @@ fn make_room(at: &EnqueueContext, schedule: &Schedule) -> Result<()> {
         shared, members, ..
     } = *at;
     let most = (COMMANDS / commands(schedule)).clamp(1, OUTSTANDING) as u32;
-    let has_room = || match shared.monitor.outstanding() < most {
-        true => Ok(true),
-        false => members.fault().map_or(Ok(false), Err),
+    let has_room = || {
+        if shared.monitor.outstanding() < most {
+            Ok(true)
+        } else {
+            members.fault().map_or(Ok(false), Err)
+        }
     };
     wait::poll(shared, members, has_room)
 }

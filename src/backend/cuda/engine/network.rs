@@ -128,9 +128,10 @@ const HALF: usize = 64 << 10;
 fn halves(messages: &[NcclMessage], are_alone: bool) -> [Messages; 2] {
     let bytes: usize = messages.iter().map(|message| message.bytes).sum();
     let mut halves = [Messages::new(), Messages::new()];
-    let mut left = match are_alone && bytes >= 2 * HALF {
-        true => (bytes / 2).next_multiple_of(ALIGNMENT),
-        false => bytes,
+    let mut left = if are_alone && bytes >= 2 * HALF {
+        (bytes / 2).next_multiple_of(ALIGNMENT)
+    } else {
+        bytes
     };
     for &NcclMessage { peer, place, bytes } in messages {
         let first = bytes.min(left);

@@ -50,9 +50,10 @@ pub fn enqueue(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Re
             unsafe { copies.words(&[StreamMemOp::Wait(word, 1)])? };
             stored.push(word);
         }
-        let stream = match is_deferred(push) {
-            true => &streams.deferred_copies,
-            false => copies,
+        let stream = if is_deferred(push) {
+            &streams.deferred_copies
+        } else {
+            copies
         };
         copy(at, stream, schedule, call, push)?;
     }

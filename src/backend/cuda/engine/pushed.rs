@@ -63,9 +63,10 @@ pub fn enqueue_product(
     if by_copies {
         push::enqueue(at, program, call)?;
     }
-    let begun = match call.trace.is_some() && schedule.uses(Route::Net) {
-        true => Some(stamp(&gpu.device, main)?),
-        false => None,
+    let begun = if call.trace.is_some() && schedule.uses(Route::Net) {
+        Some(stamp(&gpu.device, main)?)
+    } else {
+        None
     };
     product::launch(main, &launch)?;
     let carried = network::enqueue(at, program, call, Flags::Mailbox, None)?;

@@ -159,9 +159,10 @@ impl<'a> Streamed<'a> {
             Some(Callback::Consumer(function)) => Some(function),
             None => None,
         };
-        let stream = match beside {
-            true => &at.gpu.streams().copies,
-            false => at.main,
+        let stream = if beside {
+            &at.gpu.streams().copies
+        } else {
+            at.main
         };
         let schedule = &self.program.schedule;
         let copies = copies::enqueue(at, stream, schedule, call, None)?;

@@ -126,9 +126,10 @@ pub fn for_the_end(gpu: &Gpu, shared: &mut Shared, members: &Members, has_graphs
     }
     let (arrived, reports) = shared.monitor.stop();
     if let Some(network) = &shared.network {
-        match members.fault().is_none() && at_rest() {
-            true => network.close(members.rank, CLOSED),
-            false => network.abort(|| ()),
+        if members.fault().is_none() && at_rest() {
+            network.close(members.rank, CLOSED)
+        } else {
+            network.abort(|| ())
         }
     }
     if arrived {

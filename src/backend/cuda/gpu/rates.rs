@@ -196,10 +196,7 @@ impl Rates {
 
     /// The library's rates. They were measured on an H100 and an H200, and are used for other Hopper GPUs too.
     pub fn of(gpu: &str) -> Rates {
-        match gpu.contains("H100") {
-            true => H100,
-            false => H200,
-        }
+        if gpu.contains("H100") { H100 } else { H200 }
     }
 
     /// Checks that the model can use the rates. The error says which rate is wrong, and why.

@@ -54,9 +54,10 @@ impl Mark {
 
     /// Whether the device has done everything before the mark, or has ended. False if the driver can't be asked.
     pub fn is_passed(&self) -> bool {
-        match self.is_lost() {
-            true => self.device.has_ended(),
-            false => self.events.iter().all(Event::is_over),
+        if self.is_lost() {
+            self.device.has_ended()
+        } else {
+            self.events.iter().all(Event::is_over)
         }
     }
 

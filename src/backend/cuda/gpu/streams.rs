@@ -118,8 +118,9 @@ impl Streams {
 /// the documentation of `Group::set_stream` says.
 fn follow(stream: &Stream, main: &Stream, event: &Event) -> Result<()> {
     let begins_capture = stream.is_capturing()? && !main.is_capturing()?;
-    match begins_capture {
-        true => Ok(()),
-        false => stream.wait_for(main, event),
+    if begins_capture {
+        Ok(())
+    } else {
+        stream.wait_for(main, event)
     }
 }

@@ -21,9 +21,10 @@ pub struct Sample {
 impl Sample {
     /// The model's error: the logarithm of the ratio of predicted to measured time.
     fn off(&self, rates: &Rates) -> f64 {
-        let predicted = match self.gathers {
-            true => gathered(rates, &self.problem, &self.config),
-            false => Tiles::of(rates, &self.problem, &self.config).cold(),
+        let predicted = if self.gathers {
+            gathered(rates, &self.problem, &self.config)
+        } else {
+            Tiles::of(rates, &self.problem, &self.config).cold()
         };
         (predicted / self.micros).ln()
     }

@@ -133,9 +133,10 @@ impl Waves {
         if busy.count > 0 {
             *end = end.max(busy.at);
         }
-        (*early, *later) = match free.count > 0 && (busy.count == 0 || free.at <= busy.at) {
-            true => (free, busy),
-            false => (busy, free),
+        (*early, *later) = if free.count > 0 && (busy.count == 0 || free.at <= busy.at) {
+            (free, busy)
+        } else {
+            (busy, free)
         };
     }
 }
@@ -165,9 +166,10 @@ fn gathered_by(tiles: &Tiles, problem: &Problem, config: &Config, groups: &[Arri
     for group in groups {
         rows += group.rows;
         // A tile row that two groups share waits for the second.
-        let reached = match rows == layout.m() {
-            true => tiles.entries,
-            false => rows / tiles.rows * tiles.columns,
+        let reached = if rows == layout.m() {
+            tiles.entries
+        } else {
+            rows / tiles.rows * tiles.columns
         };
         let count = reached - taken;
         taken = reached;
@@ -219,9 +221,10 @@ fn moved(rates: &Rates, problem: &Problem, pushes: bool) -> (Route, Chunking) {
     let shard = bytes / world as f64;
     let Link { start, chunk, .. } = rates.push;
     let copies_begin = start + world as f64 * chunk;
-    let stored_instead = match row <= SHORT_ROW && world == 2 {
-        true => STORED_INSTEAD_IF_SHORT,
-        false => STORED_INSTEAD,
+    let stored_instead = if row <= SHORT_ROW && world == 2 {
+        STORED_INSTEAD_IF_SHORT
+    } else {
+        STORED_INSTEAD
     };
     match pushes {
         false => (Route::Pull, Chunking::new(1)),
@@ -255,9 +258,10 @@ pub fn choose(
     let of = (base, Variant::Forms);
     let chosen = fastest(rates, problem, numerics, of, |tiles, config, best| {
         // Many configurations are slower even with all rows there.
-        match tiles.alone() < best {
-            true => gathered_by(tiles, problem, config, &groups),
-            false => f64::INFINITY,
+        if tiles.alone() < best {
+            gathered_by(tiles, problem, config, &groups)
+        } else {
+            f64::INFINITY
         }
     });
     chosen.0

@@ -81,9 +81,10 @@ fn pushed_over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, netwo
     const MANY_ROWS: usize = 4096;
     let m = problem.layout.m();
     let is_sum = problem.operation.is_sum();
-    let tile = match is_sum && m < MANY_ROWS {
-        true => WIDEST.with_cluster(1, 1),
-        false => WIDEST,
+    let tile = if is_sum && m < MANY_ROWS {
+        WIDEST.with_cluster(1, 1)
+    } else {
+        WIDEST
     };
     let base = Config::new(tile, Chunking::new(1), Route::Push);
     let sent = time_of_network(problem, network);
@@ -91,9 +92,10 @@ fn pushed_over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, netwo
     fastest(rates, problem, numerics, of, |tiles, config, _| {
         // Ranks whose K differ must agree on the pieces of sums.
         let agrees = !is_sum || partial_sums::agree(problem, config, &base);
-        match agrees {
-            true => until_complete(problem, config, tiles, sent),
-            false => f64::INFINITY,
+        if agrees {
+            until_complete(problem, config, tiles, sent)
+        } else {
+            f64::INFINITY
         }
     })
     .0
@@ -144,9 +146,10 @@ fn until_complete(problem: &Problem, config: &Config, tiles: &Tiles, sent: f64) 
     let is_sum = problem.operation.is_sum();
     // Pieces of sums are cut by owners. Of a gather, a tile with rows of two ranks waits for both.
     let owned = problem.layout.m() / problem.layout.world();
-    let tiles = match is_sum || config.entry_rows() <= owned {
-        true => &tiles.by_owners(problem),
-        false => tiles,
+    let tiles = if is_sum || config.entry_rows() <= owned {
+        &tiles.by_owners(problem)
+    } else {
+        tiles
     };
     let product = tiles.cold();
     let height = config.entry_rows();
@@ -186,9 +189,10 @@ fn time_of_network(problem: &Problem, network: f64) -> f64 {
 fn time_of_copies(rates: &Rates, problem: &Problem) -> f64 {
     let (world, hosts) = (problem.layout.world(), problem.hosts.count());
     let places = world / hosts;
-    let (for_each, receivers) = match sends_all_partials(problem) {
-        true => (1, world - places),
-        false => (hosts, hosts - 1),
+    let (for_each, receivers) = if sends_all_partials(problem) {
+        (1, world - places)
+    } else {
+        (hosts, hosts - 1)
     };
     let bytes = network_bytes(problem) as f64 / receivers as f64;
     (for_each * (places - 1)) as f64 * (rates.push.chunk + bytes / rates.push.bytes)
@@ -203,32 +207,36 @@ fn network_bytes(problem: &Problem) -> usize {
         n,
         ..
     } = problem;
-    let row = match problem.operation.is_sum() {
-        true => n.saturating_mul(dtypes.partials.bytes()),
-        false => layout.k().saturating_mul(dtypes.operands.bytes()),
+    let row = if problem.operation.is_sum() {
+        n.saturating_mul(dtypes.partials.bytes())
+    } else {
+        layout.k().saturating_mul(dtypes.operands.bytes())
     };
     let world = layout.world();
-    let rows = match sends_all_partials(problem) {
-        true => layout.m() * (world - world / hosts.count()),
-        false => layout.m() / world * (hosts.count() - 1),
+    let rows = if sends_all_partials(problem) {
+        layout.m() * (world - world / hosts.count())
+    } else {
+        layout.m() / world * (hosts.count() - 1)
     };
     rows.saturating_mul(row)
 }
 
 /// Predicts the times of an operation's parts, and last of the whole. Empty if they are not known.
 pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Prediction> {
-    match problem.operation.is_sum() {
-        true => sums::predict(rates, problem, config),
-        false => gather::predict(rates, problem, config),
+    if problem.operation.is_sum() {
+        sums::predict(rates, problem, config)
+    } else {
+        gather::predict(rates, problem, config)
     }
 }
 
 /// The kernels that make a product, if partial sums are moved as in `config`.
 fn variant_of(problem: &Problem, config: &Config) -> Variant {
     let is_apart = config.route == Route::Pull || config.stores_behind();
-    match problem.operation.is_sum() && !is_apart {
-        true => Variant::Sums,
-        false => Variant::Forms,
+    if problem.operation.is_sum() && !is_apart {
+        Variant::Sums
+    } else {
+        Variant::Forms
     }
 }
 
@@ -238,9 +246,10 @@ fn tiled(rates: &Rates, problem: &Problem, numerics: Numerics, base: Config) -> 
     let of = (base, variant_of(problem, &base));
     fastest(rates, problem, numerics, of, |tiles, config, _| {
         // Pieces that are sent are cut by tiles. Ranks must agree on them, although their K may differ.
-        match partial_sums::agree(problem, config, &base) {
-            true => tiles.cold(),
-            false => f64::INFINITY,
+        if partial_sums::agree(problem, config, &base) {
+            tiles.cold()
+        } else {
+            f64::INFINITY
         }
     })
 }
@@ -292,9 +301,10 @@ fn fastest(
         let can = config.tile.split_k == 1 && !(problem.form.gated && swaps_ab(&config));
         // With few rows, CTAs that share K are as fast as slices in a product alone, and faster while rows arrive. But
         // clusters leave multiprocessors idle, which costs more if kernels begin early.
-        let most = match problem.layout.m() > FEW_ROWS || tiles::begins_early(problem) {
-            true => MOST_SLICES,
-            false => 1,
+        let most = if problem.layout.m() > FEW_ROWS || tiles::begins_early(problem) {
+            MOST_SLICES
+        } else {
+            1
         };
         // Slices would not help: the tiles take longer than the best even if they filled all multiprocessors.
         if !sliced || !can || tiles.start + tiles.filled() >= best.0 {
@@ -388,9 +398,10 @@ mod tests {
                 let product = 2.0 * m as f64 * n as f64 * k as f64 / 700e6;
                 let network = network_bytes(&problem) as f64 / product;
                 let config = over_hosts(&H200, &problem, Numerics::Fast, network);
-                let route = match operation.is_sum() && m == 16 {
-                    true => Route::Pull,
-                    false => Route::Push,
+                let route = if operation.is_sum() && m == 16 {
+                    Route::Pull
+                } else {
+                    Route::Push
                 };
                 assert_eq!(config.route, route, "{operation} {m}");
                 let most = if m < 4096 { 128 } else { 256 };

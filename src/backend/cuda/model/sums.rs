@@ -203,10 +203,7 @@ fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config
     }
     let (best, least) = fastest(models()).unwrap_or((WHOLE, f64::INFINITY));
     let behind = mean(DEPTHS.map(|depth| time_behind(rates, problem, numerics, depth)));
-    match behind < WORTH * least {
-        true => BEHIND,
-        false => best,
-    }
+    if behind < WORTH * least { BEHIND } else { best }
 }
 
 /// The time of an operation whose partials are stored behind a product of this K.

@@ -76,9 +76,10 @@ impl Arithmetic {
 /// How much less time tiles take that have registers for two parts of a step, so that one is promoted while the other is
 /// multiplied. Measured on an H100.
 fn hidden(tile: &TileShape) -> f64 {
-    match (144..=192).contains(&tile.n) {
-        true => 0.945,
-        false => 1.0,
+    if (144..=192).contains(&tile.n) {
+        0.945
+    } else {
+        1.0
     }
 }
 
@@ -185,9 +186,10 @@ fn quantized_behind(rates: &Rates, problem: &Problem, config: &Config) -> f64 {
     let Problem {
         form, n, layout, ..
     } = problem;
-    let widths = match form.widths.is_empty() {
-        true => std::slice::from_ref(n),
-        false => &form.widths,
+    let widths = if form.widths.is_empty() {
+        std::slice::from_ref(n)
+    } else {
+        &form.widths
     };
     let (gated, of) = (form.gated, form.quantization);
     match result_bytes(config, gated, of, layout.m(), widths.iter().copied()) {
@@ -251,9 +253,10 @@ impl<'a> Tiles<'a> {
         // Each weight has tiles of its own.
         let columns = config.entry_columns();
         let padded = |n: &usize| n.next_multiple_of(columns);
-        let n = match problem.form.widths.is_empty() {
-            true => problem.form.multiplied(problem.n),
-            false => problem.form.widths.iter().map(padded).sum(),
+        let n = if problem.form.widths.is_empty() {
+            problem.form.multiplied(problem.n)
+        } else {
+            problem.form.widths.iter().map(padded).sum()
         };
         let shape = [problem.layout.m(), n, problem.layout.k()];
         let variant = variant_of(problem, config);
@@ -264,13 +267,15 @@ impl<'a> Tiles<'a> {
         let apart = gathered && problem.layout.m() > tiles.rows;
         Tiles {
             start: tiles.start + quantized_behind(rates, problem, config),
-            uneven: match begins_early(problem) || (gathered && config.tile.ctas() == 1) {
-                true => UNEVEN,
-                false => 0.0,
+            uneven: if begins_early(problem) || (gathered && config.tile.ctas() == 1) {
+                UNEVEN
+            } else {
+                0.0
             },
-            step_of_cached: match apart {
-                true => step_of_cached(rates, &config.tile, arithmetic.bytes(), [1, 1], 1.0),
-                false => tiles.step_of_cached,
+            step_of_cached: if apart {
+                step_of_cached(rates, &config.tile, arithmetic.bytes(), [1, 1], 1.0)
+            } else {
+                tiles.step_of_cached
             },
             ..tiles
         }
@@ -299,15 +304,17 @@ impl<'a> Tiles<'a> {
         let area = (tile.m * tile.n) as f64;
         let of_k = (tile.k * bytes) as f64;
         let walked = steps * entries.div_ceil(slots) as f64;
-        let merged = match (k * bytes).is_multiple_of(LINE) {
-            true => merged(rates, walked),
-            false => 1.0,
+        let merged = if (k * bytes).is_multiple_of(LINE) {
+            merged(rates, walked)
+        } else {
+            1.0
         };
         let counts = [m.div_ceil(rows), n.div_ceil(config.entry_columns())];
         let read = ((m + n) * k * bytes) as f64 / (entries as f64 * steps);
-        let column = match kernels::swaps_ab(config) {
-            true => rates.swap_ab_column,
-            false => rates.column,
+        let column = if kernels::swaps_ab(config) {
+            rates.swap_ab_column
+        } else {
+            rates.column
         };
         let split = match tile.split_k {
             1 => 0.0,

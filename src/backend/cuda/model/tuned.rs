@@ -40,10 +40,7 @@ pub fn agree(one: &Config, other: &Config) -> bool {
 /// The extents of a problem that all ranks have alike. If rows are gathered, N may differ between ranks; if partials
 /// are added, K may.
 fn alike(operation: Operation, [m, n, k]: [usize; 3]) -> [usize; 2] {
-    match operation.is_sum() {
-        true => [m, n],
-        false => [m, k],
-    }
+    if operation.is_sum() { [m, n] } else { [m, k] }
 }
 
 /// The lines for this rank's GPU and world size.
@@ -132,9 +129,12 @@ impl Table {
         // The first of equals: a user's line before the library's.
         let (_, nearest) = near.min_by(|(x, _), (y, _)| x.total_cmp(y))?;
         let alike = nearest.config;
-        let agrees = |config: &Config| match problem.operation.is_sum() {
-            true => partial_sums::agree(problem, config, &alike),
-            false => agree(config, &alike),
+        let agrees = |config: &Config| {
+            if problem.operation.is_sum() {
+                partial_sums::agree(problem, config, &alike)
+            } else {
+                agree(config, &alike)
+            }
         };
         let mut exact = lines().filter(|line| line.shape() == wanted);
         Some(Measured {

@@ -94,9 +94,10 @@ impl Places {
         };
         let alike = !is_finished(sum) || finished(first) == finished(block);
         require("sums on GPUs must all be finished in the same way", alike)?;
-        let matrix = match is_finished(sum) {
-            true => self.out.as_ref().map(|(number, _)| *number),
-            false => self.partials,
+        let matrix = if is_finished(sum) {
+            self.out.as_ref().map(|(number, _)| *number)
+        } else {
+            self.partials
         };
         let what = "a kernel must store sums to one matrix, and partials to one";
         require(what, matrix == Some(sum.out))?;
@@ -233,9 +234,10 @@ impl BlockTables {
                 (true, false) => GEMMESH_ADDED,
                 (true, true) => GEMMESH_FINISHED,
             } as u16,
-            reports: match sent.is_empty() {
-                true => 0,
-                false => tiles * storing_warps(&product.config),
+            reports: if sent.is_empty() {
+                0
+            } else {
+                tiles * storing_warps(&product.config)
             },
         });
     }

@@ -63,9 +63,10 @@ impl<'p> ProductLaunch<'p> {
         operands::finish(&mut params.outputs, &finished, product, schedule, operands);
         operands::scale(&mut params, product, operands);
         let events = kernel.entry_count(schedule) * kernel.instance.ctas();
-        let trace = match traced {
-            true => Some(gpu.scratch(events * size_of::<GemmeshTraceEvent>())?),
-            false => None,
+        let trace = if traced {
+            Some(gpu.scratch(events * size_of::<GemmeshTraceEvent>())?)
+        } else {
+            None
         };
         params.trace = trace.as_ref().map_or(0, |trace| trace.ptr()) as *mut GemmeshTraceEvent;
         Ok(ProductLaunch {

@@ -174,9 +174,10 @@ fn targets(
 ) -> Result<[Option<DeviceMatrix>; 2 * TARGETS]> {
     let (rank, world) = (schedule.rank(), schedule.world());
     // If copies push, no kernel stores to peers' memory.
-    let reached = match schedule.uses(Route::Store) {
-        true => world.min(TARGETS),
-        false => 1,
+    let reached = if schedule.uses(Route::Store) {
+        world.min(TARGETS)
+    } else {
+        1
     };
     let mut targets = [None; 2 * TARGETS];
     let mut add = |own: usize, number: usize, first, rows, columns| {

@@ -107,9 +107,10 @@ fn peers(
         let mailbox = &mut mailboxes[peer];
         *mailbox = control.mailbox(peer) as *mut GemmeshMailbox;
     }
-    let push_epoch = match schedule.is_pushed() {
-        true => control.push_epoch(),
-        false => 0,
+    let push_epoch = if schedule.is_pushed() {
+        control.push_epoch()
+    } else {
+        0
     };
     GemmeshPeers {
         push_epoch: push_epoch as *mut GemmeshPushEpoch,

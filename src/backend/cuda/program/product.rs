@@ -113,9 +113,10 @@ fn clusters(instance: &Instance, shared: &Shared, most: usize) -> usize {
 ///
 /// Starting early pays only if it can prefetch weights, and not if its copies are on streams.
 fn begins_early(gpu: &Gpu, shared: &Shared, schedule: &Schedule, product: &Product) -> bool {
-    let follows_kernels = match schedule.handshake() {
-        true => schedule.is_pushed() && !schedule.awaits_permit(),
-        false => true,
+    let follows_kernels = if schedule.handshake() {
+        schedule.is_pushed() && !schedule.awaits_permit()
+    } else {
+        true
     };
     product.constant_weights && may_begin_early(gpu, shared, product) && follows_kernels
 }
@@ -188,9 +189,10 @@ impl ProductKernel {
         describe(params, product, activation, stored);
         params.tiles = tables.tiles as *const GemmeshTile;
         params.tile_count = count as u32;
-        match kernel.entries.is_empty() {
-            true => describe_tiles(params, schedule.tiles(), product),
-            false => params.slices = tables.slices as *const GemmeshSlice,
+        if kernel.entries.is_empty() {
+            describe_tiles(params, schedule.tiles(), product)
+        } else {
+            params.slices = tables.slices as *const GemmeshSlice
         }
         params.partials = gpu.workspace.partials() as *mut f32;
         params.arrived = gpu.workspace.arrived() as *mut u32;
@@ -301,9 +303,10 @@ fn describe_tiles(params: &mut GemmeshParams, tiles: &[Tile], product: &Product)
         })
     };
     let computed = (0..product.outputs()).flat_map(of_weight);
-    params.tile_rows = match computed.eq(tiles.iter().copied()) {
-        true => rows,
-        false => 0,
+    params.tile_rows = if computed.eq(tiles.iter().copied()) {
+        rows
+    } else {
+        0
     };
     params.row_flags = u32::from(first.flag_begin) | u32::from(first.flag_end) << 16;
 }

@@ -52,9 +52,10 @@ impl ProgramTables {
         };
         let none_yet = vec![0u32; blocks.len()];
         let cut: Vec<Tile> = entries.iter().map(|e| schedule.tiles()[e.tile]).collect();
-        let tiles = match entries.is_empty() {
-            true => schedule.tiles(),
-            false => &cut,
+        let tiles = if entries.is_empty() {
+            schedule.tiles()
+        } else {
+            &cut
         };
         let slices: Vec<GemmeshSlice> = entries.iter().map(|entry| entry.slice).collect();
         let (held, places) = gpu.tables.hold([

@@ -312,14 +312,15 @@ fn agree(members: &Members, nccl: &Result<Arc<Nccl>>) -> Result<Vec<Communicator
     let own = own.map(|ids| (ids.concat(), None));
     let gathered = members.gather_messages(&opening(), own)?;
     let (ids, rest) = gathered.payloads[0].as_chunks::<ID_BYTES>();
-    match ids.len() == LANES && rest.is_empty() {
-        true => Ok(ids.to_vec()),
-        false => Err(members.fail(
+    if ids.len() == LANES && rest.is_empty() {
+        Ok(ids.to_vec())
+    } else {
+        Err(members.fail(
             Kind::Message {
                 reason: format!("{} bytes of ids of NCCL", gathered.payloads[0].len()),
             }
             .on(0),
-        )),
+        ))
     }
 }
 

@@ -114,9 +114,10 @@ impl Symmetric {
 
     /// The memory of `rank`, as this rank has mapped it. 0 if the rank is on another host.
     pub fn of(&self, rank: usize) -> DevicePtr {
-        match rank == self.rank {
-            true => self.own(),
-            false => self.maps.peers[rank].as_ref().map_or(0, DeviceMapping::ptr),
+        if rank == self.rank {
+            self.own()
+        } else {
+            self.maps.peers[rank].as_ref().map_or(0, DeviceMapping::ptr)
         }
     }
 }

@@ -50,16 +50,22 @@ impl CollectivePlan<'_> {
         let stored = self.config.route == Route::Store;
         // The share of each other rank, in ring order, chunk by chunk. Stored rows go to all ranks at once.
         let count = world - 1;
-        let share = |number: usize| match stored {
-            true => 0..layout.m(),
-            false => layout.m() * number / count..layout.m() * (number + 1) / count,
+        let share = |number: usize| {
+            if stored {
+                0..layout.m()
+            } else {
+                layout.m() * number / count..layout.m() * (number + 1) / count
+            }
         };
         let chunks: Vec<Vec<Part>> = (0..count)
             .map(|number| self.cut(share(number), Blocks::Had))
             .collect();
-        let first = |share: usize| match stored {
-            true => 0,
-            false => chunks[..share].iter().map(Vec::len).sum::<usize>(),
+        let first = |share: usize| {
+            if stored {
+                0
+            } else {
+                chunks[..share].iter().map(Vec::len).sum::<usize>()
+            }
         };
         let receivers: Vec<usize> = ring(root, world).collect();
         let most = chunks.iter().map(Vec::len).max().unwrap_or(0);
@@ -74,10 +80,7 @@ impl CollectivePlan<'_> {
         }
         let transfer = |from: usize, to: usize, chunk: &Part, flag: usize| Transfer {
             source: root,
-            after: match from == root {
-                true => 0..0,
-                false => flag..flag + 1,
-            },
+            after: if from == root { 0..0 } else { flag..flag + 1 },
             ..self.transfer(
                 [from, to],
                 Move::in_place(self.part(OUT, chunk.rows.clone(), &chunk.columns)),
@@ -177,9 +180,10 @@ impl BlockTransfers<'_> {
                     requests.push(Request {
                         owner: to,
                         rows: part.rows.start - first..part.rows.end - first,
-                        place: match stays {
-                            true => self.plan.region(OUT, part.rows.clone()),
-                            false => self.source([rank, to], part),
+                        place: if stays {
+                            self.plan.region(OUT, part.rows.clone())
+                        } else {
+                            self.source([rank, to], part)
                         },
                         addends: 0..0,
                     });

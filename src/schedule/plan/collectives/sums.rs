@@ -52,15 +52,18 @@ impl CollectivePlan<'_> {
             };
             parts.map(transfer).collect::<Vec<_>>()
         };
-        let addend = |from: usize| match from == rank {
-            true => Addend::Rows {
-                matrix: A,
-                first: 0,
-            },
-            false => Addend::Rows {
-                matrix: PARTIALS,
-                first: room.slot(from, rank),
-            },
+        let addend = |from: usize| {
+            if from == rank {
+                Addend::Rows {
+                    matrix: A,
+                    first: 0,
+                }
+            } else {
+                Addend::Rows {
+                    matrix: PARTIALS,
+                    first: room.slot(from, rank),
+                }
+            }
         };
         let mut parts = self.parts([m, m], &room);
         let senders = (1..world).map(|step| (rank + world - step) % world);
@@ -127,9 +130,10 @@ impl<'a> AddendTransfers<'a> {
             let owners = ring(rank, world).chain([rank]);
             let pieces = owners.flat_map(|owner| {
                 let rows = layout.rows_of(owner);
-                let parts = match owner == rank {
-                    true => plan.cut_own(rows),
-                    false => plan.cut(rows, blocks),
+                let parts = if owner == rank {
+                    plan.cut_own(rows)
+                } else {
+                    plan.cut(rows, blocks)
                 };
                 parts
                     .into_iter()
@@ -183,9 +187,10 @@ impl<'a> AddendTransfers<'a> {
             owner: *owner,
             rows: rows.clone(),
             place: self.plan.region(PARTIALS, rows.clone()),
-            addends: match *owner == rank {
-                true => self.incoming[rank].flags(rank, rows),
-                false => 0..0,
+            addends: if *owner == rank {
+                self.incoming[rank].flags(rank, rows)
+            } else {
+                0..0
             },
         };
         let made = self.made[rank].iter();
@@ -196,15 +201,16 @@ impl<'a> AddendTransfers<'a> {
     /// The addend of `from` for the rows of this rank, of which `own` is the first.
     fn of_rank(&self, from: usize, own: usize) -> Addend {
         let rank = self.plan.rank;
-        match from == rank {
-            true => Addend::Rows {
+        if from == rank {
+            Addend::Rows {
                 matrix: self.source,
                 first: own,
-            },
-            false => Addend::Rows {
+            }
+        } else {
+            Addend::Rows {
                 matrix: PARTIALS,
                 first: self.room.slot(from, rank),
-            },
+            }
         }
     }
 }

@@ -187,9 +187,10 @@ fn burst(line: &Measured) -> Sample {
     let (mut less, mut more) = (line.micros / 2.0, line.micros);
     for _ in 0..32 {
         let middle = f64::midpoint(less, more);
-        match middle * slower(&problem, middle) > line.micros {
-            true => more = middle,
-            false => less = middle,
+        if middle * slower(&problem, middle) > line.micros {
+            more = middle
+        } else {
+            less = middle
         }
     }
     Sample {

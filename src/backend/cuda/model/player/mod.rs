@@ -79,9 +79,12 @@ pub fn play_operation(
     network: &SimulatedNetwork,
 ) -> crate::error::Result<Played> {
     let problem = problem_of(operation, [m, n, k], [hosts, places]);
-    let played = problem.and_then(|problem| match multiplies(operation) {
-        true => play_chosen(&problem, network),
-        false => play_collective(&problem, network),
+    let played = problem.and_then(|problem| {
+        if multiplies(operation) {
+            play_chosen(&problem, network)
+        } else {
+            play_collective(&problem, network)
+        }
     });
     played.map_err(Error::of(None, "play_operation"))
 }
@@ -139,9 +142,10 @@ fn play_collective(problem: &Problem, network: &SimulatedNetwork) -> Result<Play
 /// Plays a problem with the library's choice. But more ranks than a group can have push their partials, because a kernel
 /// cannot add so many at once.
 fn play_chosen(problem: &Problem, network: &SimulatedNetwork) -> Result<Played> {
-    let choose_over_hosts = match problem.layout.world() > MAX_WORLD {
-        true => pushed_over_hosts,
-        false => over_hosts,
+    let choose_over_hosts = if problem.layout.world() > MAX_WORLD {
+        pushed_over_hosts
+    } else {
+        over_hosts
     };
     let config = match problem.hosts.count() {
         1 => choose(&H200, problem, Numerics::Fast, true, None),
@@ -226,15 +230,12 @@ fn play_schedules(
 ) -> Result<Played> {
     let (world, hosts) = (problem.layout.world(), problem.hosts.count());
     let machine = machine_of(problem, config, network);
-    let played = match world > MAX_WORLD {
-        true => {
-            let schedule = plan(problem, 0, config)?;
-            vec![ranks::play_one(&machine, &schedule, [hosts, world / hosts])]
-        }
-        false => {
-            let schedules = (0..world).map(|rank| plan(problem, rank, config));
-            ranks::play_all(&machine, &schedules.collect::<Result<Vec<Schedule>>>()?)
-        }
+    let played = if world > MAX_WORLD {
+        let schedule = plan(problem, 0, config)?;
+        vec![ranks::play_one(&machine, &schedule, [hosts, world / hosts])]
+    } else {
+        let schedules = (0..world).map(|rank| plan(problem, rank, config));
+        ranks::play_all(&machine, &schedules.collect::<Result<Vec<Schedule>>>()?)
     };
     let end = played.iter().map(|rank| rank.end).fold(0.0, f64::max);
     let traces = (0..).zip(played);
@@ -307,9 +308,10 @@ fn by_model(problem: &Problem, config: Config, alone: f64) -> Result<Played> {
 
 /// The timeline of a product that each rank makes of rows that are there.
 fn made_alone(problem: &Problem, config: Config) -> Result<Timeline> {
-    let operation = match problem.operation.is_sum() {
-        true => Operation::MultiplyPartials,
-        false => Operation::Multiply,
+    let operation = if problem.operation.is_sum() {
+        Operation::MultiplyPartials
+    } else {
+        Operation::Multiply
     };
     let problem = Problem {
         operation,

@@ -30,9 +30,10 @@ impl Machine<'_> {
         let width = schedule.matrices()[sum.out].dtype.bytes();
         let moved = ((sum.addends.len() + 1) * rows * n * width) as f64;
         // If a kernel stores the rows, it adds them too.
-        let (launch, share) = match schedule.uses(Route::Store) {
-            true => (0.0, ADDED_BY_STORES),
-            false => (rate::REDUCED, 1.0),
+        let (launch, share) = if schedule.uses(Route::Store) {
+            (0.0, ADDED_BY_STORES)
+        } else {
+            (rate::REDUCED, 1.0)
         };
         launch + moved / (share * self.rates.read)
     }
@@ -94,12 +95,13 @@ impl Mirror {
 
     /// The flag for the next transfer of rank 0 like this one.
     fn flag(&mut self, transfer: &Transfer) -> usize {
-        let like = match transfer.mover() == transfer.to {
-            true => (transfer.from, transfer.source),
-            false => (
+        let like = if transfer.mover() == transfer.to {
+            (transfer.from, transfer.source)
+        } else {
+            (
                 self.seen_from(transfer.to, transfer.from),
                 self.seen_from(transfer.to, transfer.source),
-            ),
+            )
         };
         let flags = self.flags.get_mut(&like);
         let flag = flags.and_then(VecDeque::pop_front);
@@ -293,9 +295,10 @@ impl Player<'_> {
             return false;
         }
         // Tiles that begin together share the caches. Those of sums begin before what they wait for is there.
-        let together = match state.sums {
-            true => schedule.tiles().len(),
-            false => alike.len(),
+        let together = if state.sums {
+            schedule.tiles().len()
+        } else {
+            alike.len()
         };
         let time = clock * tiles.wave(together.min(tiles.slots));
         for of_block in alike.chunk_by(|one, other| one.block == other.block) {

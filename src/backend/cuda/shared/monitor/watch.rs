@@ -89,9 +89,10 @@ impl Watch {
 
     fn deadlines(&self) -> Deadlines {
         let deadlines = self.failures.deadlines;
-        match self.hurried.load(Ordering::Relaxed) {
-            true => Deadlines::new(deadlines.call(), Some(deadlines.call())),
-            false => deadlines,
+        if self.hurried.load(Ordering::Relaxed) {
+            Deadlines::new(deadlines.call(), Some(deadlines.call()))
+        } else {
+            deadlines
         }
     }
 
