@@ -119,7 +119,7 @@
 #define GEMMESH_REFRESH (1u << 28)
 
 /* Values of the abort word. GIVEN_UP: a kernel has given up, and no kernel waits any more. GROUP_FAILED: copies are not
- * held back either, because nobody uses the rows that they overwrite. */
+ * held back either, because no one uses the rows that they overwrite. */
 #define GEMMESH_GIVEN_UP 1
 #define GEMMESH_GROUP_FAILED 2
 
@@ -232,7 +232,7 @@ typedef struct GemmeshPeers {
     const GemmeshCopyTask *tasks;     /* the chunks that the kernel pushes; none if the copy engine pushes */
     uint32_t *started;                /* a word of the host; gets GemmeshParams.epoch when the kernel runs */
     uint32_t *completed;              /* gets it when all that the kernel waits for has come; null if something else
-                                       * writes it, or if nobody reads it */
+                                       * writes it, or if no one reads it */
     uint32_t task_count;
     uint32_t copies; /* nonzero: the copy engine pushes or the network brings rows, and waits for push_epoch->permit */
     uint32_t rank;
@@ -381,7 +381,7 @@ typedef struct GemmeshStore {
  * is a partial of a further sum, and is stored as one. */
 #define GEMMESH_ADDED 1
 /* Addends are added likewise, and bias, activation and residual follow. A sum of another type than partials is not stored
- * in the block's places but in outputs[0], and nobody waits for it. */
+ * in the block's places but in outputs[0], and no one waits for it. */
 #define GEMMESH_FINISHED 2
 
 /* Rows of the product that go to the same places. Tiles are counted from the first row, and end with the last. */

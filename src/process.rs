@@ -1,7 +1,7 @@
 //! Values that belong to one process. A fork has copies of them, which it must leave alone.
 //!
 //! A forked child has its parent's memory and descriptors, but only the thread that forked. Other threads may have held
-//! locks at that moment, which nobody releases in the child, and joining them would last for ever. Shared memory and
+//! locks at that moment, which no one releases in the child, and joining them would last for ever. Shared memory and
 //! connections are still the parent's, so a farewell of the child would be taken for the parent's.
 
 #![allow(unsafe_code)]
@@ -97,7 +97,7 @@ fn word() -> Option<&'static AtomicU64> {
         page
     };
     let first = WORD.compare_exchange(null_mut(), page.cast(), Ordering::AcqRel, Ordering::Acquire);
-    // SAFETY: if another thread was first, its page is never unmapped, and nobody knows this one.
+    // SAFETY: if another thread was first, its page is never unmapped, and no one knows this one.
     unsafe {
         if let Err(first) = first {
             let _ = rustix::mm::munmap(page, PAGE);

@@ -241,7 +241,7 @@ impl Look {
 /// been given back.
 pub fn require_available(bytes: usize) -> io::Result<()> {
     static LAST: Mutex<Option<Look>> = Mutex::new(None);
-    // Nobody waits for the lock: in the child of a fork it may be locked for ever.
+    // No one waits for the lock: in the child of a fork it may be locked for ever.
     if let Ok(Some(last)) = LAST.try_lock().as_deref_mut()
         && last.grants(bytes)
     {

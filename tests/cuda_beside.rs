@@ -233,7 +233,7 @@ fn a_group_ends_while_the_caller_keeps_its_stream_busy() {
         let took = begin.elapsed();
         assert!(took < Duration::from_secs(5), "{took:?}");
         drop(hold);
-        // SAFETY: nobody uses the stream any more.
+        // SAFETY: no one uses the stream any more.
         unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
         Ok(format!("ended in {took:?}"))
     }));

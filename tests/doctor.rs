@@ -317,7 +317,7 @@ fn a_broken_environment_is_a_finding() {
     let (report, code) = json(&["--backend", "host"], &counts);
     assert_severity(&report, "LOCAL_RANK, MASTER_ADDR, MASTER_PORT", "problem");
     assert_eq!(code, 1, "{report:#}");
-    // Nobody's in particular.
+    // No one's in particular.
     let (report, code) = json(&["--backend", "host"], &counts[..1]);
     assert_severity(&report, "no launcher", "ok");
     assert_eq!(code, 0, "{report:#}");

@@ -68,7 +68,7 @@ fn check(
                     matrix.write(row, &rows(number, row..row + 1, columns, operation))?;
                 }
             }
-            // Nobody writes what a peer has moved already.
+            // No one writes what a peer has moved already.
             group.barrier()?;
             let refs: Vec<_> = shared.iter().collect();
             let product = (problem.n > 0).then_some((&b, &mut out));

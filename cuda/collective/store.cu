@@ -6,7 +6,7 @@
 // rank, and adds up its part. push.cuh says what holds of epochs, and of kernels that must be able to run at the same
 // time. Here all CTAs of a grid are needed.
 //
-// Rows that fit in low-latency areas go there instead. Then nobody waits for `ready` first, and no flag follows
+// Rows that fit in low-latency areas go there instead. Then no one waits for `ready` first, and no flag follows
 // (low_latency.cuh).
 
 #include "../abi.h"

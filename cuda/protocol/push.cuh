@@ -154,7 +154,7 @@ __device__ __forceinline__ void push(const GemmeshParams& params, Pushers& share
     const GemmeshPeers& peers = params.peers;
     if (peers.task_count == 0) return;
     while (true) {
-        // take the next task that nobody has taken
+        // take the next task that no one has taken
         if (thread == 0) shared.index = ptx::atom_add_relaxed_gpu(&peers.push_epoch->taken, 1);
         Pushers::meet();
         const uint32_t index = shared.index;

@@ -233,7 +233,7 @@ public:
     }
 
     // The whole warp: notes that its stores of this block are to be reported. If it has given up, they are not, so that
-    // nobody takes the block for whole.
+    // no one takes the block for whole.
     __device__ void note(const GemmeshBlock& block, uint32_t index) {
         index_ = index;
         reports_ = __any_sync(~0u, (ready_ & kGivenUp) != 0) ? 0 : block.reports;

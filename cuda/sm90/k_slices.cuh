@@ -19,7 +19,7 @@ struct SliceSum {
     // false if none of its rows is in the output. Then it adds nothing, but still counts as arrived.
     //
     // Each warp stores its part and counts. The warp that counts last adds up the parts in the order of the slices. So
-    // the bits depend only on the slices. Nobody waits, so entries need not run at the same time.
+    // the bits depend only on the slices. No one waits, so entries need not run at the same time.
     template <int N>
     __device__ __forceinline__ bool add(Accumulators<N>& accumulators, const GemmeshParams& params, bool has_rows,
                                         uint32_t lane) const {

@@ -421,7 +421,7 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
         consume<C>(maps, params, partials, walk, shared, cta, warpgroup - 1);
     }
 
-    // A neighbour may still signal this CTA's barriers, so nobody leaves before all are done.
+    // A neighbour may still signal this CTA's barriers, so no one leaves before all are done.
     if constexpr (C::kCtas > 1) meet<C>();
 }
 

@@ -213,7 +213,7 @@ fn end(process: &mut Child, timeout: Duration) -> Result<ExitStatus, String> {
             Ok(Some(status)) => return Ok(status),
             Ok(None) if begin.elapsed() < timeout => std::thread::sleep(NAP),
             Ok(None) => {
-                // If a driver does not let the process end, nobody waits for it.
+                // If a driver does not let the process end, no one waits for it.
                 let _ = process.kill();
                 let seconds = timeout.as_secs();
                 return Err(format!("it did not end within {seconds} s, and was killed"));

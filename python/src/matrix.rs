@@ -48,7 +48,7 @@ impl<T: Send + Clone> Clone for Freed<T> {
 
 impl<T: Send> Drop for Freed<T> {
     fn drop(&mut self) {
-        // SAFETY: it is taken once, because nobody uses this afterwards.
+        // SAFETY: it is taken once, because no one uses this afterwards.
         let value = unsafe { ManuallyDrop::take(&mut self.0) };
         // The main thread ends the interpreter, and may take the GIL to the last.
         if is_main_thread() {

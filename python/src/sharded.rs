@@ -57,7 +57,7 @@ impl Sharded {
         }
     }
 
-    /// This rank's own rows, if they lie in one place and nobody changes them.
+    /// This rank's own rows, if they lie in one place and no one changes them.
     pub fn own_memory(&self, py: Python<'_>) -> Option<Memory> {
         self.read(py).ok()?.own_rows().ok()
     }

@@ -224,7 +224,7 @@ fn taken(capsule: &Bound<'_, PyCapsule>) -> PyResult<Tensor> {
 /// A capsule with a tensor of version 0.
 pub fn legacy_capsule(py: Python<'_>, tensor: *mut DLManagedTensor) -> PyResult<Py<PyAny>> {
     unsafe extern "C" fn destroy(capsule: *mut ffi::PyObject) {
-        // SAFETY: Python gives a capsule that it destroys. If nobody has taken the tensor, it is alive.
+        // SAFETY: Python gives a capsule that it destroys. If no one has taken the tensor, it is alive.
         unsafe {
             if ffi::PyCapsule_IsValid(capsule, LEGACY.as_ptr()) != 0 {
                 let tensor = ffi::PyCapsule_GetPointer(capsule, LEGACY.as_ptr());
@@ -238,7 +238,7 @@ pub fn legacy_capsule(py: Python<'_>, tensor: *mut DLManagedTensor) -> PyResult<
 /// A capsule with a tensor of version 1.
 pub fn versioned_capsule(py: Python<'_>, tensor: *mut VersionedTensor) -> PyResult<Py<PyAny>> {
     unsafe extern "C" fn destroy(capsule: *mut ffi::PyObject) {
-        // SAFETY: Python gives a capsule that it destroys. If nobody has taken the tensor, it is alive.
+        // SAFETY: Python gives a capsule that it destroys. If no one has taken the tensor, it is alive.
         unsafe {
             if ffi::PyCapsule_IsValid(capsule, VERSIONED.as_ptr()) != 0 {
                 let tensor = ffi::PyCapsule_GetPointer(capsule, VERSIONED.as_ptr());

@@ -154,7 +154,7 @@ pub fn left_behind<R: Send + 'static>(
     call: impl FnOnce() -> Result<R> + Send + 'static,
 ) -> PyResult<R> {
     let (send, receive) = channel();
-    // Shared with the closure below, which must be Sync. Nobody else locks it.
+    // Shared with the closure below, which must be Sync. No one else locks it.
     let receive = Mutex::new(receive);
     let work = move || {
         let _ = send.send(called_at(None, call));

@@ -83,13 +83,13 @@ pub(crate) mod sealed {
         Symmetric(&'a B::Symmetric),
         /// This rank's own memory from a byte on. It is only read.
         Input(&'a B::Buffer, usize),
-        /// This rank's own memory from a byte on. It is written, and nobody else reads or writes it.
+        /// This rank's own memory from a byte on. It is written, and no one else reads or writes it.
         Output(&'a B::Buffer, usize),
         /// Memory of this rank's own that the caller keeps: its address, and the bytes from row to row. The call reads it,
-        /// or writes it while nobody else reads or writes it.
+        /// or writes it while no one else reads or writes it.
         Place(u64, usize),
         /// Rows of this rank's part of symmetric memory: the byte of the first row, and the bytes from row to row. The
-        /// call reads them, or writes them while nobody else reads or writes them.
+        /// call reads them, or writes them while no one else reads or writes them.
         Rows(&'a B::Symmetric, usize, usize),
     }
 

@@ -364,7 +364,7 @@ impl<B: Backend> Builder<B> {
     ///
     /// `gather` gets this rank's bytes and returns those of all ranks, by rank. All ranks send [`GATHERED_BYTES`] bytes.
     /// It is called once, and its waits are its own. All later steps have the builder's deadlines. The bytes of rank 0
-    /// are an address that nobody can guess, from which the ranks' key follows. So it must not be shown to others.
+    /// are an address that no one can guess, from which the ranks' key follows. So it must not be shown to others.
     ///
     /// The ranks may run on several hosts, each of which has as many ranks as the others. Then the lowest rank of each
     /// host connects to rank 0 by TCP, at a free port of one of its host's addresses. Across hosts, products and

@@ -350,7 +350,7 @@ impl<B: Backend> Group<B> {
     ///
     /// It counts waits for a rank to begin an operation, for the data that it moves, and for it to be done. Compare two
     /// readings: all ranks wait for a late rank. A rank that others wait for may be waiting too, for example to push to
-    /// a late rank first. The late rank is the one that has waited for nobody.
+    /// a late rank first. The late rank is the one that has waited for no one.
     ///
     /// On the host a wait counts if it lasts some microseconds. On GPUs a thread looks at an operation that has waited
     /// for 100 ms, and then ten times a second. It does not see shorter waits, nor the rest of longer ones. Calls in
@@ -441,7 +441,7 @@ impl<B: Backend> Group<B> {
 
     fn tell(&self, error: Error) -> Error {
         let error = self.inner.members.named(error);
-        // Nobody waits for a call that stands within another, or in a fork.
+        // No one waits for a call that stands within another, or in a fork.
         if !self.is_in_callback() {
             self.inner.members.refuse(&error);
         }

@@ -126,7 +126,7 @@ impl<B: Backend> Group<B> {
         let mut evicted = self.evicted();
         let oldest = (evicted.len() == MOST).then(|| evicted.remove(0));
         evicted.push(program);
-        // Unlocked first, so that nobody waits while a program is dropped.
+        // Unlocked first, so that no one waits while a program is dropped.
         drop(evicted);
         drop(oldest);
     }

@@ -290,7 +290,7 @@ impl<T> Drop for Lent<T> {
 
 /// Lends the memory of a view to `f`.
 ///
-/// A function instead of a guard: nobody can leak it, so the group's stream always waits for what `f` has begun on
+/// A function instead of a guard: no one can leak it, so the group's stream always waits for what `f` has begun on
 /// cudarc's other streams, before the memory can be freed.
 #[track_caller]
 fn lend<T: Value, R>(

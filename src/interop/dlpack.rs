@@ -15,7 +15,7 @@
 //! fn rank(group: Group<Host>) -> gemmesh::Result<()> {
 //!     // As it comes from elsewhere: here from this library.
 //!     let tensor = group.upload(&[bf16::ONE; 4 * 8], 4, 8)?.into_dlpack();
-//!     // SAFETY: a tensor that nobody else uses any more.
+//!     // SAFETY: a tensor that no one else uses any more.
 //!     let a = unsafe { Matrix::<Host, bf16>::from_dlpack(&group, tensor)? };
 //!     let b = group.upload(&[bf16::ONE; 2 * 8], 2, 8)?;
 //!     let mut out = group.zeros::<f32>(4, 2)?;
@@ -119,7 +119,7 @@ unsafe impl Send for Managed {}
 
 impl Drop for Managed {
     fn drop(&mut self) {
-        // SAFETY: the tensor is alive, because nobody else gives it back.
+        // SAFETY: the tensor is alive, because no one else gives it back.
         unsafe {
             if let Some(deleter) = (*self.0).deleter {
                 deleter(self.0);
@@ -142,7 +142,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     ///
     /// # Safety
     /// - `tensor` points to a tensor whose fields are true and which has not been given back.
-    /// - Until the tensor is given back, nobody else writes its memory while an operation uses it, and nobody else
+    /// - Until the tensor is given back, no one else writes its memory while an operation uses it, and no one else
     ///   reads the memory while an operation writes it.
     /// - On GPUs each row is allocated in whole pieces of 16 bytes. If the matrix is an output, these pieces hold
     ///   nothing else, because an operation may write after a row's last element, up to the next piece.

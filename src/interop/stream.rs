@@ -312,7 +312,7 @@ impl<T: Value> Matrix<Cuda, T> {
     ///   16 bytes.
     /// - It stays allocated until the operations that use the matrix are complete. Dropping the matrix does not wait
     ///   for them.
-    /// - Until then nobody else writes it, and nobody reads it if it is an output. If a row of an output does not end
+    /// - Until then no one else writes it, and no one reads it if it is an output. If a row of an output does not end
     ///   at a piece of 16 bytes, operations write meaningless numbers into its padding, up to the next piece.
     #[track_caller]
     pub unsafe fn from_device_ptr(

@@ -43,7 +43,7 @@ unsafe impl Sync for Tensor {}
 
 impl Drop for Tensor {
     fn drop(&mut self) {
-        // SAFETY: the tensor is alive, because nobody else gives it back.
+        // SAFETY: the tensor is alive, because no one else gives it back.
         unsafe {
             match *self {
                 Tensor::Legacy(tensor) => {
@@ -259,7 +259,7 @@ fn place<H>(
     }));
     // A pointer into a box is invalid once the box moves or is borrowed. So the pointers are made from the raw pointer
     // that the box's owner gets, and the box is never borrowed again.
-    // SAFETY: the pointer points to a whole value that nobody else knows.
+    // SAFETY: the pointer points to a whole value that no one else knows.
     unsafe {
         let tensor = described(&mut (*exported).tensor);
         tensor.shape = (&raw mut (*exported).extents).cast();

@@ -75,7 +75,7 @@ impl<'a, B: Backend> RawView<'a, B> {
     /// A matrix in memory that the caller keeps. `argument`: its name in messages.
     ///
     /// # Safety
-    /// Until the calls that get it are complete, the memory is that of such a matrix, and nobody else writes it.
+    /// Until the calls that get it are complete, the memory is that of such a matrix, and no one else writes it.
     // Inlined, so that the view is made where it is kept.
     #[inline(always)]
     pub unsafe fn at(
@@ -124,7 +124,7 @@ impl<'a, B: Backend> RawOutput<'a, B> {
     /// A matrix in memory that the caller keeps. `argument`: its name in messages.
     ///
     /// # Safety
-    /// Until the calls that get it are complete, the memory is that of such a matrix, and nobody else uses it.
+    /// Until the calls that get it are complete, the memory is that of such a matrix, and no one else uses it.
     // Inlined, as `RawView::at`.
     #[inline(always)]
     pub unsafe fn at(

@@ -144,7 +144,7 @@ pub struct Report<const BYTES: usize> {
 }
 
 impl<const BYTES: usize> Report<BYTES> {
-    /// A report that nobody has written. The same as zeroed memory.
+    /// A report that no one has written. The same as zeroed memory.
     #[allow(clippy::new_without_default)]
     pub fn new() -> Report<BYTES> {
         Report {

@@ -68,7 +68,7 @@ impl fmt::Debug for Address {
     }
 }
 
-/// Draws an address of 128 random bits, which nobody can guess.
+/// Draws an address of 128 random bits, which no one can guess.
 pub fn draw() -> io::Result<Address> {
     let mut secret = [0; SECRET_BYTES];
     // So few bytes come in one piece or not at all.

@@ -114,7 +114,7 @@ fn descriptor(mut started: process::Child) -> io::Result<OwnedFd> {
     }
 }
 
-/// Nobody can learn how a child ended.
+/// No one can learn how a child ended.
 fn waited_for() -> io::Error {
     io::Error::other(
         "something else in this process, such as a handler of SIGCHLD, waits for all its children",

@@ -1,7 +1,7 @@
 //! Sockets that a forked child does not keep open.
 //!
 //! A connection to another machine ends only when no process has it open. If a rank is killed and a child of it lives on,
-//! nobody there would see it. (Within a machine, the end of the process is seen.) So a fork of a rank's process loses
+//! no one there would see it. (Within a machine, the end of the process is seen.) So a fork of a rank's process loses
 //! these sockets at once. It has no use for them, because a group belongs to the process that made it.
 #![allow(unsafe_code)]
 
@@ -64,7 +64,7 @@ fn lose_all() {
     for socket in &SOCKETS {
         let descriptor = socket.load(Ordering::Relaxed) - 1;
         if descriptor >= 0 {
-            // SAFETY: a system call on descriptors of this child, which nobody uses: it has only this thread.
+            // SAFETY: a system call on descriptors of this child, which no one uses: it has only this thread.
             unsafe { libc::dup3(closed, descriptor, libc::O_CLOEXEC) };
         }
     }

@@ -31,7 +31,7 @@ const SETTLED: Duration = Duration::from_millis(200);
 const GLANCE: Duration = Duration::from_millis(50);
 /// The pause between looks. It can be long, because every end and every report wakes the launcher.
 const PAUSE: Duration = Duration::from_secs(3600);
-/// The pause after a report, because a rank that is stopped wakes nobody.
+/// The pause after a report, because a rank that is stopped wakes no one.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// True if a launcher started this process as a rank, also if its variables are incomplete or wrong.
@@ -109,7 +109,7 @@ pub fn is_secret(variable: &str) -> bool {
 /// are stopped, for example by SIGSTOP, are killed when their group has failed and all others have ended. If this
 /// process is killed, its ranks are killed too. `ps` shows ranks by the program's name.
 ///
-/// If this process ignores SIGCHLD, the signal has its default action until the call returns. Otherwise nobody could
+/// If this process ignores SIGCHLD, the signal has its default action until the call returns. Otherwise no one could
 /// learn how the ranks end. Ranks begin with the default action too.
 ///
 /// A rank cannot launch, whichever launcher started it. Otherwise ranks would launch ranks without end, or each rank of

@@ -5,7 +5,7 @@
 //! rank 0, one for messages and one for the mirror. [`seat`](crate::protocol::seat) says how rank 0 tells them apart.
 //!
 //! All ranks of a job have a key. `handshake` says how the two ends of a connection prove that they have it. A process
-//! without the key learns nothing. It gets a place among a bounded number of strangers for five seconds, and nobody waits
+//! without the key learns nothing. It gets a place among a bounded number of strangers for five seconds, and no one waits
 //! for it.
 
 mod dial;

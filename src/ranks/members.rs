@@ -458,7 +458,7 @@ impl Drop for Members {
         if std::thread::panicking() {
             return;
         }
-        // A thread's error is known when its function has returned. Nobody hears of a process's error.
+        // A thread's error is known when its function has returned. No one hears of a process's error.
         if self.says_farewell {
             self.shared.let_go()
         } else {

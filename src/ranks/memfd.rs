@@ -51,10 +51,10 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Writes to each page, so that it is there. Nobody else knows the mapping yet.
+    /// Writes to each page, so that it is there. No one else knows the mapping yet.
     fn touch(&self) {
         for offset in (0..self.bytes).step_by(PAGE) {
-            // SAFETY: the address lies within the mapping, which nobody else knows yet.
+            // SAFETY: the address lies within the mapping, which no one else knows yet.
             unsafe { self.as_ptr().add(offset).write_volatile(0) };
         }
     }

@@ -1,14 +1,14 @@
 //! The mirror, by which each host's block shows what ranks of other hosts have written in theirs.
 //!
-//! Each host's leader has a thread that tells rank 0's host of the ranks of its own, and rank 0's thread passes that on
-//! to the other hosts. Nobody waits for it to go on. So it looks at intervals, and ranks do not wake it.
+//! Each host's leader has a thread that sends news of its ranks to rank 0's host, and rank 0's thread passes that on to
+//! the other hosts. No one waits for it to go on. So it looks at intervals, and ranks do not wake it.
 //!
 //! The leaders' connections are also how hosts are seen to have ended. A connection that ends before its leader has left
 //! is a lost rank. A host whose system acknowledges nothing any more is a lost host, at both ends: frames may be lost in
 //! one direction, so what still comes from the host says nothing. A leader that is stopped does not look so,
 //! because its system goes on: only deadlines tell.
 
-mod line;
+mod peer;
 pub mod record;
 
 use std::io;
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net;
 
-use self::line::{End, Line};
+use self::peer::{End, Peer};
 use self::record::Record;
 use super::poll;
 use super::shared_state::{Known, LATE_VOTES, SharedState};
@@ -78,10 +78,10 @@ impl Mirror {
     pub fn spawn(shared: Arc<SharedState>, links: Vec<Link>, longest: Duration) -> Result<Mirror> {
         let rank = shared.rank();
         let (stop, stopped) = wire::pair().map_err(Error::system(rank, "open a socket pair"))?;
-        let mut teller = Teller::new(shared, links, longest);
+        let mut relay = Relay::new(shared, links, longest);
         let thread = std::thread::Builder::new()
             .name(format!("gemmesh-mirror-{rank}"))
-            .spawn(move || teller.run(&stopped))
+            .spawn(move || relay.run(&stopped))
             .map_err(Error::not_started(rank, "a thread"))?;
         Ok(Mirror {
             stop: Some(stop),
@@ -100,26 +100,26 @@ impl Drop for Mirror {
     }
 }
 
-/// What the thread knows.
-struct Teller {
+/// What the thread knows and does: it relays news between hosts.
+struct Relay {
     shared: Arc<SharedState>,
     known: Known,
-    lines: Vec<Line>,
+    peers: Vec<Peer>,
     /// How long a host may be silent.
     longest: Duration,
     /// A call that differs between ranks, and since when that is known.
     differing: Option<(u64, Instant)>,
-    /// When something was last told or heard.
+    /// When something was last sent or received.
     lively: Instant,
     /// True if this rank has left, so that ends of connections say nothing.
     is_parting: bool,
 }
 
-impl Teller {
-    fn new(shared: Arc<SharedState>, links: Vec<Link>, longest: Duration) -> Teller {
-        Teller {
+impl Relay {
+    fn new(shared: Arc<SharedState>, links: Vec<Link>, longest: Duration) -> Relay {
+        Relay {
             known: Known::new(&shared),
-            lines: links.into_iter().map(Line::new).collect(),
+            peers: links.into_iter().map(Peer::new).collect(),
             shared,
             longest,
             differing: None,
@@ -129,7 +129,7 @@ impl Teller {
     }
 
     fn run(&mut self, stopped: &Connection) {
-        while !self.lines.is_empty() && !wire::has_hung_up(stopped) {
+        while !self.peers.is_empty() && !wire::has_hung_up(stopped) {
             self.look();
             self.pause(Some(stopped));
         }
@@ -143,51 +143,51 @@ impl Teller {
         } else {
             LULL
         };
-        let mut events: Vec<PollFd> = self.lines.iter().map(Line::event).collect();
+        let mut events: Vec<PollFd> = self.peers.iter().map(Peer::event).collect();
         events.extend(stopped.map(|stopped| PollFd::new(&**stopped, PollFlags::RDHUP)));
         if poll::poll(&mut events, pace).is_err() {
             std::thread::sleep(pace);
         }
     }
 
-    /// Tells and hears what there is, without waiting.
+    /// Sends and receives what there is, without waiting.
     fn look(&mut self) {
         self.shared.note_running(self.shared.rank());
-        // This end of the lines is closed when this rank parts.
+        // This end of the connections is closed when this rank parts.
         if !self.is_parting {
-            self.tell();
+            self.send_news();
         }
-        self.hear();
+        self.receive_news();
         self.judge();
-        let lines = std::mem::take(&mut self.lines).into_iter();
-        let (ended, going_on): (Vec<Line>, Vec<Line>) = lines.partition(Line::is_over);
-        self.lines = going_on;
-        ended.iter().for_each(|line| self.lose(line));
+        let peers = std::mem::take(&mut self.peers).into_iter();
+        let (ended, going_on): (Vec<Peer>, Vec<Peer>) = peers.partition(Peer::is_over);
+        self.peers = going_on;
+        ended.iter().for_each(|peer| self.lose(peer));
     }
 
-    /// Tells the other hosts of this one.
-    fn tell(&mut self) {
-        let (lines, lively) = (&mut self.lines, &mut self.lively);
+    /// Sends the news of this host to the others.
+    fn send_news(&mut self) {
+        let (peers, lively) = (&mut self.peers, &mut self.lively);
         self.shared.tell_news(&mut self.known, |record| {
             if !record.is_minor() {
                 *lively = Instant::now();
             }
-            lines.iter_mut().for_each(|line| line.say(&record));
+            peers.iter_mut().for_each(|peer| peer.queue(&record));
         });
-        for line in &mut self.lines {
-            line.send(self.shared.rank());
-            line.listen_for_silence(self.longest);
+        for peer in &mut self.peers {
+            peer.flush(self.shared.rank());
+            peer.listen_for_silence(self.longest);
         }
     }
 
-    /// Hears what the other hosts tell.
-    fn hear(&mut self) {
-        for index in 0..self.lines.len() {
-            self.lines[index].receive();
-            while let Some(record) = self.lines[index].next_record() {
-                if !self.may_tell(self.lines[index].rank, &record) {
+    /// Receives the news of the other hosts.
+    fn receive_news(&mut self) {
+        for index in 0..self.peers.len() {
+            self.peers[index].receive();
+            while let Some(record) = self.peers[index].next_record() {
+                if !self.may_tell(self.peers[index].rank, &record) {
                     let reason = "a record that is not its host's".into();
-                    self.lines[index].end = Some(End::Garbage(reason));
+                    self.peers[index].end = Some(End::Garbage(reason));
                     break;
                 }
                 self.take(index, &record);
@@ -244,10 +244,10 @@ impl Teller {
         if let Record::Proposal { .. } = record {
             return;
         }
-        // Only rank 0's host has several lines.
-        let others = self.lines.iter_mut().enumerate();
-        for (_, line) in others.filter(|(index, _)| *index != from) {
-            line.say(record);
+        // Only rank 0's host has several peers.
+        let others = self.peers.iter_mut().enumerate();
+        for (_, peer) in others.filter(|(index, _)| *index != from) {
+            peer.queue(record);
         }
     }
 
@@ -262,24 +262,24 @@ impl Teller {
         }
     }
 
-    /// Says what the end of a line means.
-    fn lose(&self, line: &Line) {
+    /// Says what the end of a peer means.
+    fn lose(&self, peer: &Peer) {
         if self.is_parting {
             return;
         }
-        let (rank, noticed_by) = (line.rank, self.shared.rank());
+        let (rank, noticed_by) = (peer.rank, self.shared.rank());
         let hosts = self.shared.hosts();
         if self.shared.has_left(rank) {
             let its = hosts.ranks_of(hosts.host_of(rank), self.shared.world());
             its.for_each(|rank| self.shared.note_left(rank));
             return;
         }
-        let error = match &line.end {
+        let error = match &peer.end {
             Some(End::Garbage(reason)) => Kind::Message {
                 reason: reason.clone(),
             }
             .on(rank),
-            Some(End::Closed) | None if !line.was_silent() => {
+            Some(End::Closed) | None if !peer.was_silent() => {
                 Kind::RankLost { noticed_by }.on(rank)
             }
             Some(End::CutOff | End::Closed) | None => Kind::HostLost {
@@ -291,26 +291,26 @@ impl Teller {
         self.shared.report(error, false);
     }
 
-    /// Waits for the ranks that this leader speaks for, and closes the lines when all is told.
+    /// Waits for the ranks that this leader speaks for, and closes the connections when all is sent.
     fn part(&mut self) {
-        self.until(PARTING, |teller| {
-            teller.shared.reporter().is_some() || teller.have_gone()
+        self.until(PARTING, |relay| {
+            relay.shared.reporter().is_some() || relay.have_gone()
         });
-        self.until(PARTING, |teller| {
-            teller.lines.iter().all(|line| line.out.is_empty())
+        self.until(PARTING, |relay| {
+            relay.peers.iter().all(|peer| peer.out.is_empty())
         });
         self.is_parting = true;
-        for line in &self.lines {
-            // The other end closes when it has heard all. If this end closed first, some might be lost on the way.
-            let _ = net::shutdown(&*line.stream, net::Shutdown::Write);
+        for peer in &self.peers {
+            // The other end closes when it has received all. If this end closed first, some might be lost on the way.
+            let _ = net::shutdown(&*peer.stream, net::Shutdown::Write);
         }
         self.until(PARTING, |_| false);
     }
 
-    /// Looks until `is_done`, or until there are no lines any more, at most for `longest`.
-    fn until(&mut self, longest: Duration, is_done: impl Fn(&Teller) -> bool) {
+    /// Looks until `is_done`, or until there are no peers any more, at most for `longest`.
+    fn until(&mut self, longest: Duration, is_done: impl Fn(&Relay) -> bool) {
         let deadline = Instant::now() + longest;
-        while !self.lines.is_empty() && Instant::now() < deadline {
+        while !self.peers.is_empty() && Instant::now() < deadline {
             self.look();
             if is_done(self) {
                 return;

@@ -40,7 +40,7 @@ pub struct Arrival {
 /// A group's name, and which ranks of the job its ranks are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Naming {
-    /// None if nobody has named the group and it is no part of a job.
+    /// None if no one has named the group and it is no part of a job.
     pub name: Option<String>,
     /// By rank. Without a launcher, the job is the group from which this one was split.
     pub job_ranks: Vec<usize>,

@@ -105,7 +105,7 @@ fn maps_all(map: &str) -> bool {
 /// effective user of the first, whatever their names are. It also does so for capabilities. Those of this process are
 /// checked for. Others come with user namespaces that it has made, so the other process must be in the same namespace.
 ///
-/// The process is the one that the system has noted for this connection, so nobody can pass on another's proof. Its
+/// The process is the one that the system has noted for this connection, so no one can pass on another's proof. Its
 /// number is read from the same mount of /proc that is then asked, before and after. As long as the process has the
 /// number, no other process has it. This does not prove that the process had the same user when it connected. But a
 /// process that has become this user in all three respects got this user's rights from a program of this user or of

@@ -3,7 +3,7 @@
 //! A rank's exit does not say why the group failed, because one rank's failure ends the others, often before that rank
 //! has ended. So each rank tells the launcher of its group's first failure, and only then acts on it. It sends one
 //! datagram to an abstract socket whose name follows from the launch's address. Nothing is inherited, passed on or left
-//! behind. If nobody listens, nothing happens.
+//! behind. If no one listens, nothing happens.
 //!
 //! A process may report if it knows the address. The address is drawn for the launch and stands in its ranks'
 //! environment, which only their user can read. This holds in all namespaces, unlike what the system says of a
@@ -157,7 +157,7 @@ impl ReportSender {
                 }
             }
         };
-        // Without a launcher that listens there is nobody to tell.
+        // Without a launcher that listens there is no one to tell.
         let _ = send();
     }
 }

@@ -64,7 +64,7 @@ pub struct Search<'a> {
     full: bool,
     /// Why a process that listened could not be trusted.
     untrusted: Option<String>,
-    /// Since when rank 0 has found only names that are taken but that nobody listens at.
+    /// Since when rank 0 has found only names that are taken but that no one listens at.
     silent: Option<Instant>,
     /// True if a connection to rank 0 has ended without an answer.
     closed: bool,

@@ -233,7 +233,7 @@ mod tests {
     #[test]
     fn the_agent_is_the_nearest_ancestor_that_is_not_of_the_rank() {
         let parent = std::os::unix::process::parent_id();
-        // Nobody has this variable, so the parent does not belong to the rank.
+        // No one has this variable, so the parent does not belong to the rank.
         let rank = [("GEMMESH_TEST_RANK".to_string(), "1".into())];
         assert_eq!(agent(&rank), name(parent, Stat::of(parent)));
         assert_eq!(

@@ -87,7 +87,7 @@ impl Watched {
             .chain(process)
     }
 
-    /// True if there is nobody at the other end any more.
+    /// True if there is no one at the other end any more.
     fn is_gone(&self) -> bool {
         let mut events: Vec<PollFd> = self.events().collect();
         let looked = poll::poll(&mut events, Duration::ZERO);

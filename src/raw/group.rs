@@ -179,7 +179,7 @@ impl AnyBackend for Cuda {
 ///
 /// # Safety of its calls
 /// A [`Memory`] is that of a matrix, as `Matrix::from_device_ptr` asks: valid until the calls that get it are complete,
-/// and written by nobody else meanwhile. Calls refuse outputs that overlap with what they read.
+/// and written by no one else meanwhile. Calls refuse outputs that overlap with what they read.
 #[allow(clippy::missing_safety_doc)] // The same for all methods: see above.
 pub trait AnyGroup: Any + Send + Sync {
     fn rank(&self) -> usize;

@@ -122,7 +122,7 @@ fn walk<'s, E: CopyEngine>(
 /// addends that have all come. Other rows were final when the operation began. `send` may return before the rows have
 /// gone.
 ///
-/// Nobody says `ready` or `done` across a network, because both ends take part in a transfer. The sender ends the
+/// No one says `ready` or `done` across a network, because both ends take part in a transfer. The sender ends the
 /// operation when its rows have been sent. The receiver has begun the operation, so none of its earlier operations uses
 /// the memory any more.
 pub fn send<'s, W: Wait>(
@@ -324,7 +324,7 @@ fn take<'s>(schedule: &'s Schedule, next: &AtomicUsize) -> Option<(usize, &'s Ti
 /// Tells every peer of this host that this rank's own rows are final, and that its gathered rows may be overwritten.
 ///
 /// In an operation that refreshes, it first sets those flags of this rank to the epoch before that not every operation
-/// writes. Nobody else writes these flags at that time: the operation before has ended, and peers begin this one after
+/// writes. No one else writes these flags at that time: the operation before has ended, and peers begin this one after
 /// they have seen `ready`.
 pub fn announce(rank: usize, epoch: Epoch, blocks: &[FlagBlock]) {
     if epoch.refreshes() {
@@ -376,8 +376,8 @@ pub fn complete<W: Wait>(
 
 /// As [`complete`], by graph words, for operations without a product.
 ///
-/// It closes the words, because nobody opens one of them before this rank has announced its next operation. The words
-/// of chunks are all open by now, even if nobody waited for them: each was written by a rank that has written `done`,
+/// It closes the words, because no one opens one of them before this rank has announced its next operation. The words
+/// of chunks are all open by now, even if no one waited for them: each was written by a rank that has written `done`,
 /// or by this rank, whose transfers have ended.
 pub fn complete_in_graph<W: Wait>(
     schedule: &Schedule,

@@ -62,7 +62,7 @@ pub struct Schedule {
     awaited: Vec<Awaited>,
     /// The ranks that move rows out of this rank's memory or into it, and then say so in `done`.
     movers: Vec<usize>,
-    /// True if tiles wait for every flag, or if nobody writes the flags.
+    /// True if tiles wait for every flag, or if no one writes the flags.
     awaits_all: bool,
     /// The smallest range that holds every chunk flag of this rank that no tile awaits.
     unawaited: Range<usize>,

@@ -277,7 +277,7 @@ fn tensors_of_dlpack_go_out_and_come_back_on_gpus() {
         let group = connect(rank, TIMEOUT)?;
         let values: Vec<bf16> = normal(1, N * K);
         let tensor = group.upload(&values, N, K)?.into_dlpack();
-        // SAFETY: nobody else uses the tensor.
+        // SAFETY: no one else uses the tensor.
         unsafe {
             let device = (*tensor).dl_tensor.device;
             let expected = (2, group.device_ordinal() as i32);
@@ -338,7 +338,7 @@ fn tensors_are_given_back_by_calls_that_hold_no_turn_of_the_group() {
             deleter: Some(call_and_count),
         };
         for _ in 0..ROUNDS {
-            // SAFETY: nobody else uses the memory.
+            // SAFETY: no one else uses the memory.
             let matrix =
                 unsafe { Matrix::<gemmesh::Cuda, bf16>::from_dlpack(&group, &raw mut tensor)? };
             // It is in use when it is dropped, and then the copy waits.
@@ -357,7 +357,7 @@ fn tensors_are_given_back_by_calls_that_hold_no_turn_of_the_group() {
             std::thread::sleep(Duration::from_millis(1));
         }
         assert_eq!(counts(), [ROUNDS, 0]);
-        // SAFETY: once, and nobody uses it.
+        // SAFETY: once, and no one uses it.
         unsafe { (*lent).deleter.unwrap()(lent) };
         Ok("given back".into())
     }));
@@ -394,7 +394,7 @@ fn what_the_device_may_still_use_is_not_given_back() {
             manager_ctx: std::ptr::null_mut(),
             deleter: Some(give_back),
         };
-        // SAFETY: nobody else uses the memory.
+        // SAFETY: no one else uses the memory.
         let mut matrix =
             || unsafe { Matrix::<gemmesh::Cuda, bf16>::from_dlpack(&group, &raw mut tensor) };
         let given_back = || GIVEN_BACK.load(Ordering::Relaxed);
@@ -418,7 +418,7 @@ fn what_the_device_may_still_use_is_not_given_back() {
         drop(unused);
         answers(truth, truth);
         assert_eq!(given_back(), 2, "a device that has failed uses nothing");
-        // SAFETY: once, and nobody uses it.
+        // SAFETY: once, and no one uses it.
         unsafe { (*lent).deleter.unwrap()(lent) };
         Ok("kept".into())
     }));

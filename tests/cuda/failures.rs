@@ -206,7 +206,7 @@ fn starved_ranks_are_set_free_also_when_all_streams_share_one_connection() {
     }));
 }
 
-/// A fork makes no CUDA call, and tells nobody: the group is its parent's.
+/// A fork makes no CUDA call, and tells no one: the group is its parent's.
 #[test]
 fn a_fork_amid_a_function_of_the_callers_ends_the_operation_in_the_child_alone() {
     if let Some(_leave) = gpu() {

@@ -33,7 +33,7 @@ fn pushes_do_not_share_a_queue_with_any_stream_of_the_callers() {
         drop(arguments);
         drop(group);
         for &stream in &streams {
-            // SAFETY: nobody uses the stream any more.
+            // SAFETY: no one uses the stream any more.
             unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
         }
         Ok(format!("{} streams", streams.len()))
@@ -120,7 +120,7 @@ fn operations_on_a_stream_of_the_callers_keep_its_order() {
         }
         drop(arguments);
         drop(group);
-        // SAFETY: nobody uses the stream any more.
+        // SAFETY: no one uses the stream any more.
         unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
         Ok("in order".into())
     }));
@@ -146,7 +146,7 @@ fn the_owner_of_a_stream_is_kept_until_another_stream_takes_over() {
         drop(group);
         assert_eq!(held(), [1, 1]);
         for &stream in &streams {
-            // SAFETY: nobody uses the stream any more.
+            // SAFETY: no one uses the stream any more.
             unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
         }
         Ok(String::new())
@@ -177,7 +177,7 @@ fn no_other_stream_takes_over_from_one_that_is_held() {
         arguments.verify_by(&group, Route::Push)?;
         drop((guard, arguments, group));
         for stream in streams {
-            // SAFETY: nobody uses the stream any more.
+            // SAFETY: no one uses the stream any more.
             unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
         }
         Ok(String::new())
@@ -220,7 +220,7 @@ fn copies_of_the_host_come_after_the_callers_work_on_the_stream() {
             assert_eq!(rows.to_vec()?, ones);
         }
         drop((matrix, rows, group));
-        // SAFETY: nobody uses the stream any more.
+        // SAFETY: no one uses the stream any more.
         unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
         Ok(String::new())
     }));
@@ -331,7 +331,7 @@ fn a_stream_that_takes_over_comes_after_the_callers_work_on_the_one_before() {
         }
         drop((a, b, out, group));
         for stream in streams {
-            // SAFETY: nobody uses the stream any more.
+            // SAFETY: no one uses the stream any more.
             unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
         }
         Ok(String::new())

@@ -24,7 +24,7 @@ fn all_refused(group: &Group<Host>, arguments: &mut Products<Host>) -> bool {
     let rank = group.rank();
     let reason = Kind::Capturing.on(rank);
     let own = vec![bf16::ONE; arguments.a.rows().len() * arguments.a.shape()[1]];
-    // Nobody hears of it.
+    // No one hears of it.
     let _ = group.refuse("sharded", reason);
     group.wait_times().iter().all(Duration::is_zero)
         && is_refused(group.barrier(), rank)

@@ -573,7 +573,7 @@ fn a_leader_that_waits_for_rank_0_says_where_and_why() {
     assert!(error.contains("Connection refused"), "{error}");
 }
 
-/// Whoever does not have the key gets no byte, and delays nobody.
+/// Whoever does not have the key gets no byte, and delays no one.
 #[test]
 fn strangers_at_the_port_get_nothing_and_delay_nobody() {
     let job = Job::new(2, 2);

@@ -1,4 +1,4 @@
-//! Limits of one rank's process: it tells every rank which, no signal ends it, and nobody else is blamed.
+//! Limits of one rank's process: it tells every rank which, no signal ends it, and no one else is blamed.
 
 use std::path::PathBuf;
 use std::time::Duration;

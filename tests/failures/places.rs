@@ -25,7 +25,7 @@ fn sharded(group: &Group<Host>, m: usize, k: usize) -> ShardedMatrix<Host, bf16>
 #[allow(unsafe_code)]
 fn padded(group: &Group<Host>) -> Matrix<Host, bf16> {
     let tensor = zeros(group, 4, 4).into_dlpack();
-    // SAFETY: the tensor is alive and used by nobody else. It stays within its memory.
+    // SAFETY: the tensor is alive and used by no one else. It stays within its memory.
     let adopted = unsafe {
         *(*tensor).dl_tensor.shape.add(1) = 2;
         Matrix::from_dlpack(group, tensor)
@@ -37,7 +37,7 @@ fn padded(group: &Group<Host>) -> Matrix<Host, bf16> {
 #[allow(unsafe_code)]
 #[track_caller]
 fn as_f32(group: &Group<Host>, tensor: *mut DLManagedTensor) -> Done {
-    // SAFETY: the tensor is alive and used by nobody else. It is lost when it is refused.
+    // SAFETY: the tensor is alive and used by no one else. It is lost when it is refused.
     unsafe { Matrix::<Host, f32>::from_dlpack(group, tensor) }.map(drop)
 }
 

@@ -84,7 +84,7 @@ fn matrices_are_printed_in_a_short_line() {
         // SAFETY: the tensor is alive until it is taken back.
         let managed = unsafe { &*tensor };
         is_short(managed, "DLManagedTensor(DLTensor(0x");
-        // SAFETY: nobody else uses the tensor.
+        // SAFETY: no one else uses the tensor.
         unsafe { Matrix::<Host, bf16>::from_dlpack(group, tensor)? };
         Ok(())
     });

@@ -67,7 +67,7 @@ fn foreign(
         strides: [pitch as i64, 1],
         given_back,
     }));
-    // SAFETY: a box of which nobody else knows.
+    // SAFETY: a box of which no one else knows.
     unsafe {
         (*foreign).tensor.dl_tensor.data = (*foreign).values.as_mut_ptr().cast();
         (*foreign).tensor.dl_tensor.shape = (&raw mut (*foreign).shape).cast();
@@ -91,7 +91,7 @@ fn a_part_of_a_tensor_is_an_operand_and_given_back_once() -> Result<()> {
     Group::<Host>::threads(1, |group| {
         let weight = random(n * k);
         let tensor = foreign(&values, first, [m, k], pitch, &given_back);
-        // SAFETY: nobody else uses the tensor.
+        // SAFETY: no one else uses the tensor.
         let a = unsafe { Matrix::<Host, bf16>::from_dlpack(&group, tensor)? };
         let rows: Vec<bf16> = (0..m)
             .flat_map(|row| values[first + row * pitch..][..k].to_vec())
@@ -140,7 +140,7 @@ fn rows_of_a_tensor_that_is_not_packed_are_added_and_moved() -> Result<()> {
             }
             let given_back = AtomicUsize::new(0);
             let tensor = foreign(&values, first, [m, n], pitch, &given_back);
-            // SAFETY: nobody else uses the tensor.
+            // SAFETY: no one else uses the tensor.
             let a = unsafe { Matrix::<Host, bf16>::from_dlpack(&group, tensor)? };
             let own = 2 * group.rank()..2 * group.rank() + 2;
             let sum = |row: usize, column: usize| {
@@ -173,7 +173,7 @@ fn a_tensor_may_be_an_output() -> Result<()> {
         let [a, b] = [m, n].map(|rows| group.upload(&random(rows * k), rows, k));
         let (a, b) = (a?, b?);
         let tensor = foreign(&vec![poison; m * pitch], 1, [m, n], pitch, &given_back);
-        // SAFETY: nobody else uses the tensor.
+        // SAFETY: no one else uses the tensor.
         let mut out = unsafe { Matrix::<Host, bf16>::from_dlpack(&group, tensor)? };
         Matmul::new().run(&a, &b, &mut out)?;
         let mut expected = group.zeros::<bf16>(m, n)?;
@@ -208,7 +208,7 @@ fn a_matrix_goes_out_and_comes_back() -> Result<()> {
         assert_eq!((given.dtype, given.ndim), (BF16, 2));
         assert_eq!((given.device.device_type, given.device.device_id), (1, 0));
         assert_eq!((pair(given.shape), pair(given.strides)), ([6, 4], [4, 1]));
-        // SAFETY: nobody else uses the tensor.
+        // SAFETY: no one else uses the tensor.
         let back = unsafe { Matrix::<Host, bf16>::from_dlpack(&group, tensor)? };
         assert_eq!(back.to_vec()?, values);
         Ok::<_, Error>(())
@@ -244,7 +244,7 @@ fn tensors_that_do_not_fit_are_refused_and_stay_the_callers() -> Result<()> {
             let tensor = foreign(&random(16), 0, [4, 4], 4, &given_back);
             // SAFETY: as `foreign` made it.
             unsafe { change(&mut *(*tensor).manager_ctx.cast::<Foreign>()) };
-            // SAFETY: nobody else uses the tensor.
+            // SAFETY: no one else uses the tensor.
             let error = unsafe { Matrix::<Host, bf16>::from_dlpack(&group, tensor) };
             let error = error.expect_err(what).to_string();
             let words: Vec<&str> = what.split(" is ").collect();
@@ -258,7 +258,7 @@ fn tensors_that_do_not_fit_are_refused_and_stay_the_callers() -> Result<()> {
             let tensor = foreign(&random(16), 0, [4, 4], 4, &given_back);
             // SAFETY: as `foreign` made it.
             unsafe { (*(*tensor).manager_ctx.cast::<Foreign>()).shape = shape };
-            // SAFETY: nobody else uses the tensor.
+            // SAFETY: no one else uses the tensor.
             let error = unsafe { Matrix::<Host, bf16>::from_dlpack(&group, tensor) };
             assert!(
                 matches!(kind_of(&error), Some(Kind::Limit { .. })),
@@ -290,7 +290,7 @@ fn of_a_tensor_without_elements_strides_say_nothing() -> Result<()> {
                 foreign.tensor.dl_tensor.data = std::ptr::null_mut();
                 foreign.tensor.dl_tensor.dtype = F32;
             }
-            // SAFETY: nobody else uses the tensor.
+            // SAFETY: no one else uses the tensor.
             let a = unsafe { Matrix::<Host, f32>::from_dlpack(&group, tensor)? };
             assert_eq!(a.shape(), shape.map(|extent| extent as usize));
             assert_eq!(a.to_vec()?, [0f32; 0]);
@@ -316,7 +316,7 @@ fn a_tensor_of_no_rows_is_one_wherever_it_lies() -> Result<()> {
             let tensor = foreign(&[], 0, [0, 4], 0, &given_back);
             // SAFETY: as `foreign` made it.
             unsafe { (*tensor).dl_tensor.data = data };
-            // SAFETY: nobody else uses the tensor.
+            // SAFETY: no one else uses the tensor.
             let mut a = unsafe { Matrix::<Host, bf16>::from_dlpack(&group, tensor)? };
             a.copy_from_host(&[])?;
             assert_eq!((a.shape(), a.to_vec()?.len()), ([0, 4], 0));
@@ -325,7 +325,7 @@ fn a_tensor_of_no_rows_is_one_wherever_it_lies() -> Result<()> {
             let mut out = group.zeros::<bf16>(0, 3)?;
             Matmul::new().run(&a, &b, &mut out)?;
             let tensor = out.into_dlpack();
-            // SAFETY: nobody else uses the tensor.
+            // SAFETY: no one else uses the tensor.
             let back = unsafe { Matrix::<Host, bf16>::from_dlpack(&group, tensor)? };
             assert_eq!(back.shape(), [0, 3]);
         }

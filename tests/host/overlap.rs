@@ -71,8 +71,8 @@ impl Memory {
             shape: [rows as i64, columns as i64],
             strides: [pitch as i64, 1],
         }));
-        // SAFETY: a box of which nobody else knows. Calls of overlapping matrices are refused, and others write only
-        // what nobody else uses.
+        // SAFETY: a box of which no one else knows. Calls of overlapping matrices are refused, and others write only
+        // what no one else uses.
         unsafe {
             (*foreign).tensor.dl_tensor.shape = (&raw mut (*foreign).shape).cast();
             (*foreign).tensor.dl_tensor.strides = (&raw mut (*foreign).strides).cast();

@@ -12,7 +12,7 @@ use super::processes::{Outcome, Processes, Rank, Setting, start_with};
 use super::products::Arguments;
 
 pub trait Tested: Backend {
-    /// Of groups in which nobody is waited for in vain. It does not pass on a busy machine either.
+    /// Of groups in which no one is waited for in vain. It does not pass on a busy machine either.
     const TIMEOUT: Duration;
     /// Whoever is not waited for in vain is there long before this.
     const PROMPT: Duration;

@@ -120,7 +120,7 @@ fn sample<T: Multiplied>(
     gathers: bool,
 ) -> Result<Option<Sample>> {
     let prepared = match operation.prepare(Some(config)) {
-        // Slices need more room than there is, or ranks share a GPU and nobody pushes.
+        // Slices need more room than there is, or ranks share a GPU and no one pushes.
         Err(error) if error.kind().class() == Class::Argument => return Ok(None),
         prepared => prepared?,
     };

@@ -32,7 +32,7 @@ impl Scratch {
     /// Copies `bytes` bytes, which both hold.
     ///
     /// # Safety
-    /// Both hold `bytes` bytes, and nobody else uses them during the call.
+    /// Both hold `bytes` bytes, and no one else uses them during the call.
     pub unsafe fn copy_from(&self, from: driver_sys::CUdeviceptr, bytes: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());

@@ -206,7 +206,7 @@ impl<T: Multiplied, O: OutputOf<T>> OnGpus<T> for AllGather<Cuda, T, O> {
         prepared.gather(self.scales.a.of(&self.a))?;
         group.synchronize()?;
         let a = self.a.as_device_ptr();
-        // SAFETY: one holds a shard and the other M rows, as `a` does, which nobody writes now.
+        // SAFETY: one holds a shard and the other M rows, as `a` does, which no one writes now.
         unsafe {
             shard.copy_from(a + (own.start * row) as u64, own.len() * row)?;
             gathered.copy_from(a, m * row)?;
@@ -218,7 +218,7 @@ impl<T: Multiplied, O: OutputOf<T>> OnGpus<T> for AllGather<Cuda, T, O> {
         };
         let of_a = self.scales.a.values()?;
         let problem = Problem::new(a, Place::of(&self.b), to, [m, n, k]);
-        // cuBLASLt wants the scales of blocks transposed. Nobody is timed who does that.
+        // cuBLASLt wants the scales of blocks transposed. No one is timed who does that.
         let problem = problem.scaled([of_a.as_ref(), self.scales.b.as_ref()])?;
         let gather = |dtype: DType, from, to, columns: usize| Communication {
             collective: Collective::Gather,
@@ -245,7 +245,7 @@ impl<T: Multiplied, O: OutputOf<T>> OnGpus<T> for AllGather<Cuda, T, O> {
     }
 
     fn copy(&mut self, prepared: &Self::Prepared) -> Result<()> {
-        // SAFETY: ranks are timed from the point where their streams are aligned, and nobody writes `a` during the
+        // SAFETY: ranks are timed from the point where their streams are aligned, and no one writes `a` during the
         // copies.
         unsafe { prepared.copy(self.scales.a.of(&self.a)) }
     }
@@ -324,7 +324,7 @@ impl<T: Multiplied, O: OutputOf<T>> OnGpus<T> for ReduceScatter<Cuda, T, O> {
     }
 
     fn copy(&mut self, prepared: &Self::Prepared) -> Result<()> {
-        // SAFETY: ranks are timed from the point where their streams are aligned, and nobody makes partials during the
+        // SAFETY: ranks are timed from the point where their streams are aligned, and no one makes partials during the
         // copies.
         unsafe { prepared.sum.copy() }
     }

@@ -363,7 +363,7 @@ typedef struct gemmesh_scaling {
 } gemmesh_scaling;
 
 // A row-major matrix in this rank's memory. It describes memory and owns none. The memory stays valid until the calls
-// that get it are complete (gemmesh_synchronize), and nobody else writes it meanwhile.
+// that get it are complete (gemmesh_synchronize), and no one else writes it meanwhile.
 typedef struct gemmesh_memory {
   // The first element. On the CUDA backend an address of the device.
   void *address;

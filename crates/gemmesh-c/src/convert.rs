@@ -79,7 +79,7 @@ pub(crate) fn check_by_rank(argument: &str, count: usize, world: usize) -> Resul
 /// Values to be written, as [`slice`].
 ///
 /// # Safety
-/// As [`given`], for `count` values that nobody else uses and that have been written once.
+/// As [`given`], for `count` values that no one else uses and that have been written once.
 pub(crate) unsafe fn slice_mut<'a, T>(
     argument: &str,
     first: *mut T,

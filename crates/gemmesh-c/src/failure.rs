@@ -123,7 +123,7 @@ impl Told {
     /// Keeps it for `gemmesh_last_error`.
     pub fn keep(self) -> gemmesh_status {
         let status = self.status;
-        // There is nobody to tell while the thread ends.
+        // There is no one to tell while the thread ends.
         let _ = LAST.try_with(|last| last.replace(Some(self)));
         status
     }

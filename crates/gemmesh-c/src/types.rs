@@ -155,7 +155,7 @@ pub enum gemmesh_quantization_kind {
 }
 
 /// A row-major matrix in this rank's memory. It describes memory and owns none. The memory stays valid until the calls
-/// that get it are complete (gemmesh_synchronize), and nobody else writes it meanwhile.
+/// that get it are complete (gemmesh_synchronize), and no one else writes it meanwhile.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct gemmesh_memory {

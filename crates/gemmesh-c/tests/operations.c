@@ -94,7 +94,7 @@ static gemmesh_sharded *sharded_of(gemmesh_dtype dtype, size_t n, const void *al
     free(poison);
     bytes /= world;
     if (all) MUST(gemmesh_copy_from_host(group, &own, (const char *)all + rank * bytes, bytes));
-    // Nobody writes to it before.
+    // No one writes to it before.
     MUST(gemmesh_synchronize(group));
     MUST(gemmesh_barrier(group));
     return matrix;

@@ -322,7 +322,7 @@ fn tensors_that_are_written_late(Rank { ranks, device, .. }: &Rank) -> Result<()
     Ok(())
 }
 
-/// Alike on both ranks, so that nobody waits.
+/// Alike on both ranks, so that no one waits.
 fn refusals(Rank { ranks, device, .. }: &Rank) -> Result<()> {
     let layer = ColumnParallelLinear::new(ranks, Matrix::random(1, N, K).on(device)?, None)?;
     let own = ranks.set_tokens(CAPACITY)?;

@@ -49,7 +49,7 @@ impl Copier<'_, '_> {
             // SAFETY: the memories of both ranks hold the matrix. What is read is final. For a pull, the source's
             // `ready` has been acquired, and the source does not write its rows before `done`. This rank's own rows are
             // the caller's, who waits for this copy. For a block that this rank's tiles or its caller make, the block's
-            // count has been acquired. For rows that are passed on, their flags have been acquired. Nobody reads what
+            // count has been acquired. For rows that are passed on, their flags have been acquired. No one reads what
             // is written before this transfer's flag is released. Tiles of earlier operations no longer read it: this
             // rank's have ended, and a peer has said `ready` since. Regions of one rank's memory do not overlap.
             unsafe { copy_part(source, &read, target, &written) };
@@ -63,7 +63,7 @@ impl Copier<'_, '_> {
 /// Copies a part of a matrix to a part of the same size.
 ///
 /// # Safety
-/// Both matrices hold their parts. Nobody else writes what is read, and nobody else reads or writes what is written.
+/// Both matrices hold their parts. No one else writes what is read, and no one else reads or writes what is written.
 pub unsafe fn copy_part(from: *const u8, read: &Extent, to: *mut u8, written: &Extent) {
     let copy = |from_offset: usize, to_offset: usize, bytes: usize| {
         // SAFETY: as this function's.

@@ -120,7 +120,7 @@ impl MatrixPlace {
     /// A part of the matrix.
     ///
     /// # Safety
-    /// The matrix holds it, is of this type and aligned for it; nobody writes it while it is used.
+    /// The matrix holds it, is of this type and aligned for it; no one writes it while it is used.
     pub unsafe fn part<'a, T>(self, rows: Range<usize>, columns: Range<usize>) -> RowsView<'a, T> {
         RowsView {
             // SAFETY: as this function's.
@@ -133,7 +133,7 @@ impl MatrixPlace {
     }
 }
 
-/// Rows of a matrix, or a part of each, that nobody writes meanwhile.
+/// Rows of a matrix, or a part of each, that no one writes meanwhile.
 #[derive(Clone, Copy)]
 pub struct RowsView<'a, T> {
     first: *const T,

@@ -322,7 +322,7 @@ impl sealed::Implementation for Host {
             return Ok(());
         };
         for (index, row) in to.chunks_mut(width.max(1)).enumerate() {
-            // SAFETY: the caller has checked that the matrix has as many rows, and nobody writes them meanwhile.
+            // SAFETY: the caller has checked that the matrix has as many rows, and no one writes them meanwhile.
             unsafe {
                 std::ptr::copy_nonoverlapping(from.element(index, 0), row.as_mut_ptr(), row.len());
             }

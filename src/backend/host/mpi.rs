@@ -88,7 +88,7 @@ impl Network for Mpi {
             let first = message.bytes.as_mut_ptr().cast();
             let (peer, request) = (peer as c_int, &mut message.request);
             // SAFETY: MPI has not ended, as `begin` makes sure. The message keeps its bytes until MPI has written them,
-            // and nobody else reads them until then.
+            // and no one else reads them until then.
             unsafe {
                 let bytes = ffi::RSMPI_UINT8_T;
                 ffi::MPI_Irecv(first, count, bytes, peer, TAG, self.communicator, request)

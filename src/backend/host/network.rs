@@ -213,7 +213,7 @@ impl<'a> Carrier<'a, '_> {
             return Err(self.members.await_mismatch(transfer.from, self.epoch));
         }
         for (place, region, packed) in self.regions(transfer) {
-            // SAFETY: the matrix holds the region, and `bytes` what it was packed to. Nobody reads the rows before their
+            // SAFETY: the matrix holds the region, and `bytes` what it was packed to. No one reads the rows before their
             // flag, which `drive::receive` writes afterwards. Those who read them in the operation before have ended
             // it: this rank's threads.
             unsafe { copy_part(bytes.as_ptr(), &packed, place, &region) };

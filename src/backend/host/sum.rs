@@ -22,7 +22,7 @@ impl Columns<'_> {
     /// is multiplied.
     ///
     /// # Safety
-    /// As [`Columns::row`] for everything that is added. Nobody else touches these columns of the row that is written.
+    /// As [`Columns::row`] for everything that is added. No one else touches these columns of the row that is written.
     pub unsafe fn store(
         &self,
         dtype: DType,
@@ -148,7 +148,7 @@ impl Columns<'_> {
     /// Multiplies by one over the scales, and writes the scales that the schedule asks for.
     ///
     /// # Safety
-    /// As [`Columns::store`]. Whole blocks are made, and nobody else touches their scales.
+    /// As [`Columns::store`]. Whole blocks are made, and no one else touches their scales.
     unsafe fn quantize(&self, scales: &OutputScales, row: usize, total: &mut [f32]) {
         let &OutputScales {
             matrix,
@@ -191,7 +191,7 @@ impl Columns<'_> {
     /// These columns of a row of a matrix, counted from its column `first`.
     ///
     /// # Safety
-    /// The matrix lies at its place, is of this type and aligned for it; nobody writes the elements meanwhile.
+    /// The matrix lies at its place, is of this type and aligned for it; no one writes the elements meanwhile.
     unsafe fn row<T: Float>(&self, matrix: usize, row: usize, first: usize) -> &[T] {
         let begin = first + self.begin;
         // SAFETY: as this function's; any bits are a valid float.

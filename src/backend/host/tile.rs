@@ -10,8 +10,8 @@ use crate::element::{DType, Element, F8E4M3, F8E5M2, bf16, f16};
 use crate::schedule::{Product, Reduction, ScaleMatrix, Scaling, Tile, Weight, WeightLayout};
 
 /// # Safety
-/// The matrices lie at their places, aligned for their type. Nobody writes the tile's rows or their addends meanwhile,
-/// and nobody else touches the tile of the output.
+/// The matrices lie at their places, aligned for their type. No one writes the tile's rows or their addends meanwhile,
+/// and no one else touches the tile of the output.
 pub unsafe fn multiply_tile(
     scratch: &mut WorkerScratch,
     product: &Product,

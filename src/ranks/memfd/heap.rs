@@ -39,7 +39,7 @@ impl HeapBlock {
 
 impl Drop for HeapBlock {
     fn drop(&mut self) {
-        // SAFETY: allocated like this, and nobody holds it any more.
+        // SAFETY: allocated like this, and no one holds it any more.
         unsafe { dealloc(self.begin.as_ptr(), self.layout) };
     }
 }

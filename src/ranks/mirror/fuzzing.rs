@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use super::line::{CROWDED, READ};
+use super::peer::{CROWDED, READ};
 use super::record::MAX_RECORD;
 use super::*;
 use crate::ranks::call::WORDS;
@@ -11,13 +11,13 @@ use crate::schedule::Hosts;
 
 /// How often the input comes, so that it is a flood.
 const ROUNDS: usize = 64;
-/// What may be kept of a line. A whole record waits until its end has come, and vectors grow by doubling. A rank may be
+/// What may be kept of a peer. A whole record waits until its end has come, and vectors grow by doubling. A rank may be
 /// 256 calls ahead of others, and there are two ranks on a host.
 const MOST: usize = 8 * (READ + CROWDED + MAX_RECORD) + 2 * 2 * 256 * MAX_RECORD;
 
-/// A teller that has heard nothing: of rank 0, whose third host takes nothing, or of rank 2. The other end of its first
-/// line, and of the others.
-fn teller(of_rank_0: bool) -> Option<(Teller, Connection, Vec<Connection>)> {
+/// A relay that has heard nothing: of rank 0, whose third host takes nothing, or of rank 2. The other end of its first
+/// peer, and of the others.
+fn relay(of_rank_0: bool) -> Option<(Relay, Connection, Vec<Connection>)> {
     let memory = memfd(SharedState::BYTES).ok()?;
     let memory = Mapping::shared(memory, SharedState::BYTES).ok()?;
     let hosts = Hosts::of(&[0, 0, 1, 1, 2, 2]).ok()?;
@@ -36,7 +36,7 @@ fn teller(of_rank_0: bool) -> Option<(Teller, Connection, Vec<Connection>)> {
         others.push(other);
     }
     let first = others.remove(0);
-    Some((Teller::new(shared, links, Duration::MAX), first, others))
+    Some((Relay::new(shared, links, Duration::MAX), first, others))
 }
 
 /// The first byte says on which host they come. They come again and again.
@@ -44,7 +44,7 @@ pub fn parse(data: &[u8]) {
     let Some((host, sent)) = data.split_first() else {
         return;
     };
-    let Some((mut teller, other, _others)) = teller(host % 2 == 0) else {
+    let Some((mut relay, other, _others)) = relay(host % 2 == 0) else {
         return;
     };
     for _ in 0..ROUNDS {
@@ -52,12 +52,12 @@ pub fn parse(data: &[u8]) {
         if (&*other).write(sent).is_err() {
             break;
         }
-        teller.look();
-        let kept = teller.lines.iter().map(Line::kept).max();
+        relay.look();
+        let kept = relay.peers.iter().map(Peer::kept).max();
         assert!(kept.is_none_or(|kept| kept <= MOST), "{kept:?} bytes");
     }
-    let shared = &teller.shared;
-    if let Some((number, _)) = teller.differing {
+    let shared = &relay.shared;
+    if let Some((number, _)) = relay.differing {
         shared.report_odd_one(number);
     }
     for rank in 0..shared.world() {

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use super::line::{CROWDED, READ};
+use super::peer::{CROWDED, READ};
 use super::record::MAX_RECORD;
 use super::*;
 use crate::error::{Error, Kind};
@@ -12,8 +12,8 @@ use crate::ranks::memfd::{Mapping, memfd};
 use crate::ranks::silence::Silence;
 use crate::schedule::Hosts;
 
-/// Rank 0's teller of three hosts with two ranks each, and the other ends of its lines, those of ranks 2 and 4.
-fn teller() -> (Teller, [Connection; 2]) {
+/// Rank 0's relay of three hosts with two ranks each, and the other ends of its lines, those of ranks 2 and 4.
+fn relay() -> (Relay, [Connection; 2]) {
     let memory = memfd(SharedState::BYTES).unwrap();
     let memory = Mapping::shared(memory, SharedState::BYTES).unwrap();
     let hosts = Hosts::of(&[0, 0, 1, 1, 2, 2]).unwrap();
@@ -30,7 +30,7 @@ fn teller() -> (Teller, [Connection; 2]) {
     };
     let (links, others): (Vec<Link>, Vec<Connection>) = [2, 4].map(link).into_iter().unzip();
     let others = others.try_into().expect("two lines");
-    (Teller::new(Arc::new(shared), links, Duration::MAX), others)
+    (Relay::new(Arc::new(shared), links, Duration::MAX), others)
 }
 
 fn post(rank: usize, number: u64) -> Record {
@@ -44,14 +44,14 @@ fn post(rank: usize, number: u64) -> Record {
 
 /// The failure of the group, once rank 2 has sent `records`.
 fn failure(records: impl IntoIterator<Item = Record>) -> Option<Error> {
-    let (mut teller, [two, _four]) = teller();
+    let (mut relay, [two, _four]) = relay();
     for record in records {
         let mut bytes = Vec::new();
         record.encode(&mut bytes);
         (&*two).write_all(&bytes).unwrap();
-        teller.look();
+        relay.look();
     }
-    teller.shared.fault()
+    relay.shared.fault()
 }
 
 #[test]
@@ -84,11 +84,11 @@ fn calls_that_a_rank_cannot_have_made_end_the_group() {
 #[test]
 fn a_connection_that_closes_after_a_silence_is_a_lost_host_and_otherwise_a_lost_rank() {
     let failure = |silence| {
-        let (mut teller, [two, _four]) = teller();
-        teller.lines[0].acknowledged = Acknowledged::nothing_for(Silence::of(silence));
+        let (mut relay, [two, _four]) = relay();
+        relay.peers[0].acknowledged = Acknowledged::nothing_for(Silence::of(silence));
         drop(two);
-        teller.look();
-        let error = teller.shared.fault().expect("its end");
+        relay.look();
+        let error = relay.shared.fault().expect("its end");
         assert_eq!(error.rank(), Some(2));
         error.kind().clone()
     };
@@ -103,7 +103,7 @@ fn a_flood_of_records_leaves_little() {
     const FLOOD: usize = 64 << 20;
     // A whole record waits until its end has come, and vectors grow by doubling.
     const MOST: usize = 8 * (READ + CROWDED + 2 * MAX_RECORD);
-    let (mut teller, [two, _four]) = teller();
+    let (mut relay, [two, _four]) = relay();
     let mut round = Vec::new();
     for rank in [2, 3] {
         Record::Beat { leader: 2 }.encode(&mut round);
@@ -132,8 +132,8 @@ fn a_flood_of_records_leaves_little() {
         }
     });
     while !flood.is_finished() {
-        teller.look();
-        let kept: usize = teller.lines.iter().map(Line::kept).sum();
+        relay.look();
+        let kept: usize = relay.peers.iter().map(Peer::kept).sum();
         assert!(kept < MOST, "{kept} bytes are kept");
     }
     flood.join().unwrap();
@@ -141,18 +141,18 @@ fn a_flood_of_records_leaves_little() {
 
 #[test]
 fn a_look_reads_a_limited_number_of_bytes_and_later_looks_the_rest() {
-    let (mut teller, [two, _four]) = teller();
+    let (mut relay, [two, _four]) = relay();
     let mut beats = Vec::new();
     (0..READ).for_each(|_| Record::Beat { leader: 2 }.encode(&mut beats));
     // As much as the system takes, which is more than a look reads.
     let sent = (&*two).write(&beats).unwrap();
     assert!(sent > 2 * READ, "{sent}");
-    let line = &mut teller.lines[0];
+    let peer = &mut relay.peers[0];
     let (mut looks, mut heard) = (0, 0);
     while heard < sent / 6 {
-        line.receive();
-        assert!(line.kept() <= 2 * (READ + 4096), "{}", line.kept());
-        heard += std::iter::from_fn(|| line.next_record()).count();
+        peer.receive();
+        assert!(peer.kept() <= 2 * (READ + 4096), "{}", peer.kept());
+        heard += std::iter::from_fn(|| peer.next_record()).count();
         looks += 1;
         assert!(looks < 100, "{heard} of {} were heard", sent / 6);
     }

@@ -34,7 +34,7 @@ impl SharedState {
         let mut refused = self.refused();
         let count = refused.get(&number).unwrap_or(&0) + 1;
         refused.insert(number, count);
-        // Nobody waits in a call from that long ago.
+        // No one waits in a call from that long ago.
         refused.retain(|of, _| of + POSTS > number);
         drop(refused);
         let mut bytes = [now_ms(), count].map(u64::to_le_bytes).concat();

@@ -477,7 +477,7 @@ fn a_call_is_not_overwritten_before_it_is_mirrored() {
             assert_eq!(rank.post_messages(number, &call, None), Ok(()));
         }
     }
-    // All ranks have begun the calls that rank 1 needs, but nobody has told the other host.
+    // All ranks have begun the calls that rank 1 needs, but no one has told the other host.
     let mut others = Known::new(&ranks[2]);
     mirror(&ranks[2], &mut others, &ranks[0]);
     assert_eq!(ranks[1].may_post(POSTS + 1), Err(0));

@@ -135,7 +135,7 @@ pub fn kill_amid_operations_of<B: Tested>(
     });
 }
 
-/// Rank 1 is killed while nobody calls anything.
+/// Rank 1 is killed while no one calls anything.
 #[track_caller]
 pub fn kill_between_operations<B: Tested>(test: &str) {
     again_if_busy(|| {
@@ -192,7 +192,7 @@ pub fn assert_waited<B: Tested>(error: &Error) {
     }
 }
 
-/// Rank `victim` is stopped while nobody calls anything.
+/// Rank `victim` is stopped while no one calls anything.
 #[track_caller]
 pub fn stop_between_operations<B: Tested>(test: &str, victim: usize, call: MakeCall<B>) {
     again_if_busy(|| {
@@ -603,8 +603,8 @@ macro_rules! told_at_once {
 
 // Late.
 
-/// Rank 2 comes late to operations. The others have waited for it, and where each takes its rows itself for nobody else
-/// as long; it has waited for nobody.
+/// Rank 2 comes late to operations. The others have waited for it, and where each takes its rows itself for no one else
+/// as long; it has waited for no one.
 pub fn wait_for_a_late_rank<B: Tested>(test: &str, route: Route) {
     again_if_busy(|| {
         const LATE: usize = 2;

@@ -135,7 +135,7 @@ fn verify<B: Tested>(group: &Group<B>, rows: &mut Rows<B>, seed: u64) -> Result<
         let mut expected = outputs(group, m, widths)?;
         reference.run(rows.gathered(), layer.weights(), views(&mut expected))?;
         assert_eq!(bits(&out)?, bits(&expected)?, "seed {seed}, {weights:?}");
-        // Nobody writes rows that a peer still reads.
+        // No one writes rows that a peer still reads.
         group.barrier()?;
     }
     Ok(())

@@ -49,7 +49,7 @@ pub fn products(group: &Group<Host>, rows: &[usize]) -> Vec<Vec<u16>> {
         let a = case.a::<bf16>();
         let mut placed = Placed::new(group, &case, &a, &b, bias.as_deref()).unwrap();
         for _ in 0..5 {
-            // Nobody writes what a neighbour passes on.
+            // No one writes what a neighbour passes on.
             group.barrier().unwrap();
             placed.poison().unwrap();
             placed.fused(case.config).unwrap();

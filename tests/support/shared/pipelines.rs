@@ -315,7 +315,7 @@ pub fn a_consumer_makes_no_calls_of_its_group<B: Consumes>(test: &str) {
                     assert_call_in_callback(&error, rank.rank);
                     refused += 1;
                 }
-                // Longer than a refused call's rank has to make it after all: nobody waits for these.
+                // Longer than a refused call's rank has to make it after all: no one waits for these.
                 std::thread::sleep(Duration::from_millis(700));
                 Ok(())
             })?;

@@ -371,7 +371,7 @@ fn verify_in<B: Tested>(
     let b = group.upload(&weight, n, k)?;
     out.set_rows(m)?;
     out.copy_from_host(&vec![bf16::NAN; m * n])?;
-    // Nobody poisons what a peer has written already.
+    // No one poisons what a peer has written already.
     group.barrier()?;
     all_gather_matmul(&*a, &b, &mut *out)?;
     let gathered = a.to_vec()?;

@@ -215,7 +215,7 @@ impl Tensors for Cuda {
                 // That is said when it is: by `Gpu::tensor`.
                 std::mem::forget(written);
                 let pitch = columns * size_of::<T>();
-                // SAFETY: the slice has as many elements, which nobody else knows yet, in whole pieces of 16 bytes. It
+                // SAFETY: the slice has as many elements, which no one else knows yet, in whole pieces of 16 bytes. It
                 // is freed in the order of candle's stream, which operations stand on.
                 unsafe { Matrix::from_device_ptr(group, pointer, rows, columns, pitch)? }
             }

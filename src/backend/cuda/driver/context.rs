@@ -38,7 +38,7 @@ pub(super) struct Context {
 
 /// Objects that live as long as a context.
 ///
-/// The last group of a process releases the context. If nobody else retains it, the driver destroys it and these
+/// The last group of a process releases the context. If no one else retains it, the driver destroys it and these
 /// objects. Otherwise the next group finds them again.
 #[derive(Debug)]
 pub(super) struct Lasting {

@@ -368,7 +368,7 @@ impl Drop for Handle {
     }
 }
 
-/// File descriptors. Any process, container or user that receives one can map the memory, and nobody else can.
+/// File descriptors. Any process, container or user that receives one can map the memory, and no one else can.
 const HANDLE: sys::CUmemAllocationHandleType =
     sys::CUmemAllocationHandleType_enum::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
@@ -448,7 +448,7 @@ impl<T: bytemuck::Zeroable + Copy> Pinned<T> {
             }
         };
         let host = host.cast::<T>();
-        // SAFETY: memory that nobody else knows, for a type for which zeros are valid.
+        // SAFETY: memory that no one else knows, for a type for which zeros are valid.
         unsafe { host.write_bytes(0, 1) };
         Ok(Pinned {
             device: device.clone(),

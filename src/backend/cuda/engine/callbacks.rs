@@ -199,7 +199,7 @@ fn make<'a>(
         let request = &requests[index];
         let stream = callers.next()?;
         if at.recorded && index > 0 {
-            // Only edges order a graph. Without this one it might first make a block that is sent to nobody.
+            // Only edges order a graph. Without this one it might first make a block that is sent to no one.
             stream.wait_for(callers.of(index - 1), &at.gpu.streams().called)?;
         }
         let work = Work::Call {

@@ -146,7 +146,7 @@ impl CopyEngine for Copies<'_, '_, '_> {
         let before = self.stamps.now(self.stream)?;
         // SAFETY: both ranks' memories hold the matrix. A peer's rows are final, because the stream has waited for its
         // `ready`, and the peer does not write them before `done`. This rank's rows are final, because the stream has
-        // waited for the work that made them, or for the flag of rows that it passes on. At the target, nobody reads
+        // waited for the work that made them, or for the flag of rows that it passes on. At the target, no one reads
         // the rows before the flag is written, and the kernels of earlier operations have ended: this rank's in front
         // of this copy, a peer's before its `ready`.
         unsafe {

@@ -366,7 +366,7 @@ impl Carrier<'_, '_, '_> {
         })
     }
 
-    /// Resets the words of blocks, because their values are the same in each operation. Nobody waits for this, and the
+    /// Resets the words of blocks, because their values are the same in each operation. No one waits for this, and the
     /// next kernel that sets the words waits for the lanes.
     fn reset_blocks(&self) -> Result<()> {
         for (lane, words) in self.stored.iter().enumerate() {

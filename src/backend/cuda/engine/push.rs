@@ -60,7 +60,7 @@ pub fn enqueue(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Re
     if forks {
         copies.wait_for(&streams.deferred_copies, &streams.joined)?;
     }
-    // The resets stand behind all copies, where nobody waits for them, and before the next kernel that sets the words,
+    // The resets stand behind all copies, where no one waits for them, and before the next kernel that sets the words,
     // because that kernel waits for these copies.
     stored.push(permit);
     let resets = stored.iter().map(|&word| StreamMemOp::Write(word, 0));
@@ -82,9 +82,9 @@ pub fn copy(
     let flag = control.pushed(push.to, push.flag);
     // SAFETY: control blocks are unmapped when the streams have passed; all ranks' memories hold M rows. This rank's
     // rows are final, because the copies wait for the main stream. The peers' memory may be written, because the kernel
-    // gives the permit when every peer's kernel has begun, or when the group has failed and nobody uses what the copies
+    // gives the permit when every peer's kernel has begun, or when the group has failed and no one uses what the copies
     // overwrite. A block that the kernel makes is final, because its copy waits for its word. A flag is copied after
-    // its rows, and nobody reads the rows before the flag.
+    // its rows, and no one reads the rows before the flag.
     unsafe {
         copy_regions(stream, schedule, &call.operands, push)?;
         // The flag's value is on the device, so that a graph can be replayed. So the flag is a copy, not a memory

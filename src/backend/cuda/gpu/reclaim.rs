@@ -23,7 +23,7 @@ const PAUSES: [Duration; 2] = [Duration::from_micros(500), Duration::from_millis
 #[derive(Debug)]
 pub struct Mark {
     device: Arc<Device>,
-    /// Empty if the driver failed to record the mark. Then nobody knows when it is passed.
+    /// Empty if the driver failed to record the mark. Then no one knows when it is passed.
     events: Vec<Event>,
 }
 
@@ -145,7 +145,7 @@ impl Reclaimer {
             Ok(mark)
         };
         let placed = place(latest.or_else(|| oldest(marks)));
-        // If no mark could be recorded, nobody may think that the operation has ended.
+        // If no mark could be recorded, no one may think that the operation has ended.
         let (mark, result) = match placed {
             Ok(mark) => (mark, Ok(())),
             Err(error) => (Arc::new(Mark::lost(&self.device)), Err(error)),
@@ -183,7 +183,7 @@ impl Reclaimer {
         Ok(Some(Arc::new(mark)))
     }
 
-    /// Drops `what` when the device has done all work that is on the streams now. Never drops it if nobody can say
+    /// Drops `what` when the device has done all work that is on the streams now. Never drops it if no one can say
     /// when.
     pub fn retire(&self, what: impl Send + 'static) {
         let after = match self.mark_of_all() {

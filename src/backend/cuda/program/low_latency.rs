@@ -1,6 +1,6 @@
 //! Few rows, which kernels send to the ranks' low-latency areas.
 //!
-//! Nobody says first that an area may be written, and no flag follows the data. cuda/protocol/low_latency.cuh says why
+//! No one says first that an area may be written, and no flag follows the data. cuda/protocol/low_latency.cuh says why
 //! this is safe. The warps that make partial sums send them, and add the arrivals.
 
 use std::ops::Range;
@@ -153,7 +153,7 @@ mod tests {
             let mut end = 0;
             let own = rows.iter().map(|&count| {
                 end += count;
-                // Nobody sends rows to a rank that has none.
+                // No one sends rows to a rank that has none.
                 if count == 0 { 0..0 } else { end - count..end }
             });
             let own = LowLatencyRows(own.collect());

@@ -83,7 +83,7 @@ mod tests {
         assert_eq!(waits(0), streams(0b110, 0));
         assert_eq!(waits(1), streams(0b101, 0b101));
         assert_eq!(waits(2), streams(0b011, 0b011));
-        // Nobody brings anything to rank 0, so it opens no graph word.
+        // No one brings anything to rank 0, so it opens no graph word.
         let graph = Waits::Graph {
             ready: 0b100,
             sources: 0b1,

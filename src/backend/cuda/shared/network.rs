@@ -6,7 +6,7 @@
 //! turns ([`Transfer::turn`](crate::schedule::Transfer::turn)). Of a long last message each may have a half.
 //!
 //! Opening and closing wait for other ranks. A thread does them, so that the caller's wait has a deadline. (If a rank dies
-//! while NCCL opens a communicator, the thread may never end.) Putting a message on a lane waits for nobody, because each
+//! while NCCL opens a communicator, the thread may never end.) Putting a message on a lane waits for no one, because each
 //! lane's queue has room for what is under way. If the group has failed, the monitor aborts the communicators.
 
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -212,7 +212,7 @@ impl Opening {
     fn exchange(&self, lanes: &[Lane], [to, from]: [&[usize]; 2], bytes: usize) -> Result<()> {
         let streams = &self.reclaimer.streams.lanes;
         for (index, (lane, stream)) in lanes.iter().zip(streams).enumerate() {
-            // Nobody reads what comes, so messages may overwrite one another.
+            // No one reads what comes, so messages may overwrite one another.
             let message = |&peer: &usize, place: usize| NcclMessage {
                 peer,
                 place: self.scratch.ptr() + (place * Self::LONG) as u64,
@@ -230,7 +230,7 @@ impl Opening {
         for stream in streams {
             while !stream.is_idle()? {
                 if self.waiting.strong_count() == 0 {
-                    // Nobody gets the error. The lanes are aborted when they are dropped.
+                    // No one gets the error. The lanes are aborted when they are dropped.
                     return Err(Kind::Internal {
                         what: "the group did not open".into(),
                     }
@@ -251,7 +251,7 @@ fn begin<T: Send + 'static>(
     let (tell, told) = channel();
     let thread = std::thread::Builder::new().name(format!("gemmesh-nccl-{rank}"));
     let spawned = thread.spawn(move || {
-        // Nobody listens any more if the wait was given up.
+        // No one listens any more if the wait was given up.
         let _ = tell.send(work());
     });
     spawned.map_err(Error::not_started(rank, "a thread"))?;

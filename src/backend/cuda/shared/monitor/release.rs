@@ -36,7 +36,7 @@ impl Watch {
 
     /// Lets this rank's kernels and streams run through. Their results are void, because the group has failed.
     ///
-    /// It is safe that this writes flags of other writers, because nobody uses what they guard any more.
+    /// It is safe that this writes flags of other writers, because no one uses what they guard any more.
     pub(super) fn release(&self) -> Result<()> {
         let last = self.begun.load(Ordering::Acquire);
         let _bound = self.device.bind()?;

@@ -55,7 +55,7 @@ impl Watch {
             let has_failed = self.failures.fault().is_some();
             self.device
                 .note_awaited_rank(!is_idle && !clocks.0.has_begun() && !has_failed);
-            // Nobody sees whether a rank has begun a replay.
+            // No one sees whether a rank has begun a replay.
             clocks.1.look(|| true);
             self.judge(Running::Live(next), &clocks.0);
             self.judge(Running::Replay(replayed.running), &clocks.1);

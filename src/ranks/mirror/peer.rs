@@ -23,7 +23,7 @@ pub const CROWDED: usize = 64 << 10;
 pub const READ: usize = 64 << 10;
 
 /// The connection to another leader.
-pub struct Line {
+pub struct Peer {
     pub rank: usize,
     pub stream: Connection,
     /// What has not been sent.
@@ -35,17 +35,17 @@ pub struct Line {
     taken: usize,
     /// True if the last look has not read all that has come.
     has_more: bool,
-    /// The latest calls that were said and heard.
-    said: Option<Record>,
-    heard: Option<Record>,
-    /// When this line last said that this leader runs.
+    /// The latest calls that were sent and received.
+    last_sent: Option<Record>,
+    last_received: Option<Record>,
+    /// When the peer was last told that this leader runs.
     beat: Option<Instant>,
     pub acknowledged: Acknowledged,
     /// Why it has ended, if it has.
     pub end: Option<End>,
 }
 
-/// Why a line has ended.
+/// Why a peer has ended.
 #[derive(Debug, PartialEq)]
 pub enum End {
     Closed,
@@ -53,9 +53,9 @@ pub enum End {
     Garbage(String),
 }
 
-impl Line {
-    pub fn new(link: Link) -> Line {
-        Line {
+impl Peer {
+    pub fn new(link: Link) -> Peer {
+        Peer {
             rank: link.rank,
             stream: link.mirror,
             out: Vec::new(),
@@ -63,8 +63,8 @@ impl Line {
             input: Vec::new(),
             taken: 0,
             has_more: false,
-            said: None,
-            heard: None,
+            last_sent: None,
+            last_received: None,
             beat: None,
             acknowledged: Acknowledged::new(),
             end: None,
@@ -80,7 +80,7 @@ impl Line {
         PollFd::new(&*self.stream, PollFlags::IN | out)
     }
 
-    /// True if it has ended, and all that has come was heard.
+    /// True if it has ended, and all that has come was taken.
     pub fn is_over(&self) -> bool {
         match self.end {
             None => false,
@@ -89,9 +89,9 @@ impl Line {
         }
     }
 
-    /// Adds a record to what will be sent. If the other end takes nothing, it is not told of waits that go on, and of
+    /// Adds a record to what will be sent. If the other end takes nothing, it gets no waits that go on, and of
     /// each rank's refusals only of the latest.
-    pub fn say(&mut self, record: &Record) {
+    pub fn queue(&mut self, record: &Record) {
         let is_crowded = self.out.len() >= CROWDED;
         match record {
             _ if record.is_minor() && is_crowded => {}
@@ -108,29 +108,29 @@ impl Line {
                 held.iter().for_each(|held| held.encode(&mut self.out));
                 record.encode(&mut self.out);
             }
-            Record::Post { rank, .. } => self.say_call(*rank, record),
+            Record::Post { rank, .. } => self.queue_call(*rank, record),
             _ => record.encode(&mut self.out),
         }
     }
 
-    fn say_call(&mut self, rank: usize, call: &Record) {
-        let before = self.said.as_ref();
+    fn queue_call(&mut self, rank: usize, call: &Record) {
+        let before = self.last_sent.as_ref();
         if before.is_some_and(|before| call.is_again(before)) {
             return Record::Again { rank }.encode(&mut self.out);
         }
         call.encode(&mut self.out);
-        self.said = Some(call.clone());
+        self.last_sent = Some(call.clone());
     }
 
     /// Sends what can be sent, and now and then that this leader, `own`, runs.
-    pub fn send(&mut self, own: usize) {
+    pub fn flush(&mut self, own: usize) {
         if self.out.len() < CROWDED {
             let held = std::mem::take(&mut self.held);
             held.values().for_each(|held| held.encode(&mut self.out));
         }
         if self.beat.is_none_or(|beat| beat.elapsed() >= BEAT) {
             self.beat = Some(Instant::now());
-            self.say(&Record::Beat { leader: own });
+            self.queue(&Record::Beat { leader: own });
         }
         let mut sent = 0;
         while sent < self.out.len() {
@@ -138,7 +138,7 @@ impl Line {
                 Ok(count) => sent += count,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => break,
-                // What has come is still to be heard.
+                // What has come is still to be taken.
                 Err(_) => {
                     self.end.get_or_insert(End::Closed);
                     break;
@@ -197,9 +197,12 @@ impl Line {
     /// The record, as a call if it says that a call was made again.
     fn whole(&mut self, record: Record) -> Option<Record> {
         match record {
-            Record::Post { .. } => self.heard = Some(record.clone()),
+            Record::Post { .. } => self.last_received = Some(record.clone()),
             Record::Again { rank } => {
-                let again = self.heard.as_ref().and_then(|heard| heard.again_by(rank));
+                let again = self
+                    .last_received
+                    .as_ref()
+                    .and_then(|call| call.again_by(rank));
                 if again.is_none() {
                     self.end = Some(End::Garbage("no call before this one".into()));
                 }
