@@ -65,10 +65,10 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// ```
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
-pub struct Error(Box<Parts>);
+pub struct Error(Box<Context>);
 
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Parts {
+struct Context {
     kind: Kind,
     rank: Option<usize>,
     call: Option<Call>,
@@ -163,7 +163,7 @@ impl Error {
 /// Libraries that are built on this one refuse arguments with these: [`Group::refuse`](crate::Group::refuse).
 impl Error {
     pub(crate) fn new(kind: Kind, rank: Option<usize>) -> Error {
-        Error(Box::new(Parts {
+        Error(Box::new(Context {
             kind,
             rank,
             call: None,
@@ -353,7 +353,7 @@ impl Error {
 
     /// All ranks that the error names.
     fn ranks(&mut self) -> Vec<&mut usize> {
-        let Parts { kind, rank, .. } = &mut *self.0;
+        let Context { kind, rank, .. } = &mut *self.0;
         rank.iter_mut()
             .chain(kind.ranks().into_iter().flatten())
             .collect()
@@ -385,7 +385,7 @@ struct InGroup<'a>(&'a Error);
 
 impl fmt::Display for InGroup<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let Parts {
+        let Context {
             kind, rank, call, ..
         } = &*self.0.0;
         match (rank, call) {

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::Error;
 use super::made_call::{Difference, MadeCall, Ordinal};
 use super::words::{
-    Because, Bounds, Ended, FailedIn, Have, InBrackets, Killed, OneLine, Panic, Peers, Refused,
+    Because, Bounds, Ended, FailedIn, Have, InBrackets, Killed, OfPeer, OneLine, Panic, Refused,
     Remedy, Transposed,
 };
 use crate::resources::Bytes;
@@ -286,7 +286,7 @@ pub enum Kind {
         what: String,
     },
     /// A GPU cannot reach the memory of another rank's GPU.
-    #[error("{}", Peers(*.peer, .reason))]
+    #[error("{}", OfPeer(*.peer, .reason))]
     PeerMemory {
         /// The rank that owns the memory.
         peer: usize,

@@ -60,11 +60,11 @@ impl fmt::Display for Remedy<'_> {
 }
 
 /// Why a rank can't use a peer's memory.
-pub struct Peers<'a>(pub usize, pub &'a Option<String>);
+pub struct OfPeer<'a>(pub usize, pub &'a Option<String>);
 
-impl fmt::Display for Peers<'_> {
+impl fmt::Display for OfPeer<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let Peers(peer, reason) = self;
+        let OfPeer(peer, reason) = self;
         match reason {
             Some(reason) => write!(
                 f,

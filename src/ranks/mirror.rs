@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net;
 
-use self::peer::{End, Peer};
+use self::peer::{End, PeerLeader};
 use self::record::Record;
 use super::poll;
 use super::shared_state::{Known, LATE_VOTES, SharedState};
@@ -104,7 +104,7 @@ impl Drop for Mirror {
 struct Relay {
     shared: Arc<SharedState>,
     known: Known,
-    peers: Vec<Peer>,
+    peers: Vec<PeerLeader>,
     /// How long a host may be silent.
     longest: Duration,
     /// A call that differs between ranks, and since when that is known.
@@ -119,7 +119,7 @@ impl Relay {
     fn new(shared: Arc<SharedState>, links: Vec<Link>, longest: Duration) -> Relay {
         Relay {
             known: Known::new(&shared),
-            peers: links.into_iter().map(Peer::new).collect(),
+            peers: links.into_iter().map(PeerLeader::new).collect(),
             shared,
             longest,
             differing: None,
@@ -143,7 +143,7 @@ impl Relay {
         } else {
             LULL
         };
-        let mut events: Vec<PollFd> = self.peers.iter().map(Peer::event).collect();
+        let mut events: Vec<PollFd> = self.peers.iter().map(PeerLeader::event).collect();
         events.extend(stopped.map(|stopped| PollFd::new(&**stopped, PollFlags::RDHUP)));
         if poll::poll(&mut events, pace).is_err() {
             std::thread::sleep(pace);
@@ -160,7 +160,8 @@ impl Relay {
         self.receive_news();
         self.judge();
         let peers = std::mem::take(&mut self.peers).into_iter();
-        let (ended, going_on): (Vec<Peer>, Vec<Peer>) = peers.partition(Peer::is_over);
+        let (ended, going_on): (Vec<PeerLeader>, Vec<PeerLeader>) =
+            peers.partition(PeerLeader::is_over);
         self.peers = going_on;
         ended.iter().for_each(|peer| self.lose(peer));
     }
@@ -263,7 +264,7 @@ impl Relay {
     }
 
     /// Says what the end of a peer means.
-    fn lose(&self, peer: &Peer) {
+    fn lose(&self, peer: &PeerLeader) {
         if self.is_parting {
             return;
         }

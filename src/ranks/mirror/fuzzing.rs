@@ -53,7 +53,7 @@ pub fn parse(data: &[u8]) {
             break;
         }
         relay.look();
-        let kept = relay.peers.iter().map(Peer::kept).max();
+        let kept = relay.peers.iter().map(PeerLeader::kept).max();
         assert!(kept.is_none_or(|kept| kept <= MOST), "{kept:?} bytes");
     }
     let shared = &relay.shared;

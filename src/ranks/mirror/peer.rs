@@ -23,7 +23,7 @@ pub const CROWDED: usize = 64 << 10;
 pub const READ: usize = 64 << 10;
 
 /// The connection to another leader.
-pub struct Peer {
+pub struct PeerLeader {
     pub rank: usize,
     pub stream: Connection,
     /// What has not been sent.
@@ -53,9 +53,9 @@ pub enum End {
     Garbage(String),
 }
 
-impl Peer {
-    pub fn new(link: Link) -> Peer {
-        Peer {
+impl PeerLeader {
+    pub fn new(link: Link) -> PeerLeader {
+        PeerLeader {
             rank: link.rank,
             stream: link.mirror,
             out: Vec::new(),

@@ -133,7 +133,7 @@ fn a_flood_of_records_leaves_little() {
     });
     while !flood.is_finished() {
         relay.look();
-        let kept: usize = relay.peers.iter().map(Peer::kept).sum();
+        let kept: usize = relay.peers.iter().map(PeerLeader::kept).sum();
         assert!(kept < MOST, "{kept} bytes are kept");
     }
     flood.join().unwrap();

@@ -12,7 +12,7 @@ use crate::backend::cuda::driver::{Device, DeviceMemory, DevicePtr, Pinned, is_f
 use crate::error::Result;
 
 /// Slots of one size.
-struct Class {
+struct SizeClass {
     /// Bytes of a slot.
     bytes: usize,
     count: usize,
@@ -22,21 +22,21 @@ struct Class {
 ///
 /// Larger tables, and tables for which no slot is free, get memory of their own. No slots are added later, because
 /// page-locked memory can't be allocated while a kernel waits for another rank.
-const CLASSES: [Class; 3] = [
+const CLASSES: [SizeClass; 3] = [
     // For tables of 200 tiles, as for the few rows of a decoding step. A prepared gather has three programs, so about
     // 150 of them have room beside the programs that a group keeps. If these slots are taken, larger ones are used.
-    Class {
+    SizeClass {
         bytes: 4 << 10,
         count: KEPT_PROGRAMS + 448,
     },
     // For tables of 900 tiles, as for a prompt: a slot for each program that a group keeps.
-    Class {
+    SizeClass {
         bytes: 16 << 10,
         count: KEPT_PROGRAMS,
     },
     // For tables of 1,800 tiles. If more programs have so many tiles, each new one allocates, which takes less time
     // than its product.
-    Class {
+    SizeClass {
         bytes: 32 << 10,
         count: 96,
     },
