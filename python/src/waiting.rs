@@ -6,8 +6,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread::Builder;
 use std::time::Duration;
 
-use gemmesh::error::Kind;
-use gemmesh::error::called_at;
+use gemmesh::error::{Kind, called_at};
 use gemmesh::launch::Launch;
 use gemmesh::raw::{AnyGroup, BackendKind};
 use gemmesh::{Error, Result};
@@ -160,13 +159,12 @@ pub fn left_behind<R: Send + 'static>(
         let _ = send.send(called_at(None, call));
     };
     if let Err(error) = Builder::new().spawn(work) {
-        let error = Error::new(
-            Kind::System {
-                action: "start a thread that joins the ranks".into(),
-                reason: error.to_string(),
-            },
-            rank,
-        );
+        let kind = Kind::System {
+            action: "start a thread that joins the ranks".into(),
+            reason: error.to_string(),
+        };
+        let error = Error::of_kind(kind.clone());
+        let error = rank.map_or(error, |rank| kind.on(rank));
         return Err(exception(py, &error, rank));
     }
     loop {

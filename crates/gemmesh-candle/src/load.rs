@@ -3,7 +3,6 @@
 use candle_core::{DType, Error as CandleError, Result, Tensor};
 use candle_nn::Init;
 use candle_nn::var_builder::{Backend, Shard, VarBuilderArgs};
-use gemmesh::Error;
 use gemmesh::error::{Call, Kind};
 
 use crate::error;

@@ -78,8 +78,8 @@ fn with_scales<B: Device, T: Multiplied>(
         let (what, expected, found) = if T::IS_SCALED {
             (
                 "the number of",
-                "1, as the weight is F8E4M3 (Weight::blocks)".into(),
-                "0".into(),
+                "1, as the weight is F8E4M3 (Weight::blocks)",
+                "0".to_string(),
             )
         } else {
             ("the dtype of a weight with", "F8E4M3".into(), found)

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{Device as CandleDevice, Error as CandleError, Tensor};
 use gemmesh::error::{Call, Kind};
-use gemmesh::{Error, Group, Result, ShardedMatrix, all_gather, all_reduce, reduce_scatter};
+use gemmesh::{Group, Result, ShardedMatrix, all_gather, all_reduce, reduce_scatter};
 
 use crate::device::{Device, Half, Input, Rows, Value};
 use crate::error::{gemmesh_error, words};

@@ -7,7 +7,7 @@ use std::fmt::Write;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Module, Storage, Tensor};
 use gemmesh::error::Kind;
-use gemmesh::{Error, bf16};
+use gemmesh::bf16;
 use gemmesh_candle::{
     ColumnParallelLinear, GatedParallelLinear, Group, Host, QkvParallelLinear, RowParallelLinear,
     TensorParallel, gemmesh_error,
