@@ -416,8 +416,9 @@ impl Kind {
         match self {
             Kind::RanksMissing { ranks, .. } => [ranks.iter_mut().collect(), vec![]],
             Kind::SharedGpu { ranks, .. } => [ranks.iter_mut().collect(), vec![]],
+            Kind::CallMismatch { other, refused, .. } => [vec![], with_ranks_of(refused, [other])],
+            Kind::RankFailed { cause, killed, .. } => [vec![], with_ranks_of(cause, killed)],
             Kind::Mismatch { other, .. }
-            | Kind::CallMismatch { other, .. }
             | Kind::RankLost { noticed_by: other }
             | Kind::HostLost {
                 noticed_by: other, ..
@@ -425,11 +426,16 @@ impl Kind {
             | Kind::RankLeft { waiting: other, .. }
             | Kind::Timeout { waiting: other, .. }
             | Kind::PeerMemory { peer: other, .. } => [vec![], vec![other]],
-            Kind::RankFailed { cause, killed, .. } => {
-                let of_cause = cause.iter_mut().flat_map(Error::ranks);
-                [vec![], killed.iter_mut().chain(of_cause).collect()]
-            }
             _ => [vec![], vec![]],
         }
     }
+}
+
+/// These ranks, and those that `error` names.
+fn with_ranks_of<'a>(
+    error: &'a mut Option<Error>,
+    ranks: impl IntoIterator<Item = &'a mut usize>,
+) -> Vec<&'a mut usize> {
+    let of_error = error.iter_mut().flat_map(Error::ranks);
+    ranks.into_iter().chain(of_error).collect()
 }

@@ -181,7 +181,7 @@ mod tests {
         assert_eq!(named(&ranks), (Some("x".into()), vec![0, 1, 2]));
         ranks[2].name = None;
         let error = Naming::agreed(&ranks, String::new).unwrap_err();
-        let expected = "rank 2 has group name none and rank 0 has \"x\"; start all ranks alike";
-        assert_eq!(error.to_string(), expected);
+        let expected = "rank 2 has group name none and rank 0 has \"x\"; ";
+        assert!(error.to_string().starts_with(expected), "{error}");
     }
 }

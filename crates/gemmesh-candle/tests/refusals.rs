@@ -6,8 +6,8 @@ use std::fmt::Write;
 
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Module, Storage, Tensor};
-use gemmesh::error::Kind;
 use gemmesh::bf16;
+use gemmesh::error::Kind;
 use gemmesh_candle::{
     ColumnParallelLinear, GatedParallelLinear, Group, Host, QkvParallelLinear, RowParallelLinear,
     TensorParallel, gemmesh_error,
