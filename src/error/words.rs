@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::Error;
+use super::{Error, InGroup};
 
 /// What a number must be, from the least to the most.
 pub struct Bounds(pub usize, pub usize);
@@ -108,7 +108,10 @@ pub struct Because<'a>(pub &'a Option<Error>);
 impl fmt::Display for Because<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self.0 {
-            Some(cause) => write!(f, " (its group failed: {cause})"),
+            Some(cause) => match &cause.0.group {
+                Some(group) => write!(f, " ({group} failed: {})", InGroup(cause)),
+                None => write!(f, " (its group failed: {cause})"),
+            },
             None => Ok(()),
         }
     }

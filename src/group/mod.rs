@@ -557,7 +557,7 @@ impl<B: Backend> Group<B> {
             // For example the end of a different rank, which is a thread.
             [Some(name), Some(other)] if name == other => [
                 "that of this call".into(),
-                format!("a different group of the same name, {name:?}"),
+                format!("a different group of the same name, {name:?},"),
             ],
             [own, its] => [format!("that of this call, {}", of_name(own)), of_name(its)],
         };

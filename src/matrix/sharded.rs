@@ -476,7 +476,7 @@ impl<'a, B: Backend, T: Value> ShardMut<'a, B, T> {
             return Ok(());
         }
         let ([m, k], rows) = (self.0.shape(), self.0.rows().len());
-        let whole = format!("this rank's part, [{rows}, {k}] of the [{m}, {k}] matrix,");
+        let whole = format!("this rank's part, [{rows}, {k}] of the [{m}, {k}] matrix");
         require_count(&whole, "element", self.len(), "the slice", values)
     }
 

@@ -171,7 +171,7 @@ fn names_that_differ_within_a_color_are_named_to_every_rank_and_the_group_goes_o
         assert_eq!((told.rank(), told.kind()), (Some(3), &mismatch));
         assert_eq!(told.call().unwrap().name(), "split");
         let words = format!(
-            "rank 3 has group name \"b\" and rank 2 has \"a\" in split at {place}; \
+            "rank 3, in split at {place}, has group name \"b\" and rank 2 has \"a\"; \
              all ranks of a group must have the same"
         );
         assert_eq!(told.to_string(), words);
@@ -719,16 +719,21 @@ fn an_argument_of_a_different_group_is_refused_with_the_names_of_both() {
         let (a, mut out) = (tensor.zeros::<bf16>(4, 4)?, tensor.zeros(4, 4)?);
         let refused = |b: Matrix<Host, bf16>, out: &mut Matrix<Host, bf16>| {
             let error = gemmesh::matmul(&a, &b, out).unwrap_err().to_string();
-            let (_, words) = error.split_once("b belongs to ").expect("the argument");
+            let (_, words) = error
+                .split_once("the group of b is ")
+                .expect("the argument");
             words.split_once(';').expect("a remedy").0.to_string()
         };
-        let call = "but this call is of group \"tensor\"";
+        let call = "and must be that of this call, group \"tensor\"";
         let words = refused(data.zeros(4, 4)?, &mut out);
-        assert_eq!(words, format!("group \"data\", {call}"));
+        assert_eq!(words, format!("group \"data\" {call}"));
         let words = refused(world.zeros(4, 4)?, &mut out);
-        assert_eq!(words, format!("a group without a name, {call}"));
+        assert_eq!(words, format!("a group without a name {call}"));
         let words = refused(named("tensor")?.zeros(4, 4)?, &mut out);
-        assert_eq!(words, "a different group of the same name, \"tensor\"");
+        assert_eq!(
+            words,
+            "a different group of the same name, \"tensor\", and must be that of this call"
+        );
         gemmesh::matmul(&a, &tensor.zeros::<bf16>(4, 4)?, &mut out)
     })
     .unwrap();

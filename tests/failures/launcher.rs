@@ -914,7 +914,11 @@ fn launch_as_rank(me: &Rank, test: &str) -> Result<String, Error> {
         std::process::exit(1);
     }
     let refused = |result: Result<(), Error>| match result {
-        Err(error) if error.kind().class() == Class::Misuse => error.to_string(),
+        Err(error) if error.kind().class() == Class::Misuse => {
+            let said = error.to_string();
+            let (_, launcher) = said.split_once("started by ").expect("a launcher");
+            launcher.split_once(", and cannot").unwrap().0.to_string()
+        }
         other => panic!("not refused: {other:?}"),
     };
     let simple = refused(launch::launch(2));

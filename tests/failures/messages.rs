@@ -225,8 +225,7 @@ const MATRICES: &[Mistake] = &[
     (
         "copy_from_host to a shard, a value too few",
         |g| sharded(g, 2, 3).shard_mut().copy_from_host(&[bf16::ONE; 5]),
-        "rank 0: ShardMut::copy_from_host: this rank's part, [2, 3] of the [2, 3] matrix, has 6 elements, but the \
-         slice has 5",
+        "rank 0: ShardMut::copy_from_host: the number of elements of the slice is 5 and must be 6, that of this rank's part, [2, 3] of the [2, 3] matrix",
     ),
 ];
 
@@ -318,7 +317,7 @@ const VIEWS: &[Mistake] = &[
     (
         "split_columns into too few",
         |g| zeros(g, 2, 3).view_mut().split_columns([1, 1]).map(drop),
-        "rank 0: MatrixViewMut::split_columns: the view has 3 columns, but a split into [1, 1] has 2",
+        "rank 0: MatrixViewMut::split_columns: the number of columns of a split into [1, 1] is 2 and must be 3, that of the view",
     ),
     (
         "split_columns into none",
@@ -421,17 +420,17 @@ const PRODUCTS_OF_ONE_RANK: &[Mistake] = &[
     (
         "no output",
         |g| with_weights(Matmul::new(), g, &[[5, 3]], 0),
-        "rank 0: matmul: a product with 1 weight has 1 output, but this call has 0",
+        "rank 0: matmul: the number of outputs of this call is 0 and must be 1, that of a product with 1 weight",
     ),
     (
         "two outputs of one weight",
         |g| with_weights(Matmul::new(), g, &[[5, 3]], 2),
-        "rank 0: matmul: a product with 1 weight has 1 output, but this call has 2",
+        "rank 0: matmul: the number of outputs of this call is 2 and must be 1, that of a product with 1 weight",
     ),
     (
         "one output of two weights",
         |g| with_weights(Matmul::new(), g, &[[5, 3]; 2], 1),
-        "rank 0: matmul: a product with 2 weights has 2 outputs, but this call has 1",
+        "rank 0: matmul: the number of outputs of this call is 1 and must be 2, that of a product with 2 weights",
     ),
     (
         "five weights",
@@ -441,17 +440,17 @@ const PRODUCTS_OF_ONE_RANK: &[Mistake] = &[
     (
         "gated with one weight",
         |g| with_weights(Matmul::new().gated(), g, &[[5, 3]], 1),
-        "rank 0: matmul: a gated product has 2 weights, but this call has 1",
+        "rank 0: matmul: the number of weights of this call is 1 and must be 2, that of a gated product",
     ),
     (
         "gated with three weights",
         |g| with_weights(Matmul::new().gated(), g, &[[5, 3]; 3], 1),
-        "rank 0: matmul: a gated product has 2 weights, but this call has 3",
+        "rank 0: matmul: the number of weights of this call is 3 and must be 2, that of a gated product",
     ),
     (
         "gated with two outputs",
         |g| with_weights(Matmul::new().gated(), g, &[[5, 3]; 2], 2),
-        "rank 0: matmul: a gated product has 1 output, but this call has 2",
+        "rank 0: matmul: the number of outputs of this call is 2 and must be 1, that of a gated product",
     ),
     (
         "gated with a different N of up",
@@ -732,7 +731,7 @@ const PRODUCTS_OF_ALL_RANKS: &[Mistake] = &[
             let product = AllGatherMatmul::new().gated();
             product.run(&sharded(g, 6, 4), &zeros(g, 5, 4), &mut zeros(g, 6, 5))
         },
-        "rank 1: all_gather_matmul: a gated product has 2 weights, but this call has 1",
+        "rank 1: all_gather_matmul: the number of weights of this call is 1 and must be 2, that of a gated product",
     ),
     (
         "AllGatherMatmul, prepared for other rows",
@@ -795,7 +794,7 @@ const PRODUCTS_OF_ALL_RANKS: &[Mistake] = &[
             let product = MatmulReduceScatter::new().rows(&[3, 4]);
             product.run(&zeros(g, 6, 4), &zeros(g, 5, 4), &mut zeros(g, 3, 5))
         },
-        "rank 1: matmul_reduce_scatter: the product has 6 rows, but a split into [3, 4] has 7",
+        "rank 1: matmul_reduce_scatter: the number of rows of a split into [3, 4] is 7 and must be 6, that of the product",
     ),
     (
         "MatmulReduceScatter, residual of all rows",

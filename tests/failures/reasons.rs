@@ -279,7 +279,7 @@ const OWN_REFUSALS: [(MakeCall, &str); 8] = [
             let mut matrix = group.zeros::<bf16>(2, 2)?;
             matrix.view_mut().split_columns([1]).map(drop)
         },
-        "MatrixViewMut::split_columns: the view has 2 columns, but a split into [1] has 1",
+        "MatrixViewMut::split_columns: the number of columns of a split into [1] is 1 and must be 2",
     ),
 ];
 

@@ -545,9 +545,12 @@ pub fn what_does_not_fit_is_refused<B: Tested>(test: &str) {
         );
         let [few, more] = [vec![m], vec![m, 1]];
         let few = MatmulReduceScatter::new().rows(&few);
-        refused(few.run(&a, &b, &mut out), "the group has 2 ranks");
+        refused(
+            few.run(&a, &b, &mut out),
+            "is 1 and must be 2, that of the group",
+        );
         let more = MatmulReduceScatter::new().rows(&more);
-        refused(more.run(&a, &b, &mut out), "the product has 9 rows");
+        refused(more.run(&a, &b, &mut out), "must be 9, that of the product");
         let bias = group.zeros::<bf16>(1, n + 1)?;
         let biased = MatmulReduceScatter::new().bias(&bias);
         refused(biased.run(&a, &b, &mut out), "bias [1, N]");
@@ -608,8 +611,8 @@ pub fn a_bias_on_some_ranks_only_is_a_mismatch<B: Tested>(test: &str) {
     let words = error.to_string();
     assert!(
         matches!(error.kind(), Kind::CallMismatch { .. })
-            && words
-                .contains("called matmul_reduce_scatter with a bias on rank 1, but not on rank 0;"),
+            && words.contains("rank 1 called matmul_reduce_scatter at ")
+            && words.contains(" with a bias, and rank 0 at "),
         "{words}"
     );
 }
