@@ -1,9 +1,7 @@
 //! What can go wrong, and who is at fault.
 
-pub(crate) mod call;
 mod dialect;
 mod kind;
-mod made_call;
 mod require;
 mod words;
 
@@ -13,16 +11,14 @@ use std::panic::Location;
 
 use serde::{Deserialize, Serialize};
 
-pub use self::call::{Call, called_at};
 pub use self::dialect::Dialect;
 pub use self::kind::{Class, Deadline, Kind};
-pub use self::made_call::MadeCall;
-pub(crate) use self::made_call::{Ordinal, of_configuration};
 pub(crate) use self::require::{require_count, require_elements, require_shape};
 pub(crate) use self::words::Counted;
 #[cfg(not(loom))]
 pub(crate) use self::words::Listed;
-use self::words::OfRanks;
+use self::words::of_ranks;
+pub use crate::call::{Call, MadeCall, called_at};
 #[cfg(doc)]
 use crate::error::Kind;
 use crate::resources::{self, Bytes};
@@ -376,7 +372,7 @@ impl fmt::Display for Error {
 /// A group, with its ranks unless the job numbers them alike.
 impl fmt::Display for OfGroup {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "group {:?}{}", self.name, OfRanks(&self.job_ranks))
+        write!(f, "group {:?}{}", self.name, of_ranks(&self.job_ranks))
     }
 }
 

@@ -85,6 +85,7 @@
 // loom explores only the protocol.
 #![cfg_attr(loom, allow(dead_code))]
 
+mod call;
 pub mod error;
 // Unstable, because it is for this library's own tests and benchmarks. Any release may change it.
 #[doc(hidden)]

@@ -12,6 +12,7 @@ pub enum Dialect {
 }
 
 /// What the items of a type are called in Python and in C: `{}` stands for the item, `{A}` for it in capitals.
+#[rustfmt::skip]
 const TYPES: [[&str; 3]; 11] = [
     ["Builder", "the option {}", "{} of gemmesh_group_options"],
     ["Config", "the configuration's {}", "the configuration's {}"],
@@ -23,81 +24,31 @@ const TYPES: [[&str; 3]; 11] = [
     ["Route", "\"{a}\"", "GEMMESH_ROUTE_{A}"],
     ["Scales", "{}", "{}"],
     ["ShardedMatrix", "Sharded.{}", "gemmesh_sharded_{}"],
-    [
-        "WeightLayout",
-        "weight_layout=\"{a}\"",
-        "GEMMESH_WEIGHTS_{A}",
-    ],
+    ["WeightLayout", "weight_layout=\"{a}\"", "GEMMESH_WEIGHTS_{A}"],
 ];
 
 /// Items that have other names there.
+#[rustfmt::skip]
 const ITEMS: [[&str; 3]; 15] = [
-    [
-        "Builder::arrival_timeout",
-        "the option arrival_timeout",
-        "arrival_timeout_ms of gemmesh_group_options",
-    ],
-    [
-        "Builder::host_timeout",
-        "the option host_timeout",
-        "host_timeout_ms of gemmesh_group_options",
-    ],
-    [
-        "Builder::timeout",
-        "the option timeout",
-        "timeout_ms of gemmesh_group_options",
-    ],
-    [
-        "Config::route",
-        "route of Group.prepare",
-        "route of gemmesh_product",
-    ],
-    [
-        "Group::connect_with",
-        "Group.from_callback",
-        "gemmesh_group_connect_with",
-    ],
+    ["Builder::arrival_timeout", "the option arrival_timeout", "arrival_timeout_ms of gemmesh_group_options"],
+    ["Builder::host_timeout", "the option host_timeout", "host_timeout_ms of gemmesh_group_options"],
+    ["Builder::timeout", "the option timeout", "timeout_ms of gemmesh_group_options"],
+    ["Config::route", "route of Group.prepare", "route of gemmesh_product"],
+    ["Group::connect_with", "Group.from_callback", "gemmesh_group_connect_with"],
     ["Group::sharded", "Group.sharded", "gemmesh_sharded_new"],
-    [
-        "Group::sharded_rows",
-        "Group.sharded",
-        "gemmesh_sharded_new_by_rank",
-    ],
-    [
-        "Group::sharded_staged",
-        "Group.sharded",
-        "gemmesh_sharded_new_staged",
-    ],
-    [
-        "Group::sharded_with_capacity",
-        "Group.sharded",
-        "gemmesh_sharded_new_with_capacity",
-    ],
+    ["Group::sharded_rows", "Group.sharded", "gemmesh_sharded_new_by_rank"],
+    ["Group::sharded_staged", "Group.sharded", "gemmesh_sharded_new_staged"],
+    ["Group::sharded_with_capacity", "Group.sharded", "gemmesh_sharded_new_with_capacity"],
     ["Group::zeros", "Group.zeros", "gemmesh_matrix_zeros"],
     ["Matrix::copy_from", "Matrix.copy_from", "gemmesh_copy"],
-    [
-        "Matrix::copy_from_host",
-        "Matrix.frombytes",
-        "gemmesh_copy_from_host",
-    ],
-    [
-        "Matrix::copy_to_host",
-        "Matrix.tobytes",
-        "gemmesh_copy_to_host",
-    ],
-    [
-        "ShardedMatrix::shard",
-        "Sharded.shard",
-        "gemmesh_sharded_own_rows",
-    ],
-    [
-        "ShardedMatrix::view",
-        "Sharded.whole",
-        "gemmesh_sharded_whole",
-    ],
+    ["Matrix::copy_from_host", "Matrix.frombytes", "gemmesh_copy_from_host"],
+    ["Matrix::copy_to_host", "Matrix.tobytes", "gemmesh_copy_to_host"],
+    ["ShardedMatrix::shard", "Sharded.shard", "gemmesh_sharded_own_rows"],
+    ["ShardedMatrix::view", "Sharded.whole", "gemmesh_sharded_whole"],
 ];
 
 /// Options that are set to a value, which `{}` stands for.
+#[rustfmt::skip]
 const OPTIONS: [[&str; 3]; 3] = [
     ["output_dtype", "dtype={}", "output_dtype {}"],
     ["weight_dtype", "a b of {}", "weight_dtype {}"],

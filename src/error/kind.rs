@@ -5,11 +5,11 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::Error;
-use super::made_call::{Difference, MadeCall, Ordinal};
 use super::words::{
-    Because, Bounds, Ended, FailedIn, Have, InBrackets, Killed, OfPeer, OneLine, Panic, Refused,
-    Remedy, Transposed,
+    also_killed, because, bounds, ended, failed_in, have, if_any, of_peer, one_line, panic,
+    transposed,
 };
+use crate::call::{Difference, MadeCall, Ordinal};
 use crate::resources::Bytes;
 
 /// What has failed.
@@ -19,7 +19,7 @@ use crate::resources::Bytes;
 #[non_exhaustive]
 pub enum Kind {
     /// A number is outside what this library can do.
-    #[error("{what} is {value}; it must be {}", Bounds(*.min, *.max))]
+    #[error("{what} is {value}; it must be {}", bounds(*.min, *.max))]
     Limit {
         /// What the number is.
         what: String,
@@ -31,7 +31,7 @@ pub enum Kind {
         max: usize,
     },
     /// An argument has the wrong shape for the operation.
-    #[error("{argument} is {found:?} and must be {expected:?}{}", Transposed(.argument, .expected, .found))]
+    #[error("{argument} is {found:?} and must be {expected:?}{}", transposed(.argument, .expected, .found))]
     Shape {
         /// The argument, with the names of its extents.
         argument: String,
@@ -41,7 +41,7 @@ pub enum Kind {
         found: Vec<usize>,
     },
     /// A property of an argument is not as it must be: its type, its device, its group, its place, how much it holds.
-    #[error("{what} is {found} and must be {expected}{}", Remedy(.remedy))]
+    #[error("{what} is {found} and must be {expected}{}", if_any("; ", .remedy, ""))]
     Unsuitable {
         /// The property and the argument that has it, such as "the device of b".
         what: String,
@@ -107,7 +107,7 @@ pub enum Kind {
     /// Ranks did not come to the rendezvous.
     #[error("{} not come to {address:?} within {waited_ms} ms{}; see whether {} started, and with the same address, \
          or raise Builder::arrival_timeout",
-        Have(.ranks), InBrackets(.reason), if .ranks.len() == 1 { "it was" } else { "they were" })]
+        have(.ranks), if_any(" (", .reason, ")"), if .ranks.len() == 1 { "it was" } else { "they were" })]
     RanksMissing {
         /// The ranks that did not come.
         ranks: Vec<usize>,
@@ -181,7 +181,7 @@ pub enum Kind {
     /// that noticed.
     #[error("{}{}; all ranks must make the same calls in the same order (the {} collective call of the group: {expected} \
          on rank {other})",
-        Difference(.theirs, *.other, .expected), Refused(.refused), Ordinal(*.number))]
+        Difference(.theirs, *.other, .expected), if_any(", after it was refused a call (", .refused, ")"), Ordinal(*.number))]
     CallMismatch {
         /// Its call.
         theirs: MadeCall,
@@ -224,7 +224,7 @@ pub enum Kind {
         silent_ms: u64,
     },
     /// A rank panicked, which ended its part in the group.
-    #[error("panicked{}", Panic(.message))]
+    #[error("panicked{}", panic(.message))]
     RankPanicked {
         /// What the panic said, and where, if that is known. (The first group of a process installs a panic hook that
         /// notes this and then calls the program's own hook. If the program replaces that hook, it is not noted.)
@@ -232,7 +232,7 @@ pub enum Kind {
     },
     /// A rank's own program has failed: it called [`Group::fail`](crate::Group::fail), returned an error from the
     /// function that it gave to [`Group::threads`](crate::Group::threads), or a function that it gave to a call did.
-    #[error("{}: {}", FailedIn(.function_of), OneLine(.reason))]
+    #[error("{}: {}", failed_in(.function_of), one_line(.reason))]
     ProgramFailed {
         /// The call that was given the function, if there is one.
         function_of: Option<String>,
@@ -253,7 +253,7 @@ pub enum Kind {
         what: String,
     },
     /// A launched rank process failed.
-    #[error("{}{}{}", Ended(.status), Because(.cause), Killed(.killed))]
+    #[error("{}{}{}", ended(.status), because(.cause), also_killed(.killed))]
     RankFailed {
         /// How its process ended.
         status: String,
@@ -286,7 +286,7 @@ pub enum Kind {
         what: String,
     },
     /// A GPU cannot reach the memory of another rank's GPU.
-    #[error("{}", OfPeer(*.peer, .reason))]
+    #[error("{}", of_peer(*.peer, .reason))]
     PeerMemory {
         /// The rank that owns the memory.
         peer: usize,

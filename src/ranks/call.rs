@@ -1,7 +1,8 @@
 //! The words in which a rank posts a collective call, for the other ranks to compare and to read.
 
-use crate::error::call::{self, Place};
-use crate::error::{MadeCall, Ordinal};
+use crate::call::Ordinal;
+use crate::call::{self, Place};
+use crate::error::MadeCall;
 use crate::protocol::epoch::Epoch;
 use crate::schedule::Agreed;
 use crate::schedule::agreed::hash;

@@ -27,7 +27,7 @@ use super::family::{Family, GotError};
 use super::last_panic;
 use super::naming::Naming;
 use super::reports::ReportSender;
-use crate::error::call::Place;
+use crate::call::Place;
 use crate::error::{Error, Kind, Result};
 use crate::json;
 use crate::process::Process;

@@ -7,7 +7,8 @@ use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use super::{FOREVER, GRACE, Members, PeerWait};
-use crate::error::{Deadline, Error, Kind, MadeCall, Result, call};
+use crate::call;
+use crate::error::{Deadline, Error, Kind, MadeCall, Result};
 use crate::json;
 use crate::ranks::deadlines::{Clock, Deadlines};
 use crate::ranks::pidfd;

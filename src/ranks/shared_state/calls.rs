@@ -5,7 +5,7 @@ use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{POSTS, Placed, Places, SharedState};
-use crate::error::call::{self, Place};
+use crate::call::{self, Place};
 use crate::error::{Error, Kind, MadeCall, Result};
 use crate::protocol::board::Post;
 use crate::protocol::epoch::Epoch;

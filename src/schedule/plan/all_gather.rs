@@ -1,6 +1,7 @@
 //! The planner of gathers, and of products of gathered rows: `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ`.
 
-use crate::error::{Result, of_configuration};
+use crate::call::of_configuration;
+use crate::error::Result;
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config};
 use crate::schedule::layout::{MAX_EXTENT, RowOrder};

@@ -11,7 +11,8 @@ mod sums;
 
 use std::ops::Range;
 
-use crate::error::{Result, of_configuration};
+use crate::call::of_configuration;
+use crate::error::Result;
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config, TileShape};
 use crate::schedule::layout::{MAX_EXTENT, MAX_WORLD, chunk_rows};

@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use smallvec::smallvec;
 
-use crate::error::{Result, of_configuration};
+use crate::call::of_configuration;
+use crate::error::Result;
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config, TileShape};
 use crate::schedule::layout::{MAX_EXTENT, chunk_rows};

@@ -1,4 +1,4 @@
-//! Collective calls as errors name them.
+//! Collective calls as ranks compare them.
 
 use std::fmt;
 
@@ -114,7 +114,7 @@ impl fmt::Display for At<'_> {
 }
 
 /// How a rank's call differs from that of another rank, behind "rank 3 ".
-pub(super) struct Difference<'a>(pub &'a MadeCall, pub usize, pub &'a MadeCall);
+pub(crate) struct Difference<'a>(pub &'a MadeCall, pub usize, pub &'a MadeCall);
 
 impl fmt::Display for Difference<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {

@@ -1,4 +1,4 @@
-//! The call that an error is about, and its place in the user's source.
+//! Calls as errors name them: their names, their places in the user's source, and what all ranks must give alike.
 
 use std::cell::Cell;
 use std::fmt;
@@ -6,7 +6,11 @@ use std::panic::Location;
 
 use serde::{Deserialize, Serialize};
 
-use super::made_call::At;
+mod made_call;
+
+use self::made_call::At;
+pub use self::made_call::MadeCall;
+pub(crate) use self::made_call::{Difference, Ordinal, of_configuration};
 
 /// A call that was refused: its name, and its place in the user's source.
 ///
