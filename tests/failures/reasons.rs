@@ -256,7 +256,7 @@ const OWN_REFUSALS: [(MakeCall, &str); 8] = [
     (
         |_, arguments| arguments.a.shard_mut().copy_from_host(&[]),
         "ShardMut::copy_from_host: the number of elements of the slice is 0 and must be 12, that of this rank's \
-         part, [3, 4] of the [6, 4] matrix,",
+         part, [3, 4] of the [6, 4] matrix",
     ),
     (
         |_, arguments| arguments.a.copy_to_host(&mut []),
