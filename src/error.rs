@@ -19,8 +19,6 @@ pub(crate) use self::words::Counted;
 pub(crate) use self::words::Listed;
 use self::words::of_ranks;
 pub use crate::call::{Call, MadeCall, called_at};
-#[cfg(doc)]
-use crate::error::Kind;
 use crate::resources::{self, Bytes};
 
 /// A result of this crate.

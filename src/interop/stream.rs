@@ -147,7 +147,7 @@ impl Group<Cuda> {
             ));
         }
         // SAFETY: as this function's.
-        Ok(unsafe { gpu.streams().set_main(stream) }?)
+        unsafe { gpu.streams().set_main(stream) }
     }
 
     /// Must be called within [`Group::exclusively`], so that the stream does not change at the same moment.

@@ -80,7 +80,7 @@ impl<B: Backend> Group<B> {
             let width = bytes_of::<T>(1, columns)?;
             let inner = self.inner();
             inner.members.refuse_fork()?;
-            Ok(inner.backend.buffer(&inner.members, rows, width)?)
+            inner.backend.buffer(&inner.members, rows, width)
         };
         let memory = self.judged(call, memory())?;
         Ok(Matrix::new(self.clone(), memory, rows, columns))

@@ -82,7 +82,7 @@ fn with_scales<B: Device, T: Multiplied>(
                 "0".to_string(),
             )
         } else {
-            ("the dtype of a weight with", "F8E4M3".into(), found)
+            ("the dtype of a weight with", "F8E4M3", found)
         };
         let error = Error::unsuitable(format!("{what} {name}"), expected, found);
         let error = error.on(ranks.group.rank()).in_call(Call::here(MAKE));

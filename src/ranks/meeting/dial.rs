@@ -252,7 +252,7 @@ impl Caller<'_> {
             ranks: vec![0],
             address: self.meeting.place.to_string(),
             waited_ms: self.limits.begin.elapsed().as_millis() as u64,
-            reason: reason,
+            reason,
         })
     }
 

@@ -238,7 +238,7 @@ fn exchanges_and_operations_are_one_sequence() {
     assert_eq!(
         ranks[1].post_messages(2, &barrier(), None),
         Err(Kind::CallMismatch {
-            theirs: barrier().into(),
+            theirs: barrier(),
             other: 0,
             expected: as_posted("all_gather_matmul"),
             number: 2,

@@ -162,7 +162,7 @@ fn connect<B: Tested>(rank: &Rank, numerics: Numerics) -> Result<Group<B>, Error
 
 /// Whether the configuration has no kernel for what is asked: of these there are others.
 fn is_elsewhere(result: &Result<(), Error>) -> bool {
-    matches!(kind_of(&result), Some(Kind::Unsupported { .. }))
+    matches!(kind_of(result), Some(Kind::Unsupported { .. }))
 }
 
 /// How many columns each of several weights has.

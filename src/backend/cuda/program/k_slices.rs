@@ -85,7 +85,7 @@ mod tests {
             let of_tile = config.entry_rows() * config.entry_columns() * 4 * size_of::<f32>();
             let most = BYTES / of_tile;
             assert_eq!(cut(&config, most, 4096).unwrap().len(), 4 * most);
-            let error = cut(&config, most + 1, 4096).err().expect("no room");
+            let error = cut(&config, most + 1, 4096).expect_err("no room");
             let Kind::Limit {
                 what, value, max, ..
             } = error.kind()

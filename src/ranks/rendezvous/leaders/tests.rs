@@ -252,7 +252,7 @@ fn a_visit_that_begins_in_the_last_call_is_waited_for() {
     };
     // Its connection for messages does not come.
     let outcome = outcome_of_last_call(Duration::ZERO, &again);
-    let error = outcome.err().expect("no mirror has come");
+    let error = outcome.expect_err("no mirror has come");
     assert_eq!(lacks(&error), Some(&[1][..]));
 }
 
