@@ -432,7 +432,7 @@ def test_a_block_that_raises_tells_the_other_ranks_why() -> None:
     assert isinstance(found[1], LookupError)
     for rank in (0, 2):
         assert isinstance(found[rank], gemmesh.RankError)
-        assert "rank 1 failed: LookupError: no such token" in str(found[rank])
+        assert "rank 1 failed in its own program: LookupError: no such token" in str(found[rank])
         assert found[rank].peer == 1
 
 

@@ -292,7 +292,7 @@ fn shapes_types_and_scales_that_do_not_fit_are_told() {
             refused(few, "the gemmesh_dtype of to is 77");
             let right = memory(&mut values, 2, 4);
             let few = gemmesh_copy_from_host(group, &right, values.as_ptr().cast(), 3);
-            refused(few, "16 bytes");
+            refused(few, "is 3 and must be 16");
         }
     });
 }
