@@ -20,7 +20,7 @@ fn main() -> gemmesh::Result<()> {
         (16384, 6656, 16384, 8, many),
     ] {
         let layout = Layout::balanced(m, k, world)?;
-        let problem = Problem::new(Operation::AllGatherMatmul, DType::Bf16, layout, n);
+        let problem = Problem::new(Operation::ALL_GATHER_MATMUL, DType::Bf16, layout, n);
         let mut times = Vec::with_capacity(ROUNDS);
         for _ in 0..ROUNDS {
             let began = Instant::now();

@@ -84,12 +84,12 @@ impl Model {
 impl Call {
     fn operation(self) -> Operation {
         match self {
-            Call::AllGatherMatmul => Operation::AllGatherMatmul,
-            Call::MatmulReduceScatter => Operation::MatmulReduceScatter,
-            Call::MatmulAllReduce => Operation::MatmulAllReduce,
-            Call::AllGather => Operation::AllGather,
-            Call::ReduceScatter => Operation::ReduceScatter,
-            Call::AllReduce => Operation::AllReduce,
+            Call::AllGatherMatmul => Operation::ALL_GATHER_MATMUL,
+            Call::MatmulReduceScatter => Operation::MATMUL_REDUCE_SCATTER,
+            Call::MatmulAllReduce => Operation::MATMUL_ALL_REDUCE,
+            Call::AllGather => Operation::ALL_GATHER,
+            Call::ReduceScatter => Operation::REDUCE_SCATTER,
+            Call::AllReduce => Operation::ALL_REDUCE,
         }
     }
 

@@ -4,6 +4,7 @@ use std::fmt::{Debug, Display, Formatter, Result};
 
 use crate::error::Counted;
 use crate::route::Route;
+use crate::schedule::operation::RowResult;
 use crate::schedule::plan::partials::sends_all_partials;
 use crate::schedule::{Config, Problem};
 
@@ -75,11 +76,11 @@ impl Explanation {
         config: Config,
         predicted: Vec<Prediction>,
     ) -> Explanation {
-        let moved = match (problem.layout.world(), problem.operation.is_sum()) {
+        let moved = match (problem.layout.world(), problem.operation.result) {
             (1, _) => Moved::Nothing,
             _ if sends_all_partials(problem) => Moved::AllSums,
-            (_, true) => Moved::Sums,
-            (_, false) => Moved::Rows,
+            (_, RowResult::SumOfOwnRows | RowResult::SumOfAllRows) => Moved::Sums,
+            (_, RowResult::Kept | RowResult::Blocks) => Moved::Rows,
         };
         Explanation {
             config,
@@ -262,7 +263,7 @@ mod tests {
             let problem = Problem {
                 hosts: Hosts::of(&["a", "b", "a", "b"]).unwrap(),
                 ..Problem::new(
-                    Operation::MatmulAllReduce,
+                    Operation::MATMUL_ALL_REDUCE,
                     DType::Bf16,
                     Layout::new(&[2; 4], 64).unwrap(),
                     columns,

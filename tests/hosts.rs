@@ -35,7 +35,7 @@ impl Case {
     fn problem(&self) -> Problem {
         let layout = Layout::new(&self.rows, K).unwrap();
         let layout = layout.staged(self.stages, self.order).unwrap();
-        let n = if self.operation == Operation::AllGatherMatmul {
+        let n = if self.operation == Operation::ALL_GATHER_MATMUL {
             64
         } else {
             0
@@ -63,7 +63,7 @@ fn cases() -> impl Strategy<Value = Case> {
         let numbered: Vec<usize> = (0..world).map(|rank| rank / places).collect();
         let rows = prop_oneof![3 => 0..300usize, 1 => Just(0), 1 => 1024..2100usize];
         let routes = select(vec![Route::Pull, Route::Push, Route::Store]);
-        let operations = select(vec![Operation::AllGather, Operation::AllGatherMatmul]);
+        let operations = select(vec![Operation::ALL_GATHER, Operation::ALL_GATHER_MATMUL]);
         let orders = select(vec![RowOrder::ByRank, RowOrder::ByStage]);
         (
             Just(numbered).prop_shuffle(),
@@ -349,12 +349,12 @@ proptest! {
         let all: usize = case.rows.iter().sum();
         // How many rows come to a rank.
         let come_to = |operation: Operation, rank: usize| match operation {
-            Operation::Broadcast => case.rows[root] * usize::from(rank != root),
+            Operation::BROADCAST => case.rows[root] * usize::from(rank != root),
             _ => all,
         };
         for (operation, rows) in [
-            (Operation::AllToAll, &case.rows),
-            (Operation::Broadcast, &of_root),
+            (Operation::ALL_TO_ALL, &case.rows),
+            (Operation::BROADCAST, &of_root),
         ] {
             let problem = Problem {
                 hosts: hosts.clone(),
@@ -551,14 +551,14 @@ proptest! {
     fn a_rank_adds_its_host_s_partials_and_one_sum_of_each_other_host(
         case in cases(),
         (operation, route) in select(vec![
-            (Operation::MatmulReduceScatter, Route::Push),
-            (Operation::MatmulReduceScatter, Route::Pull),
-            (Operation::ReduceScatter, Route::Push),
-            (Operation::ProduceAndReduceScatter, Route::Push),
+            (Operation::MATMUL_REDUCE_SCATTER, Route::Push),
+            (Operation::MATMUL_REDUCE_SCATTER, Route::Pull),
+            (Operation::REDUCE_SCATTER, Route::Push),
+            (Operation::PRODUCE_AND_REDUCE_SCATTER, Route::Push),
         ]),
     ) {
         let hosts = Hosts::of(&case.hosts).unwrap();
-        let columns = if operation == Operation::MatmulReduceScatter { 8 } else { K };
+        let columns = if operation == Operation::MATMUL_REDUCE_SCATTER { 8 } else { K };
         let layout = Layout::new(&case.rows, columns).unwrap();
         let problem = Problem {
             hosts: hosts.clone(),
@@ -609,9 +609,9 @@ proptest! {
     fn of_few_sums_for_all_each_rank_adds_the_partials_of_all(
         case in cases(),
         (operation, route) in select(vec![
-            (Operation::MatmulAllReduce, Route::Push),
-            (Operation::MatmulAllReduce, Route::Pull),
-            (Operation::AllReduce, Route::Push),
+            (Operation::MATMUL_ALL_REDUCE, Route::Push),
+            (Operation::MATMUL_ALL_REDUCE, Route::Pull),
+            (Operation::ALL_REDUCE, Route::Push),
         ]),
         // Ranks choose their own tiles.
         heights in prop::collection::vec(select(vec![16, 64, 128]), MAX_WORLD),
@@ -636,7 +636,7 @@ proptest! {
         prop_assert!(has_turns(&schedules));
         let all: Vec<_> = (0..world).map(|rank| rank.to_string()).collect();
         let expected = Some(format!("({})", all.join("+")));
-        let made = if operation == Operation::AllReduce { 0 } else { m };
+        let made = if operation == Operation::ALL_REDUCE { 0 } else { m };
         for sums in play(&schedules, made) {
             let is_moved_alone = sums.schedule.product().is_none();
             prop_assert!(is_moved_alone && sums.schedule.host_sums().is_empty());
@@ -650,7 +650,7 @@ proptest! {
 fn a_rank_sends_other_hosts_at_most_two_mebibytes_of_what_it_adds_up_for_all() {
     // Four hosts of four. 16 rows of 5461 columns go to 12 ranks.
     let hosts: Vec<usize> = (0..16).map(|rank| rank / 4).collect();
-    for operation in [Operation::MatmulAllReduce, Operation::AllReduce] {
+    for operation in [Operation::MATMUL_ALL_REDUCE, Operation::ALL_REDUCE] {
         for (n, added) in [(5456, 16), (5472, 1)] {
             let problem = Problem {
                 hosts: Hosts::of(&hosts).unwrap(),
@@ -671,7 +671,7 @@ fn gather(hosts: &[usize], rows: usize) -> Case {
         rows: vec![rows; hosts.len()],
         stages: 1,
         order: RowOrder::ByRank,
-        operation: Operation::AllGather,
+        operation: Operation::ALL_GATHER,
         config: Config::new(TileShape::new(128, 64, 64), Chunking::new(1), Route::Pull),
     }
 }

@@ -341,7 +341,7 @@ fn value(matrix: usize, row: usize, epoch: Epoch) -> u32 {
 fn plans(rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
     let config = |route| Config::new(TILE, Chunking::new(chunks), route);
     let layout = Layout::new(rows, 1).unwrap();
-    let problem = Problem::new(Operation::AllGatherMatmul, DType::Bf16, layout, 1);
+    let problem = Problem::new(Operation::ALL_GATHER_MATMUL, DType::Bf16, layout, 1);
     let plan = |rank, route| plan(&problem, rank, config(route)).unwrap();
     let owned = |rank| problem.layout.rows_of(rank).collect();
     std::sync::Arc::new(Plans {
@@ -504,7 +504,7 @@ fn scaled_gather(world: usize, rank: usize, route: Route) -> Schedule {
             b_scaling: [Scaling::Blocks].into_iter().collect(),
             ..Form::default()
         },
-        ..Problem::new(Operation::AllGatherMatmul, DType::F8E4M3, layout, 16)
+        ..Problem::new(Operation::ALL_GATHER_MATMUL, DType::F8E4M3, layout, 16)
     };
     let tile = TileShape::new(2, 16, BLOCK);
     let config = Config::new(tile, Chunking::new(1), route);
@@ -585,7 +585,7 @@ fn rows_that_come_over_a_network_are_passed_on_and_seen() {
     let layout = Layout::new(&[1; 4], 1).unwrap();
     let problem = Problem {
         hosts: Hosts::of(&["a", "a", "b", "b"]).unwrap(),
-        ..Problem::new(Operation::AllGatherMatmul, DType::Bf16, layout, 1)
+        ..Problem::new(Operation::ALL_GATHER_MATMUL, DType::Bf16, layout, 1)
     };
     let plan = |rank, route| plan(&problem, rank, by(route)).unwrap();
     let plans = std::sync::Arc::new(Plans {
@@ -657,7 +657,7 @@ fn produced(world: &World, rank: usize, epoch: Epoch) -> Vec<Produced> {
 
 /// Two ranks with a tile for each other in so many operations; the orders are explored from the last one on.
 fn two_ranks_add(epochs: &'static [Epoch], patience: i32) {
-    let plans = sums(Operation::MatmulReduceScatter, &[2, 2], 1);
+    let plans = sums(Operation::MATMUL_REDUCE_SCATTER, &[2, 2], 1);
     explore(Some(1), move || {
         loom::stop_exploring();
         let world = Arc::new(World::new(&plans, epochs[0], i32::MAX));
@@ -709,7 +709,7 @@ fn slots_are_not_overwritten_before_they_have_been_added() {
 
 #[test]
 fn a_block_is_sent_when_all_workers_have_made_their_tiles_of_it() {
-    let plans = sums(Operation::MatmulReduceScatter, &[0, 4], 1);
+    let plans = sums(Operation::MATMUL_REDUCE_SCATTER, &[0, 4], 1);
     explore(Some(2), move || {
         let epoch = EPOCHS[1];
         let world = Arc::new(World::new(&plans, epoch, 4));
@@ -736,7 +736,7 @@ fn a_block_is_sent_when_all_workers_have_made_their_tiles_of_it() {
 #[test]
 fn a_block_goes_over_a_network_when_all_workers_have_made_their_tiles_of_it() {
     let hosts = Hosts::of(&["a", "b"]).unwrap();
-    let plans = sums_over(hosts, Operation::MatmulReduceScatter, &[0, 4], 1);
+    let plans = sums_over(hosts, Operation::MATMUL_REDUCE_SCATTER, &[0, 4], 1);
     explore(Some(2), move || {
         let epoch = EPOCHS[1];
         let world = Arc::new(World::new(&plans, epoch, 4));
@@ -775,7 +775,7 @@ fn a_host_s_sum_is_made_of_addends_that_have_come() {
     const SUM: u32 = 7;
     let hosts = Hosts::of(&["a", "a", "b", "b"]).unwrap();
     // Rank 0 is the gateway to rank 2, and rank 1 its neighbour.
-    let plans = sums_over(hosts, Operation::ReduceScatter, &[0, 0, 1, 0], 1);
+    let plans = sums_over(hosts, Operation::REDUCE_SCATTER, &[0, 0, 1, 0], 1);
     explore(Some(2), move || {
         let epoch = EPOCHS[1];
         let world = Arc::new(World::new(&plans, epoch, 4));
@@ -811,7 +811,7 @@ fn a_host_s_sum_is_made_of_addends_that_have_come() {
 
 #[test]
 fn all_partials_are_there_when_a_rank_adds_them_up_itself() {
-    let plans = sums(Operation::MatmulAllReduce, &[2, 2], 1);
+    let plans = sums(Operation::MATMUL_ALL_REDUCE, &[2, 2], 1);
     explore(Some(2), move || {
         loom::stop_exploring();
         let epoch = EPOCHS[1];

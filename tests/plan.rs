@@ -75,7 +75,7 @@ fn plan(
     config: Config,
 ) -> gemmesh::Result<Schedule> {
     let layout = Layout::new(rows, k)?;
-    let problem = Problem::new(Operation::AllGatherMatmul, DType::Bf16, layout, n);
+    let problem = Problem::new(Operation::ALL_GATHER_MATMUL, DType::Bf16, layout, n);
     plan::plan(&problem, rank, config)
 }
 
@@ -514,16 +514,16 @@ proptest! {
             schedule.tiles().iter().map(|tile| (tile.m, tile.n)).collect()
         };
         let whole = case.plan();
-        let gather = run(Operation::Gather);
+        let gather = run(Operation::GATHER);
         let pulled = case.by(Route::Pull);
         prop_assert_eq!(gather.arrivals(), pulled.arrivals());
         prop_assert!(gather.tiles().is_empty() && gather.handshake());
         prop_assert_eq!(gather.awaits_all(), gather.arrivals().is_empty());
-        let multiply = run(Operation::Multiply);
+        let multiply = run(Operation::MULTIPLY);
         prop_assert_eq!(places(&multiply), places(&whole));
         prop_assert!(multiply.tiles().iter().all(|tile| tile.flags().is_empty()));
         prop_assert!(multiply.moves().next().is_none() && multiply.agreed().is_none());
-        let copy = run(Operation::Copy);
+        let copy = run(Operation::COPY);
         prop_assert!(!copy.handshake() && copy.movers().is_empty() && copy.awaits_all());
         for source in ring(&case) {
             let moved: Vec<_> = arrivals_from(&copy, source).into_iter().map(rows_of).collect();
@@ -1149,7 +1149,7 @@ fn staged_rows_come_stage_by_stage() {
                 .unwrap()
                 .staged(stages, order)
                 .unwrap();
-            let operation = Operation::AllGatherMatmul;
+            let operation = Operation::ALL_GATHER_MATMUL;
             let problem = Problem::new(operation, DType::Bf16, layout.clone(), 12);
             for (route, chunks) in routes.into_iter().flat_map(|r| [1, 4].map(|c| (r, c))) {
                 let tile = TileShape::new(16, 8, 8);

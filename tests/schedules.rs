@@ -152,8 +152,8 @@ fn rows_of_other_hosts_come_over_a_rail_and_are_passed_on() {
         (&["a", "b", "c"], &[3, 4, 5]),
     ] {
         for (operation, n) in [
-            (Operation::AllGatherMatmul, ASKED.n),
-            (Operation::AllGather, 0),
+            (Operation::ALL_GATHER_MATMUL, ASKED.n),
+            (Operation::ALL_GATHER, 0),
         ] {
             for (stages, route) in [(1, Route::Pull), (3, Route::Push), (2, Route::Store)] {
                 let layout = Layout::new(rows, ASKED.k).unwrap();

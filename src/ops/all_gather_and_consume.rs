@@ -26,7 +26,7 @@ use crate::schedule::plan::matrices::{A, BESIDE, MATRICES};
 use crate::schedule::{Chunking, Config, Operation, Problem, Route, TileShape, Transfer};
 use crate::trace::Trace;
 
-const OPERATION: Operation = Operation::AllGatherAndConsume;
+const OPERATION: Operation = Operation::ALL_GATHER_AND_CONSUME;
 const NAME: &str = OPERATION.name();
 
 /// Gathers the rows of `a` on every rank, and calls `consume` once for each chunk of rows. Collective.

@@ -45,7 +45,7 @@ pub fn all_gather<B: Backend, T: Value>(a: &ShardedMatrix<B, T>) -> Result<()> {
 /// [`all_gather`], without element types.
 #[track_caller]
 pub fn gather_rows<B: Backend>(a: RawShards<B>) -> Result<()> {
-    gather(Operation::AllGather, a)
+    gather(Operation::ALL_GATHER, a)
 }
 
 #[track_caller]
@@ -99,7 +99,7 @@ pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize)
 /// [`broadcast`], without element types.
 #[track_caller]
 pub fn broadcast_rows<B: Backend>(a: RawShards<B>, root: usize) -> Result<()> {
-    const OPERATION: Operation = Operation::Broadcast;
+    const OPERATION: Operation = Operation::BROADCAST;
     let [m, n] = a.shape();
     let group = a.group;
     let world = group.world_size();
@@ -160,7 +160,7 @@ pub fn reduce_scatter<'a, 'o, B: Backend, T: Float>(
 /// [`reduce_scatter`], without element types.
 #[track_caller]
 pub fn scatter_sums<B: Backend>(a: RawView<B>, out: RawOutput<B>) -> Result<()> {
-    const OPERATION: Operation = Operation::ReduceScatter;
+    const OPERATION: Operation = Operation::REDUCE_SCATTER;
     let (group, [m, n]) = (a.group, a.shape);
     let layout = || {
         let layout = Layout::balanced(m, n, group.world_size())?;
@@ -217,7 +217,7 @@ pub fn all_reduce<'a, B: Backend, T: Float>(
 /// [`all_reduce`], without element types.
 #[track_caller]
 pub fn sum_for_all<B: Backend>(a: RawView<B>, out: RawShards<B>) -> Result<()> {
-    const OPERATION: Operation = Operation::AllReduce;
+    const OPERATION: Operation = Operation::ALL_REDUCE;
     let (group, [m, n]) = (a.group, a.shape);
     let fits = require_same_group("out", out.group, group)
         .and_then(|()| out.require_by_rank("out"))
@@ -236,7 +236,7 @@ pub fn sum_for_all<B: Backend>(a: RawView<B>, out: RawShards<B>) -> Result<()> {
         ..Problem::new(OPERATION, a.dtype, out.layout.clone(), n)
     };
     if leaves_gather(&problem) {
-        gather(Operation::GatherOfAllReduce, out)
+        gather(Operation::GATHER_OF_ALL_REDUCE, out)
     } else {
         Ok(())
     }
@@ -277,7 +277,7 @@ pub fn all_to_all<'a, B: Backend, T: Value>(
 /// [`all_to_all`], without element types.
 #[track_caller]
 pub fn exchange_blocks<B: Backend>(a: RawView<B>, out: RawShards<B>) -> Result<()> {
-    const OPERATION: Operation = Operation::AllToAll;
+    const OPERATION: Operation = Operation::ALL_TO_ALL;
     let (group, [_, n]) = (a.group, out.shape());
     let fits = require_same_group("out", out.group, group).and_then(|()| {
         let rows = group.world_size() * out.layout.rows_of(group.rank()).len();

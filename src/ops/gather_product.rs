@@ -21,9 +21,9 @@ use crate::profile::span::Span;
 use crate::schedule::plan::matrices::MATRICES;
 use crate::schedule::{Config, Operation, Problem, Schedule, Widths};
 
-const PRODUCT: Operation = Operation::AllGatherMatmul;
-const MULTIPLY: Operation = Operation::Multiply;
-const COPY: Operation = Operation::Copy;
+const PRODUCT: Operation = Operation::ALL_GATHER_MATMUL;
+const MULTIPLY: Operation = Operation::MULTIPLY;
+const COPY: Operation = Operation::COPY;
 
 /// A product of rows that are gathered: its options.
 #[derive(Clone, Copy)]
@@ -78,7 +78,7 @@ impl GatherProduct<'_> {
             let layout = problem.layout.clone();
             let gather = Problem {
                 beside: problem.beside,
-                ..Problem::new(Operation::Gather, self.options.dtype, layout, 0)
+                ..Problem::new(Operation::GATHER, self.options.dtype, layout, 0)
             };
             let multiply = Problem {
                 operation: MULTIPLY,
@@ -248,7 +248,7 @@ impl<B: Backend> GatherCall<'_, B> {
     ) -> Result<()> {
         let operation = match product {
             Some(_) => PRODUCT,
-            None => Operation::Gather,
+            None => Operation::GATHER,
         };
         if B::schedule(self.program).agreed().is_none() {
             return self.alone(operation, addends, a, product, None);

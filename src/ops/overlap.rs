@@ -294,14 +294,14 @@ mod tests {
     #[test]
     fn only_the_rows_that_a_rank_sends_are_read() {
         // Rank 1 sends a row to each rank. The longest input of a rank has six rows.
-        let schedule = schedule(Operation::AllToAll, &[3, 1]);
+        let schedule = schedule(Operation::ALL_TO_ALL, &[3, 1]);
         assert_eq!(schedule.matrices()[A].rows, 6);
         assert_rows_read(&schedule, 2);
     }
 
     #[test]
     fn an_addend_is_read_whole() {
-        let schedule = schedule(Operation::ReduceScatter, &[2, 2]);
+        let schedule = schedule(Operation::REDUCE_SCATTER, &[2, 2]);
         assert_rows_read(&schedule, 4);
     }
 }

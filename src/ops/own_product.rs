@@ -20,7 +20,7 @@ use crate::group::Group;
 use crate::schedule::plan::matrices::{self, MATRICES};
 use crate::schedule::{Config, Layout, Operation, Problem, Schedule, Widths};
 
-const OPERATION: Operation = Operation::Matmul;
+const OPERATION: Operation = Operation::MATMUL;
 
 /// Plans the product, unless the group has its program, and runs it.
 #[track_caller]

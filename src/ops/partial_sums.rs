@@ -39,8 +39,8 @@ pub enum Which {
 impl Which {
     fn operation(self) -> Operation {
         match self {
-            Which::Own => Operation::MatmulReduceScatter,
-            Which::All => Operation::MatmulAllReduce,
+            Which::Own => Operation::MATMUL_REDUCE_SCATTER,
+            Which::All => Operation::MATMUL_ALL_REDUCE,
         }
     }
 
@@ -112,7 +112,7 @@ impl Which {
 /// The product that runs before a sum, if the sum's schedule has none.
 fn multiply(sum: &Problem) -> Problem {
     Problem {
-        operation: Operation::MultiplyPartials,
+        operation: Operation::MULTIPLY_PARTIALS,
         ..sum.clone()
     }
 }
@@ -310,7 +310,7 @@ impl<B: Backend> PlannedSums<B> {
     pub fn matmul(&self, operands: &SumOperands<B>) -> Result<()> {
         let checked = self.check(operands);
         checked.map_err(Error::of(self.group.rank(), self.which.name()))?;
-        let program = self.part(Operation::MultiplyPartials)?;
+        let program = self.part(Operation::MULTIPLY_PARTIALS)?;
         let addends = &operands.addends;
         self.launch(
             None,
@@ -339,8 +339,8 @@ impl<B: Backend> PlannedSums<B> {
     #[track_caller]
     pub unsafe fn copy(&self, out: Bound<B>) -> Result<()> {
         let program = match self.which {
-            Which::Own => self.part(Operation::CopyPartials),
-            Which::All => self.part(Operation::CopyPartialsAndSums),
+            Which::Own => self.part(Operation::COPY_PARTIALS),
+            Which::All => self.part(Operation::COPY_PARTIALS_AND_SUMS),
         };
         self.launch(None, &program?, &Addends::default(), None, (out, &[]), None)
     }

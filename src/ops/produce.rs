@@ -27,8 +27,8 @@ use crate::schedule::plan::matrices::{MATRICES, OUT, PARTIALS};
 use crate::schedule::{Layout, Operation, Problem, Request};
 use crate::trace::Trace;
 
-const REDUCE: Operation = Operation::ProduceAndReduceScatter;
-const EXCHANGE: Operation = Operation::ProduceAndAllToAll;
+const REDUCE: Operation = Operation::PRODUCE_AND_REDUCE_SCATTER;
+const EXCHANGE: Operation = Operation::PRODUCE_AND_ALL_TO_ALL;
 
 /// Sums the rows that `produce` makes on all ranks; each rank gets its rows of the sum. Collective.
 ///

@@ -15,6 +15,7 @@ use crate::group::Group;
 use crate::one_line::write_parts;
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
+use crate::schedule::operation::{RowResult, RowSource};
 use crate::schedule::plan::matrices::{self, MATRICES};
 use crate::schedule::scaling::WeightScalings;
 use crate::schedule::{
@@ -227,7 +228,7 @@ impl ProductOptions {
             dtype,
             quantization,
         } = call.output;
-        let gathers = operation == Operation::AllGatherMatmul;
+        let gathers = operation.rows == RowSource::Gathered;
         Ok(Problem {
             beside: scales::beside::<B>(call.a_scaling, layout.k(), gathers)?,
             dtypes: DTypes::of_product([self.dtype, call.weights], dtype, quantization)?,
@@ -325,9 +326,9 @@ impl<'a, B: Backend> Addends<'a, B> {
             limit(what, outputs, 1, 1)?;
             require_same_group("residual", residual.group, group)?;
             let shape = [rows, n];
-            let what = match problem.operation {
-                Operation::MatmulReduceScatter => "residual [rows of this rank, N]",
-                _ => "residual [M, N]",
+            let what = match problem.operation.result {
+                RowResult::SumOfOwnRows => "residual [rows of this rank, N]",
+                RowResult::Kept | RowResult::SumOfAllRows | RowResult::Blocks => "residual [M, N]",
             };
             require_shape(what, shape, residual.shape)?;
             require_dtype("residual", problem.dtypes.partials, residual.dtype)?;

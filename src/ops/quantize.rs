@@ -21,7 +21,7 @@ use crate::schedule::plan::collectives::chunked;
 use crate::schedule::plan::matrices::{A, MATRICES, OUT, OUT_SCALES};
 use crate::schedule::{Config, DTypes, Form, Layout, Operation, Problem, Quantization, Schedule};
 
-const OPERATION: Operation = Operation::Quantize;
+const OPERATION: Operation = Operation::QUANTIZE;
 
 /// Quantises the rows of `x` on this rank alone: `out` gets fp8 numbers, and `scales` get their scales.
 ///

@@ -313,6 +313,6 @@ fn gather_problem(dtype: DType, layout: Layout, config: Config) -> (Problem, Con
     } else {
         config.with_route(Route::Pull)
     };
-    let operation = Operation::GatherOfMatmulAllReduce;
+    let operation = Operation::GATHER_OF_MATMUL_ALL_REDUCE;
     (Problem::new(operation, dtype, layout, 0), config)
 }

@@ -45,14 +45,14 @@ mod tests {
             let schedule = plan(&problem(operation), rank, config).unwrap();
             schedule.name()
         };
-        let product = name(Operation::AllGatherMatmul, 1, CONFIG);
+        let product = name(Operation::ALL_GATHER_MATMUL, 1, CONFIG);
         assert_eq!(product, "all_gather_matmul 8x12x16 bf16");
-        let alone = name(Operation::Multiply, 0, CONFIG);
+        let alone = name(Operation::MULTIPLY, 0, CONFIG);
         assert_eq!(alone, "matmul 8x12x16 bf16");
         let pushed = CONFIG.with_route(Route::Push);
-        let sums = name(Operation::MatmulReduceScatter, 0, pushed);
+        let sums = name(Operation::MATMUL_REDUCE_SCATTER, 0, pushed);
         assert_eq!(sums, "matmul_reduce_scatter 8x12x16 bf16");
-        let gather = name(Operation::AllGather, 0, CONFIG);
+        let gather = name(Operation::ALL_GATHER, 0, CONFIG);
         let named = "all_gather M = 8, K = 16, bf16, rows of each rank = [5, 3]";
         assert_eq!(gather, named);
     }
@@ -61,7 +61,7 @@ mod tests {
     fn transfers_are_named_by_who_moves_what() {
         let moves = |route| {
             let config = CONFIG.with_route(route);
-            let plan = plan(&problem(Operation::AllGatherMatmul), 1, config).unwrap();
+            let plan = plan(&problem(Operation::ALL_GATHER_MATMUL), 1, config).unwrap();
             plan.moves().map(|moved| moved.name()).collect::<Vec<_>>()
         };
         assert_eq!(moves(Route::Pull), ["pull rows 0..5 from rank 0"]);

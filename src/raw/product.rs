@@ -18,6 +18,7 @@ use crate::ops::own_product;
 use crate::ops::product::{Addends, ProductOptions, RawOutputs};
 use crate::ops::sum_product::{self, ScatterProduct};
 use crate::route::Route;
+use crate::schedule::operation::RowSource;
 use crate::schedule::scaling::WeightScalings;
 use crate::schedule::{
     Accumulation, Activation, Config, Operation, Quantization, Scaling, WeightLayout, Widths,
@@ -40,18 +41,21 @@ pub enum ProductKind {
 impl ProductKind {
     /// The name of the call.
     pub fn name(self) -> &'static str {
-        let operation = match self {
-            ProductKind::Matmul => Operation::Matmul,
-            ProductKind::AllGatherMatmul => Operation::AllGatherMatmul,
-            ProductKind::MatmulReduceScatter => Operation::MatmulReduceScatter,
-            ProductKind::MatmulAllReduce => Operation::MatmulAllReduce,
-        };
-        operation.name()
+        self.operation().name()
+    }
+
+    fn operation(self) -> Operation {
+        match self {
+            ProductKind::Matmul => Operation::MATMUL,
+            ProductKind::AllGatherMatmul => Operation::ALL_GATHER_MATMUL,
+            ProductKind::MatmulReduceScatter => Operation::MATMUL_REDUCE_SCATTER,
+            ProductKind::MatmulAllReduce => Operation::MATMUL_ALL_REDUCE,
+        }
     }
 
     /// True if the rows of `a` are sharded.
     pub fn gathers(self) -> bool {
-        self == ProductKind::AllGatherMatmul
+        self.operation().rows == RowSource::Gathered
     }
 }
 

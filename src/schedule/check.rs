@@ -424,7 +424,7 @@ mod tests {
                 ..Form::default()
             },
             ..Problem::new(
-                Operation::Quantize,
+                Operation::QUANTIZE,
                 DType::F16,
                 Layout::new(&[5], 200)?,
                 200,
@@ -443,7 +443,7 @@ mod tests {
                 b_scaling: [Scaling::Rows].into_iter().collect(),
                 ..Form::default()
             },
-            ..Problem::new(Operation::Matmul, operands, layout, 16)
+            ..Problem::new(Operation::MATMUL, operands, layout, 16)
         };
         plan(&problem, 0, CONFIG)
     }

@@ -466,7 +466,7 @@ mod tests {
     #[test]
     fn a_rank_that_sends_nothing_waits_for_its_own_partials() {
         let layout = Layout::new(&[0, 0, 90], 33).unwrap();
-        let problem = Problem::new(Operation::MatmulReduceScatter, DType::Bf16, layout, 5);
+        let problem = Problem::new(Operation::MATMUL_REDUCE_SCATTER, DType::Bf16, layout, 5);
         let tile = TileShape::new(64, 16, 64);
         let schedule = plan(
             &problem,

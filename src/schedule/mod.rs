@@ -8,7 +8,7 @@ pub mod form;
 pub mod hosts;
 pub mod layout;
 pub mod limits;
-mod operation;
+pub mod operation;
 mod parts;
 pub mod plan;
 mod problem;
@@ -256,7 +256,7 @@ impl Schedule {
     /// The operation's name for a profiler, with the extents of its product, or else with what ranks agree on.
     pub(crate) fn name(&self) -> String {
         let agreed = self.agreed();
-        let operation = agreed.map_or(Operation::Matmul.name(), Agreed::name);
+        let operation = agreed.map_or(Operation::MATMUL.name(), Agreed::name);
         match (self.product(), self.reduction()) {
             (Some(product), _) => {
                 let dtype = self.matrices()[product.a].dtype;
@@ -265,7 +265,7 @@ impl Schedule {
             }
             // A sum that this rank makes alone.
             (None, Some(Reduction { rows, n, .. })) if agreed.is_none() => {
-                format!("{} {rows}x{n}", Operation::Quantize)
+                format!("{} {rows}x{n}", Operation::QUANTIZE)
             }
             (None, _) => format!(
                 "{operation} {}",

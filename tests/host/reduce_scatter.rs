@@ -250,13 +250,18 @@ impl Asked {
 
     fn description(&self) -> Problem {
         let layout = Layout::new(&self.rows, 3).unwrap();
-        Problem::new(Operation::MatmulReduceScatter, DType::Bf16, layout, self.n)
+        Problem::new(
+            Operation::MATMUL_REDUCE_SCATTER,
+            DType::Bf16,
+            layout,
+            self.n,
+        )
     }
 
     /// All ranks are to have all sums, of rows so long that they are not exchanged.
     fn all(&self) -> Problem {
         Problem {
-            operation: Operation::MatmulAllReduce,
+            operation: Operation::MATMUL_ALL_REDUCE,
             n: (1 << 20) / self.rows.iter().sum::<usize>() + self.n,
             ..self.description()
         }
@@ -469,7 +474,7 @@ proptest! {
 
     #[test]
     fn few_rows_are_exchanged_once_and_added_by_every_rank(problem in any_asked(&[Route::Pull, Route::Push, Route::Store])) {
-        let description = Problem { operation: Operation::MatmulAllReduce, ..problem.description() };
+        let description = Problem { operation: Operation::MATMUL_ALL_REDUCE, ..problem.description() };
         prop_assert!(problem.rows.len() == 1 || is_one_shot(&description, &problem.config));
         let plan = |rank| plan(&description, rank, problem.config).unwrap();
         let schedules: Vec<Schedule> = (0..problem.rows.len()).map(plan).collect();
@@ -555,12 +560,12 @@ proptest! {
     #[test]
     fn what_is_stored_behind_the_product_goes_once_to_whom_adds_it(problem in any_asked(&[Route::Store])) {
         let config = problem.config.with_product_first(true);
-        let few = Problem { operation: Operation::MatmulAllReduce, ..problem.description() };
+        let few = Problem { operation: Operation::MATMUL_ALL_REDUCE, ..problem.description() };
         for description in [problem.description(), few, problem.all()] {
             let plan = |rank| plan(&description, rank, config).unwrap();
             let schedules: Vec<Schedule> = (0..problem.rows.len()).map(plan).collect();
             let layout = &description.layout;
-            let is_for_all = description.operation == Operation::MatmulAllReduce;
+            let is_for_all = description.operation == Operation::MATMUL_ALL_REDUCE;
             let one_shot = is_one_shot(&description, &config);
             let partials = match is_for_all && one_shot {
                 true => Partials::one_shot(&description, &config),
@@ -657,8 +662,8 @@ proptest! {
                 let description = Problem { operation, ..description.clone() };
                 plan(&description, rank, problem.config).unwrap()
             };
-            let all = copy(Operation::CopyPartialsAndSums);
-            let copy = copy(Operation::CopyPartials);
+            let all = copy(Operation::COPY_PARTIALS_AND_SUMS);
+            let copy = copy(Operation::COPY_PARTIALS);
             prop_assert_eq!(moved(&copy), moved(&sum));
             for schedule in [&copy, &all] {
                 prop_assert!(!schedule.handshake() && schedule.tiles().is_empty());
@@ -716,7 +721,7 @@ fn more_chunks_than_a_rank_has_flags_for_are_refused_on_every_rank_by_the_name_o
     for rank in 0..64 {
         assert!(plan(&description, rank, problem.config).is_ok());
         let all = Problem {
-            operation: Operation::MatmulAllReduce,
+            operation: Operation::MATMUL_ALL_REDUCE,
             ..problem.description()
         };
         let refused = plan(&all, rank, problem.config).unwrap_err();

@@ -136,7 +136,7 @@ fn sample<T: Multiplied>(
     let [micros] = common::medians(&common::slowest(group, &times[1..])?);
     let [m, n, k] = shape;
     let layout = Layout::balanced(m, k, group.world_size())?;
-    let operation = schedule::Operation::AllGatherMatmul;
+    let operation = schedule::Operation::ALL_GATHER_MATMUL;
     let problem = Problem::new(operation, T::DTYPE, layout, n);
     Ok(Some(Sample {
         problem,

@@ -206,7 +206,7 @@ impl sealed::Implementation for Host {
             // As much of K as keeps the widened tiles of both operands in a core's cache.
             TileShape::new(128, columns, problem.layout.k().min(512)).with_group_m(4),
             Chunking::new(4),
-            match problem.operation.is_sum() {
+            match problem.operation.sends_product() {
                 // Pulled partials would not be moved while others are made.
                 true => Route::Push,
                 false => Route::Pull,

@@ -6,6 +6,7 @@ use crate::route::Route;
 use crate::schedule::config::{Chunking, Config};
 use crate::schedule::layout::{MAX_EXTENT, RowOrder};
 use crate::schedule::limits::limit;
+use crate::schedule::operation::{OperationPart, RowSource, RowWork};
 use crate::schedule::plan::chunks::Cutter;
 use crate::schedule::plan::matrices::{
     self, A, A_SCALES, B, B_SCALES, BESIDE, BIAS, OUT, OUT_SCALES, RESIDUAL,
@@ -17,41 +18,6 @@ use crate::schedule::{
     Widths,
 };
 
-/// Gathers rows and multiplies them at the same time. A tile waits for its rows.
-pub(super) fn gather_and_multiply(
-    problem: &Problem,
-    rank: usize,
-    config: Config,
-) -> Result<Schedule> {
-    plan(problem, rank, config, Moves::Chunks, true)
-}
-
-/// Gathers rows. Each rank pulls them without a kernel, or their owners store them.
-pub(super) fn gather(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    plan(problem, rank, config, Moves::Chunks, false)
-}
-
-/// Gathers rows, which each rank pulls, whatever the configuration says.
-pub(super) fn gather_pulled(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    gather(problem, rank, pulled(config))
-}
-
-/// Multiplies rows that are gathered already. The other ranks take no part.
-pub(super) fn multiply(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    plan(problem, rank, config, Moves::Nothing, true)
-}
-
-/// The product of `matmul`, which a rank makes alone.
-pub(super) fn multiply_alone(problem: &Problem, _rank: usize, config: Config) -> Result<Schedule> {
-    // The schedule has one rank, 0.
-    multiply(problem, 0, config)
-}
-
-/// Copies the other ranks' rows without synchronisation.
-pub(super) fn copy(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    plan(problem, rank, pulled(config), Moves::Shards, false)
-}
-
 /// What a schedule moves.
 #[derive(Clone, Copy, PartialEq)]
 enum Moves {
@@ -62,21 +28,41 @@ enum Moves {
     Nothing,
 }
 
-fn pulled(config: Config) -> Config {
-    config.with_route(Route::Pull)
+impl Moves {
+    fn of(operation: Operation) -> Moves {
+        match (operation.part, operation.rows) {
+            (OperationPart::Copies, _) => Moves::Shards,
+            (OperationPart::Gather, _) => Moves::Chunks,
+            (OperationPart::Whole, RowSource::Gathered) => Moves::Chunks,
+            (OperationPart::Whole, RowSource::Own | RowSource::Root) => Moves::Nothing,
+            (OperationPart::Work, _) => Moves::Nothing,
+        }
+    }
 }
 
-fn plan(
-    problem: &Problem,
-    rank: usize,
-    config: Config,
-    moves: Moves,
-    multiplies: bool,
-) -> Result<Schedule> {
+/// True if each rank pulls the rows, whatever the configuration says.
+fn is_pulled(operation: Operation) -> bool {
+    match operation.part {
+        OperationPart::Copies => true,
+        // Sums may also be stored.
+        OperationPart::Gather => operation.rows == RowSource::Gathered,
+        OperationPart::Whole | OperationPart::Work => operation.work == RowWork::Caller,
+    }
+}
+
+/// Gathers rows, multiplies rows, or does both at the same time: then a tile waits for its rows.
+pub(super) fn plan(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let layout = &problem.layout;
     limit("rank", rank, 0, layout.world() - 1)?;
     config.check()?;
+    let operation = problem.operation;
+    let config = if is_pulled(operation) {
+        config.with_route(Route::Pull)
+    } else {
+        config
+    };
     let config = over_hosts(problem, config);
+    let (moves, multiplies) = (Moves::of(operation), operation.multiplies());
     let widths = if multiplies {
         widths(problem, &config)?
     } else {
@@ -114,9 +100,9 @@ fn plan(
 /// engines. A sum's configuration says itself that it pushes.
 pub fn over_hosts(problem: &Problem, config: Config) -> Config {
     let operation = problem.operation;
-    let is_sum = operation.is_sum() || operation == Operation::MultiplyPartials;
+    let is_sent = operation.multiplies() && operation.result.is_sent();
     match config.route {
-        Route::Pull if problem.hosts.count() > 1 && !is_sum => config.with_route(Route::Push),
+        Route::Pull if problem.hosts.count() > 1 && !is_sent => config.with_route(Route::Push),
         _ => config,
     }
 }

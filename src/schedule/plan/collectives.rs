@@ -17,13 +17,14 @@ use crate::route::Route;
 use crate::schedule::config::{Chunking, Config, TileShape};
 use crate::schedule::layout::{MAX_EXTENT, MAX_WORLD, chunk_rows};
 use crate::schedule::limits::limit;
+use crate::schedule::operation::{RowSource, RowWork};
 use crate::schedule::plan::chunks::{
     Part, RAIL_BYTES, most_on_rail, stored_parts, straight_transfer,
 };
 use crate::schedule::plan::matrices::{self, A, OUT, PARTIALS};
 use crate::schedule::plan::partials::{FEW_BYTES, Partials, is_little_for_network};
 use crate::schedule::{
-    Agreed, DTypes, Layout, MatrixSpec, Move, Operation, Parts, Problem, Region, Schedule, Transfer,
+    Agreed, DTypes, Layout, MatrixSpec, Move, Parts, Problem, Region, Schedule, Transfer,
 };
 
 /// Cuts each block into `chunks` chunks.
@@ -42,10 +43,13 @@ pub const fn stored() -> Config {
 ///
 /// Over several hosts, addends are added within a host first, as those of products.
 ///
+/// A caller makes first the blocks of the peers' rows, in ring order, then its own. Over several hosts, the rows of other
+/// hosts come before those of the own host.
+///
 /// # Errors
 /// `Kind::Limit` if N or a field of the configuration is out of bounds.
 pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    CollectivePlan::new(problem, rank, config)?.sums(Blocks::Had, SumPlace::Own)
+    CollectivePlan::new(problem, rank, config)?.sums(SumPlace::Own)
 }
 
 /// Gives each rank all inputs, and each rank adds up all rows.
@@ -57,7 +61,7 @@ pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> 
 pub(super) fn all_reduce(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let plan = CollectivePlan::new(problem, rank, config)?;
     if leaves_gather(problem) {
-        plan.sums(Blocks::Had, SumPlace::OwnAmongAll)
+        plan.sums(SumPlace::OwnAmongAll)
     } else {
         plan.all_sums()
     }
@@ -73,41 +77,17 @@ pub fn leaves_gather(problem: &Problem) -> bool {
     problem.layout.world() > 2 && !are_few
 }
 
-/// As [`reduce_scatter`], of blocks that the caller makes: first those of the peers' rows, in ring order, then its own. Over
-/// several hosts, the rows of other hosts come before those of the own host.
-///
-/// # Errors
-/// As [`reduce_scatter`].
-pub(super) fn produce_and_reduce_scatter(
-    problem: &Problem,
-    rank: usize,
-    config: Config,
-) -> Result<Schedule> {
-    CollectivePlan::new(problem, rank, config)?.sums(Blocks::Made, SumPlace::Own)
-}
-
 /// Each rank sends every rank a block of rows.
 ///
 /// Rank s sends each rank as many rows as s has in the layout of the output, and they come to lie in the place of s:
 /// row i of block p of the input of s becomes the i-th row of s in the output of rank p. Blocks for other hosts go to
-/// their ranks at once, because no two of them are the same rows.
+/// their ranks at once, because no two of them are the same rows. A caller makes first the blocks for the peers, in ring
+/// order, then its own.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
 pub(super) fn all_to_all(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    CollectivePlan::new(problem, rank, config)?.exchange(Blocks::Had)
-}
-
-/// As [`all_to_all`], of blocks that the caller makes: first those for the peers, in ring order, then its own.
-///
-/// # Errors
-/// As [`reduce_scatter`].
-pub(super) fn produce_and_all_to_all(
-    problem: &Problem,
-    rank: usize,
-    config: Config,
-) -> Result<Schedule> {
-    CollectivePlan::new(problem, rank, config)?.exchange(Blocks::Made)
+    CollectivePlan::new(problem, rank, config)?.exchange()
 }
 
 /// Gives all ranks the rows of the root, which has all rows in the layout.
@@ -119,15 +99,6 @@ pub(super) fn produce_and_all_to_all(
 /// As [`reduce_scatter`].
 pub(super) fn broadcast(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     CollectivePlan::new(problem, rank, config)?.broadcast()
-}
-
-/// Where the rows that a rank sends come from.
-#[derive(Clone, Copy, PartialEq)]
-enum Blocks {
-    /// The rank has them.
-    Had,
-    /// The caller makes them.
-    Made,
 }
 
 /// Where a rank's sums are stored.
@@ -174,9 +145,14 @@ impl<'a> CollectivePlan<'a> {
         self.problem.layout.world()
     }
 
+    /// True if the caller makes the rows that this rank sends. Otherwise the rank has them.
+    fn is_produced(&self) -> bool {
+        self.problem.operation.work == RowWork::Caller
+    }
+
     /// The parts of these rows that are each made and sent as one. The caller's are as many as the configuration says. If
     /// there are several hosts, other parts are no longer than a gather's are on the network.
-    fn cut(&self, rows: Range<usize>, blocks: Blocks) -> Vec<Part> {
+    fn cut(&self, rows: Range<usize>) -> Vec<Part> {
         let Problem {
             n, dtypes, hosts, ..
         } = self.problem;
@@ -184,12 +160,11 @@ impl<'a> CollectivePlan<'a> {
             return stored_parts(rows, *n, self.world());
         }
         let bytes = rows.len().saturating_mul(n * dtypes.operands.bytes());
-        let least = match blocks {
-            Blocks::Had if hosts.count() > 1 => {
-                let places = self.world() / hosts.count();
-                (bytes / RAIL_BYTES).min(most_on_rail(self.world() - places, 0))
-            }
-            _ => 1,
+        let least = if hosts.count() > 1 && !self.is_produced() {
+            let places = self.world() / hosts.count();
+            (bytes / RAIL_BYTES).min(most_on_rail(self.world() - places, 0))
+        } else {
+            1
         };
         let count = self.config.chunking.count.max(least);
         let height = self.config.entry_rows();
@@ -271,9 +246,9 @@ impl<'a> CollectivePlan<'a> {
             Route::Store => of_configuration("stored"),
             _ => of_configuration(format!("chunks = {}", self.config.chunking.count)),
         });
-        match self.problem.operation {
-            Operation::Broadcast => arguments.push(format!("root = {}", self.root())),
-            _ => arguments.extend(layout.agreed()),
+        match self.problem.operation.rows {
+            RowSource::Root => arguments.push(format!("root = {}", self.root())),
+            RowSource::Own | RowSource::Gathered => arguments.extend(layout.agreed()),
         }
         Agreed::new(self.problem.operation.name(), arguments)
     }

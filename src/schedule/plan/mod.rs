@@ -17,8 +17,9 @@ mod ways;
 use super::limits::require;
 pub use all_gather::over_hosts;
 
+use super::operation::{OperationPart, RowResult, RowSource, RowWork};
 use super::{Config, Operation, Problem, Schedule};
-use crate::Result;
+use crate::error::{Error, Result};
 
 /// Makes the schedule of `rank` for `problem`, cut up as `config` says.
 ///
@@ -28,31 +29,45 @@ use crate::Result;
 /// `Kind::Limit` if an extent or a field of the configuration is out of bounds, or if a
 /// schedule cannot have so many transfers, blocks or tiles. [`Kind::OutOfMemory`](crate::error::Kind::OutOfMemory).
 pub fn plan(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    let planner = match problem.operation {
-        Operation::AllGatherMatmul => all_gather::gather_and_multiply,
-        Operation::Matmul => all_gather::multiply_alone,
-        Operation::Multiply => all_gather::multiply,
-        Operation::Quantize => quantize::quantize,
-        Operation::Copy => all_gather::copy,
-        Operation::AllGather
-        | Operation::GatherOfAllReduce
-        | Operation::GatherOfMatmulAllReduce => all_gather::gather,
-        Operation::AllGatherAndConsume | Operation::Gather => all_gather::gather_pulled,
-        Operation::MatmulReduceScatter => partial_sums::reduce_scatter,
-        Operation::MatmulAllReduce => partial_sums::all_reduce,
-        Operation::MultiplyPartials => partial_sums::multiply,
-        Operation::CopyPartials => partial_sums::copy,
-        Operation::CopyPartialsAndSums => partial_sums::copy_all,
-        Operation::ReduceScatter => collectives::reduce_scatter,
-        Operation::AllReduce => collectives::all_reduce,
-        Operation::AllToAll => collectives::all_to_all,
-        Operation::Broadcast => collectives::broadcast,
-        Operation::ProduceAndReduceScatter => collectives::produce_and_reduce_scatter,
-        Operation::ProduceAndAllToAll => collectives::produce_and_all_to_all,
-    };
+    let operation = problem.operation;
+    let planner = planner(operation);
+    let planner = planner.ok_or_else(|| Error::unsupported("there must be a planner"))?;
     if problem.hosts.count() > 1 {
         let what = "over several hosts copies must not be made without synchronisation";
-        require(what, problem.operation.spans_hosts())?;
+        require(what, operation.part != OperationPart::Copies)?;
     }
+    // The schedule of a rank alone has one rank, 0.
+    let rank = if operation.is_alone() { 0 } else { rank };
     planner(problem, rank, config)
+}
+
+type Planner = fn(&Problem, usize, Config) -> Result<Schedule>;
+
+/// The planner of this point of the space of operations. None if there is no such operation.
+fn planner(operation: Operation) -> Option<Planner> {
+    use OperationPart::{Copies, Gather, Whole, Work};
+    use RowResult::{Blocks, Kept, SumOfAllRows, SumOfOwnRows};
+    use RowSource::{Gathered, Own, Root};
+    use RowWork::{Caller, Nothing, Product, Quantization};
+    let Operation {
+        rows, work, result, ..
+    } = operation;
+    Some(match (operation.part, rows, work, result) {
+        (Gather, ..) => all_gather::plan,
+        (_, Gathered, Nothing | Product | Caller, Kept) => all_gather::plan,
+        (Whole, Own, Product, Kept) => all_gather::plan,
+        (Whole, Own, Quantization, Kept) => quantize::quantize,
+
+        (Whole, Own, Product, SumOfOwnRows) => partial_sums::reduce_scatter,
+        (Whole, Own, Product, SumOfAllRows) => partial_sums::all_reduce,
+        (Work, Own, Product, SumOfOwnRows) => partial_sums::multiply,
+        (Copies, Own, Product, SumOfOwnRows) => partial_sums::copy,
+        (Copies, Own, Product, SumOfAllRows) => partial_sums::copy_all,
+
+        (Whole, Own, Nothing | Caller, SumOfOwnRows) => collectives::reduce_scatter,
+        (Whole, Own, Nothing, SumOfAllRows) => collectives::all_reduce,
+        (Whole, Own, Nothing | Caller, Blocks) => collectives::all_to_all,
+        (Whole, Root, Nothing, Kept) => collectives::broadcast,
+        _ => return None,
+    })
 }

@@ -17,7 +17,7 @@ use crate::schedule::config::{Chunking, Config};
 use crate::schedule::plan::matrices::{A, PARTIALS};
 use crate::schedule::plan::partials::{Incoming, Piece, is_one_shot};
 use crate::schedule::plan::tile_order::{self, ring};
-use crate::schedule::{Addend, Operation, OutputBlock, Problem, Reduction, Schedule, Transfer};
+use crate::schedule::{Addend, OutputBlock, Problem, Reduction, Schedule, Transfer};
 
 /// Gives each rank its rows of the sum.
 ///
@@ -140,9 +140,10 @@ fn multiply_and_reduce(planner: &SumPlan) -> Result<Schedule> {
 /// # Errors
 /// As the planner's.
 pub fn pieces(problem: &Problem, rank: usize, config: Config) -> Result<Vec<Piece>> {
-    let sums = match problem.operation {
-        Operation::MatmulAllReduce => SumOwners::All,
-        _ => SumOwners::Own,
+    let sums = if problem.operation.result.is_for_all() {
+        SumOwners::All
+    } else {
+        SumOwners::Own
     };
     Ok(SumPlan::new(problem, rank, config, sums)?.pieces(rank))
 }

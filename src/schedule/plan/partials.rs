@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use crate::route::Route;
 use crate::schedule::layout::MAX_WORLD;
-use crate::schedule::{Config, Operation, Problem};
+use crate::schedule::operation::RowResult;
+use crate::schedule::{Config, Problem};
 
 /// The length of a row of partials is a multiple of 16 bytes, which copies and loads on GPUs require.
 const ALIGNMENT: usize = 16;
@@ -30,24 +31,28 @@ pub(super) fn is_stored_by_tiles(config: &Config) -> bool {
 /// True if the sum is made in one step: each rank makes the partials of all rows, then the ranks that get the sums
 /// receive these partials and add them up.
 pub fn is_one_shot(problem: &Problem, config: &Config) -> bool {
-    match problem.operation {
-        Operation::MatmulReduceScatter => by_owners(problem, config),
-        _ if problem.hosts.count() > 1 => sends_all_partials(problem),
+    match problem.operation.result {
+        RowResult::Kept | RowResult::Blocks => false,
+        RowResult::SumOfOwnRows => by_owners(problem, config),
+        RowResult::SumOfAllRows if problem.hosts.count() > 1 => sends_all_partials(problem),
         // Between two ranks, one step moves as many bytes as two.
-        _ => are_few(problem) || config.stores_behind() && problem.layout.world() <= 2,
+        RowResult::SumOfAllRows => {
+            are_few(problem) || config.stores_behind() && problem.layout.world() <= 2
+        }
     }
 }
 
 /// True if over several hosts each rank sends its partials of all rows, which are few, to all ranks when its product is
 /// complete, whatever the configuration's route.
 pub fn sends_all_partials(problem: &Problem) -> bool {
-    let is_over_hosts = problem.hosts.count() > 1;
-    problem.operation == Operation::MatmulAllReduce && is_over_hosts && are_few(problem)
+    let operation = problem.operation;
+    let is_for_all = operation.sends_product() && operation.result.is_for_all();
+    is_for_all && problem.hosts.count() > 1 && are_few(problem)
 }
 
 /// True if over several hosts a sum follows its product, which has a schedule of its own.
 pub fn follows_product(problem: &Problem, config: &Config) -> bool {
-    let is_over_hosts = problem.operation.is_sum() && problem.hosts.count() > 1;
+    let is_over_hosts = problem.operation.sends_product() && problem.hosts.count() > 1;
     is_over_hosts && (config.route == Route::Pull || sends_all_partials(problem))
 }
 

@@ -13,7 +13,7 @@ use crate::schedule::{
 ///
 /// # Errors
 /// `Kind::Limit` if N is out of bounds. `Kind::Unsupported` if values of this type cannot be quantised.
-pub(super) fn quantize(problem: &Problem, _rank: usize, config: Config) -> Result<Schedule> {
+pub(super) fn quantize(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let (m, n) = (problem.layout.m(), problem.n);
     let DTypes {
         operands, output, ..
@@ -37,7 +37,7 @@ pub(super) fn quantize(problem: &Problem, _rank: usize, config: Config) -> Resul
     matrices[OUT] = MatrixSpec::new(output, m, n);
     matrices::specify_output_scales(&mut matrices, &sum, n)?;
     Schedule::new(Parts {
-        rank: 0,
+        rank,
         world: problem.layout.world(),
         agreed: None,
         matrices,

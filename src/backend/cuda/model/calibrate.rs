@@ -113,7 +113,7 @@ mod tests {
     fn samples(device: &Rates, shapes: &[[usize; 3]]) -> Vec<Sample> {
         let of = |&[m, n, k]: &[usize; 3]| {
             let layout = Layout::balanced(m, k, 2).unwrap();
-            let problem = Problem::new(Operation::AllGatherMatmul, DType::Bf16, layout, n);
+            let problem = Problem::new(Operation::ALL_GATHER_MATMUL, DType::Bf16, layout, n);
             let routes = [Route::Pull, Route::Push, Route::Store];
             let configs = routes.into_iter().flat_map(|route| {
                 configs(

@@ -80,7 +80,7 @@ mod tests {
 
     fn problem(rows: &[usize]) -> Problem {
         let layout = Layout::new(rows, 4096).unwrap();
-        Problem::new(Operation::AllGatherMatmul, DType::Bf16, layout, 1792)
+        Problem::new(Operation::ALL_GATHER_MATMUL, DType::Bf16, layout, 1792)
     }
 
     #[test]

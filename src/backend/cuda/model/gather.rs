@@ -280,7 +280,7 @@ mod tests {
 
     fn problem(m: usize, n: usize, k: usize, world: usize) -> Problem {
         let layout = Layout::balanced(m, k, world).unwrap();
-        Problem::new(Operation::AllGatherMatmul, DType::Bf16, layout, n)
+        Problem::new(Operation::ALL_GATHER_MATMUL, DType::Bf16, layout, n)
     }
 
     /// M, N, K, the route, the chunks, whether the last is cut, the shape, and the microseconds that two H200s took.

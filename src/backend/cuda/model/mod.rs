@@ -51,7 +51,7 @@ pub fn choose(
         return exact;
     }
     let near = measured.map(|measured| measured.alike);
-    if !problem.operation.is_sum() {
+    if !problem.operation.sends_product() {
         return gather::choose(rates, problem, numerics, pushes, near);
     }
     if pushes && near.is_none() && (2..=TARGETS).contains(&problem.layout.world()) {
@@ -68,7 +68,7 @@ pub fn choose(
 /// tiles of a chunk are left to make when the last rows have come, or a row of tiles has to be made before the first
 /// partials can go. So tiles are better whose rows take few waves, and for sums low ones.
 pub fn over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, network: f64) -> Config {
-    if problem.operation.is_sum() && is_better_first(problem) {
+    if problem.operation.sends_product() && is_better_first(problem) {
         let base = Config::new(WIDEST, Chunking::new(1), Route::Pull);
         return tiled(rates, problem, numerics, base).0;
     }
@@ -80,8 +80,8 @@ fn pushed_over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, netwo
     /// If there are fewer rows, sums have low tiles.
     const MANY_ROWS: usize = 4096;
     let m = problem.layout.m();
-    let is_sum = problem.operation.is_sum();
-    let tile = if is_sum && m < MANY_ROWS {
+    let is_sent = problem.operation.sends_product();
+    let tile = if is_sent && m < MANY_ROWS {
         WIDEST.with_cluster(1, 1)
     } else {
         WIDEST
@@ -91,7 +91,7 @@ fn pushed_over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, netwo
     let of = (base, variant_of(problem, &base));
     fastest(rates, problem, numerics, of, |tiles, config, _| {
         // Ranks whose K differ must agree on the pieces of sums.
-        let agrees = !is_sum || partial_sums::agree(problem, config, &base);
+        let agrees = !is_sent || partial_sums::agree(problem, config, &base);
         if agrees {
             until_complete(problem, config, tiles, sent)
         } else {
@@ -143,17 +143,17 @@ fn until_complete(problem: &Problem, config: &Config, tiles: &Tiles, sent: f64) 
     if follows_product(problem, config) {
         return tiles.cold() + moved;
     }
-    let is_sum = problem.operation.is_sum();
+    let is_sent = problem.operation.sends_product();
     // Pieces of sums are cut by owners. Of a gather, a tile with rows of two ranks waits for both.
     let owned = problem.layout.m() / problem.layout.world();
-    let tiles = if is_sum || config.entry_rows() <= owned {
+    let tiles = if is_sent || config.entry_rows() <= owned {
         &tiles.by_owners(problem)
     } else {
         tiles
     };
     let product = tiles.cold();
     let height = config.entry_rows();
-    let rest = match is_sum {
+    let rest = match is_sent {
         // Before the first partials go. Pieces are at least as high as a tile, and there should be many.
         true => {
             let m = problem.layout.m().max(1);
@@ -207,7 +207,7 @@ fn network_bytes(problem: &Problem) -> usize {
         n,
         ..
     } = problem;
-    let row = if problem.operation.is_sum() {
+    let row = if problem.operation.sends_product() {
         n.saturating_mul(dtypes.partials.bytes())
     } else {
         layout.k().saturating_mul(dtypes.operands.bytes())
@@ -223,7 +223,7 @@ fn network_bytes(problem: &Problem) -> usize {
 
 /// Predicts the times of an operation's parts, and last of the whole. Empty if they are not known.
 pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Prediction> {
-    if problem.operation.is_sum() {
+    if problem.operation.sends_product() {
         sums::predict(rates, problem, config)
     } else {
         gather::predict(rates, problem, config)
@@ -233,7 +233,7 @@ pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Predict
 /// The kernels that make a product, if partial sums are moved as in `config`.
 fn variant_of(problem: &Problem, config: &Config) -> Variant {
     let is_apart = config.route == Route::Pull || config.stores_behind();
-    if problem.operation.is_sum() && !is_apart {
+    if problem.operation.sends_product() && !is_apart {
         Variant::Sums
     } else {
         Variant::Forms
@@ -377,14 +377,14 @@ mod tests {
     use crate::backend::cuda::gpu::rates::H200;
     use crate::backend::cuda::program::support;
     use crate::element::DType;
-    use crate::schedule::Operation::{self, AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter};
+    use crate::schedule::Operation;
     use crate::schedule::plan::plan;
     use crate::schedule::{Hosts, Layout};
 
     #[test]
     fn what_is_chosen_over_hosts_runs_and_is_low_if_there_are_few_rows() {
         let hosts = Hosts::of(&["a", "b"]).unwrap();
-        for operation in [AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce] {
+        for operation in Operation::PRODUCTS {
             for [m, n, k] in [
                 [1024, 106_496, 16_384],
                 [4096, 16_384, 53_248],
@@ -398,7 +398,7 @@ mod tests {
                 let product = 2.0 * m as f64 * n as f64 * k as f64 / 700e6;
                 let network = network_bytes(&problem) as f64 / product;
                 let config = over_hosts(&H200, &problem, Numerics::Fast, network);
-                let route = if operation.is_sum() && m == 16 {
+                let route = if operation.sends_product() && m == 16 {
                     Route::Pull
                 } else {
                     Route::Push
@@ -407,7 +407,7 @@ mod tests {
                 let most = if m < 4096 { 128 } else { 256 };
                 assert!(config.entry_rows() <= most, "{operation} {m}: {config:?}");
                 let fast = over_hosts(&H200, &problem, Numerics::Fast, 1e6);
-                let is_wide = operation.is_sum() || m < 1024 || fast.entry_rows() == 256;
+                let is_wide = operation.sends_product() || m < 1024 || fast.entry_rows() == 256;
                 assert!(is_wide, "{operation} {m}: {fast:?}");
                 for rank in 0..2 {
                     let schedule = plan(&problem, rank, config).unwrap();
@@ -438,13 +438,18 @@ mod tests {
 
     #[test]
     fn tiles_of_a_gather_over_hosts_may_have_rows_of_several_ranks() {
-        let config = chosen_over_hosts(AllGatherMatmul, [256, 3328, 16_384], 8, 50e3);
+        let config = chosen_over_hosts(Operation::ALL_GATHER_MATMUL, [256, 3328, 16_384], 8, 50e3);
         assert!(config.entry_rows() > 256 / 16, "{config:?}");
     }
 
     #[test]
     fn low_tiles_do_not_help_if_a_chunk_has_many_rows() {
-        let config = chosen_over_hosts(AllGatherMatmul, [1024, 14_336, 4096], 1, 3300.0);
+        let config = chosen_over_hosts(
+            Operation::ALL_GATHER_MATMUL,
+            [1024, 14_336, 4096],
+            1,
+            3300.0,
+        );
         assert!(config.entry_rows() >= 128, "{config:?}");
     }
 
@@ -452,7 +457,7 @@ mod tests {
     fn a_sum_of_few_rows_over_hosts_is_made_after_its_product() {
         let hosts: Vec<usize> = (0..8).map(|rank| rank / 4).collect();
         let rows = [(16, Route::Pull), (512, Route::Pull), (1024, Route::Push)];
-        let both = [MatmulReduceScatter, MatmulAllReduce].into_iter();
+        let both = Operation::SUMS.into_iter();
         for (operation, (m, route)) in both.flat_map(|of| rows.map(|rows| (of, rows))) {
             let layout = Layout::balanced(m, 3584, 8).unwrap();
             let problem = Problem {
@@ -483,7 +488,7 @@ mod tests {
         {
             let alike = config(*shape, route, Chunking::new(1));
             let measured = Some(Measured { alike, exact: None });
-            for operation in [MatmulReduceScatter, MatmulAllReduce] {
+            for operation in Operation::SUMS {
                 for (m, n, k) in [64, 1600, 1792, 20_000]
                     .into_iter()
                     .flat_map(|k| [(48, 6144, k), (120, 2048, k), (4096, 4096, k)])
@@ -510,7 +515,7 @@ mod tests {
             alike,
             exact: Some(exact),
         });
-        for operation in [MatmulReduceScatter, MatmulAllReduce, AllGatherMatmul] {
+        for operation in Operation::PRODUCTS {
             let problem = problem(operation, 4096, 1792, 4096);
             let of = |numerics, pushes| choose(&H200, &problem, numerics, pushes, measured);
             assert_eq!(of(Numerics::Fast, true), exact);
@@ -522,7 +527,7 @@ mod tests {
     #[test]
     fn constant_weights_are_multiplied_by_as_many_ctas_as_there_are_multiprocessors() {
         let layout = Layout::new(&[8], 14_336).unwrap();
-        let mut problem = Problem::new(Operation::Matmul, DType::Bf16, layout, 4096);
+        let mut problem = Problem::new(Operation::MATMUL, DType::Bf16, layout, 4096);
         let ctas = |problem: &Problem| {
             let config = choose(&H200, problem, Numerics::Fast, true, None);
             Tiles::of(&H200, problem, &config).entries * config.tile.split_k
@@ -546,7 +551,7 @@ mod tests {
             assert!(ctas <= rates.multiprocessors, "{problem:?}: {config:?}");
             predict(rates, problem, &config).last().unwrap().micros
         };
-        for operation in [AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce] {
+        for operation in Operation::PRODUCTS {
             for [m, n, k] in [[6, 1792, 4096], [300, 1792, 4096], [4096, 1792, 8192]] {
                 let plain = problem(operation, m, n, k);
                 let gated = Problem {
@@ -554,7 +559,7 @@ mod tests {
                     ..plain.clone()
                 };
                 // Sums have no gates.
-                let gated = (!operation.is_sum()).then_some(gated);
+                let gated = (!operation.sends_product()).then_some(gated);
                 for problem in [plain].into_iter().chain(gated) {
                     let [one, few, most, all] = [1, 7, 100, 132].map(|multiprocessors| {
                         let rates = Rates {
@@ -575,7 +580,10 @@ mod tests {
         alike.tile = alike.tile.with_k_slices(4);
         let measured = Some(Measured { alike, exact: None });
         for numerics in [Numerics::Fast, Numerics::Invariant] {
-            for operation in [MatmulReduceScatter, AllGatherMatmul] {
+            for operation in [
+                Operation::MATMUL_REDUCE_SCATTER,
+                Operation::ALL_GATHER_MATMUL,
+            ] {
                 let problem = problem(operation, 4096, 4096, 1024);
                 let config = choose(&H200, &problem, numerics, false, measured);
                 assert_eq!(config.tile.k_slices, 1, "{operation}");
@@ -602,7 +610,10 @@ mod tests {
             let m = extent(index, 0.819_172_513_396, 1.0, 16384.0);
             let n = 8 * extent(index, 0.671_043_606_704, 32.0, 3584.0);
             let k = 64 * extent(index, 0.549_700_477_902, 8.0, 448.0);
-            for operation in [AllGatherMatmul, MatmulReduceScatter] {
+            for operation in [
+                Operation::ALL_GATHER_MATMUL,
+                Operation::MATMUL_REDUCE_SCATTER,
+            ] {
                 let problem = problem(operation, m, n, k);
                 let tile = choose(&H200, &problem, Numerics::Fast, true, None).tile;
                 let kernel = tile.with_k_slices(1).with_group_m(WIDEST.group_m);

@@ -18,7 +18,7 @@ use crate::backend::cuda::program::low_latency::fits;
 use crate::explanation::Prediction;
 use crate::schedule::plan::partial_sums::{agree, pieces};
 use crate::schedule::plan::partials::{LOW_ROWS, Piece, is_one_shot};
-use crate::schedule::{Chunking, Config, DTypes, Form, Numerics, Operation, Problem, Route};
+use crate::schedule::{Chunking, Config, DTypes, Form, Numerics, Problem, Route};
 
 /// Microseconds, and bytes per microsecond. Measured on two H200s; benches/NOTES.md has the traces.
 pub mod rate {
@@ -85,13 +85,13 @@ fn behind(problem: &Problem) -> f64 {
     let share = m.div_ceil(world) as f64 * row;
     let others = (world - 1) as f64;
     let step = |bytes: f64| rate::BEHIND + bytes / rate::BEHIND_STORED;
-    match problem.operation {
-        Operation::MatmulAllReduce if is_one_shot(problem, &BEHIND) => {
-            step(others * m as f64 * row)
-        }
+    if !problem.operation.result.is_for_all() {
+        step(others * share)
+    } else if is_one_shot(problem, &BEHIND) {
+        step(others * m as f64 * row)
+    } else {
         // A gather follows.
-        Operation::MatmulAllReduce => 2.0 * step(others * share),
-        _ => step(others * share),
+        2.0 * step(others * share)
     }
 }
 
@@ -154,7 +154,7 @@ const DEPTHS: [usize; 2] = [2048, 16384];
 
 /// The routes, panels and chunks of the last panel that are considered.
 fn cuts(problem: &Problem) -> &'static [(Route, usize, usize)] {
-    let is_for_all = problem.operation == Operation::MatmulAllReduce;
+    let is_for_all = problem.operation.result.is_for_all();
     match is_for_all {
         true if is_one_shot(problem, &WHOLE) => &[(Route::Store, 1, 1)],
         false => &[
@@ -256,7 +256,7 @@ fn sent(problem: &Problem, config: &Config) -> Option<Vec<(Piece, usize)>> {
         return Some(vec![(Piece { owner: 1, rows }, world - 1)]);
     }
     let pieces = pieces(problem, 0, *config).ok()?;
-    let is_for_all = problem.operation == Operation::MatmulAllReduce;
+    let is_for_all = problem.operation.result.is_for_all();
     let to = |piece: &Piece| match piece.owner {
         0 if is_for_all => world - 1,
         0 => 0,
@@ -362,10 +362,10 @@ impl<'a> Model<'a> {
         let (m, world) = (problem.layout.m(), problem.layout.world());
         let own = problem.layout.rows_of(0).len();
         // How many rows are made to be sent, and how many rows are sent.
-        let (made, sent) = match (self.one_shot, problem.operation) {
+        let (made, sent) = match (self.one_shot, problem.operation.result.is_for_all()) {
             (true, _) => (m, m * (world - 1)),
-            (_, Operation::MatmulAllReduce) => (m, m - own + own * (world - 1)),
-            _ => (m - own, m - own),
+            (false, true) => (m, m - own + own * (world - 1)),
+            (false, false) => (m - own, m - own),
         };
         let &KernelModel {
             slots,
@@ -405,10 +405,12 @@ impl<'a> Model<'a> {
     fn by_low_latency(&self) -> f64 {
         let problem = self.problem;
         let [m, n, world] = [problem.layout.m(), problem.n, problem.layout.world()];
-        let elements = match problem.operation {
-            Operation::MatmulAllReduce => m * n * (world - 1),
-            _ => m * n * (world - 1) / world,
+        let receivers = if problem.operation.result.is_for_all() {
+            world
+        } else {
+            1
         };
+        let elements = m * n * (world - 1) * receivers / world;
         let sent = (2 * elements * problem.dtypes.partials.bytes()) as f64;
         let Stores { bytes, low_latency } = self.kernel.stores;
         self.kernel.of_tiles + sent / bytes + low_latency
@@ -436,7 +438,7 @@ mod tests {
     use crate::backend::cuda::program::support;
     use crate::element::DType;
     use crate::schedule::Layout;
-    use crate::schedule::Operation::{MatmulAllReduce, MatmulReduceScatter};
+    use crate::schedule::Operation;
     use crate::schedule::plan::plan;
 
     fn problem(operation: Operation, rows: &[usize], n: usize, k: usize) -> Problem {
@@ -458,28 +460,28 @@ mod tests {
         use Route::{Push, Store};
         #[rustfmt::skip]
         const MEASURED: [Point; 22] = [
-            (MatmulReduceScatter, [256, 8192, 3584], Store, [128, 1, 2], [1, 1], 53.0),
-            (MatmulReduceScatter, [512, 8192, 3584], Store, [128, 2, 1], [1, 1], 67.0),
-            (MatmulReduceScatter, [1024, 4096, 1792], Store, [128, 2, 1], [1, 1], 43.0),
-            (MatmulReduceScatter, [1024, 4096, 1792], Store, [256, 1, 1], [1, 1], 50.0),
-            (MatmulReduceScatter, [1024, 8192, 3584], Store, [256, 2, 1], [1, 1], 109.0),
-            (MatmulReduceScatter, [1024, 8192, 3584], Push, [256, 2, 1], [1, 1], 94.0),
-            (MatmulReduceScatter, [4096, 4096, 1792], Store, [256, 2, 1], [1, 8], 128.0),
-            (MatmulReduceScatter, [4096, 4096, 1792], Push, [256, 2, 1], [1, 2], 105.0),
-            (MatmulReduceScatter, [4096, 4096, 1792], Push, [256, 2, 1], [1, 3], 113.0),
-            (MatmulReduceScatter, [4096, 4096, 1792], Push, [256, 2, 1], [1, 4], 119.0),
-            (MatmulReduceScatter, [8192, 4096, 1792], Push, [256, 2, 1], [1, 2], 187.0),
-            (MatmulReduceScatter, [8192, 4096, 1792], Push, [256, 2, 1], [1, 4], 191.0),
-            (MatmulReduceScatter, [8192, 4096, 1792], Store, [256, 2, 1], [1, 8], 241.0),
-            (MatmulReduceScatter, [16384, 4096, 1792], Push, [256, 2, 1], [1, 4], 354.0),
-            (MatmulReduceScatter, [8192, 8192, 3584], Push, [224, 2, 1], [1, 2], 650.0),
-            (MatmulReduceScatter, [8192, 8192, 3584], Store, [256, 2, 1], [1, 8], 749.0),
-            (MatmulAllReduce, [512, 8192, 3584], Store, [128, 2, 1], [1, 1], 79.0),
-            (MatmulAllReduce, [1024, 8192, 3584], Store, [256, 2, 1], [1, 1], 131.0),
-            (MatmulAllReduce, [4096, 4096, 1792], Push, [256, 2, 1], [2, 1], 163.0),
-            (MatmulAllReduce, [8192, 4096, 1792], Push, [256, 2, 1], [4, 1], 285.0),
-            (MatmulAllReduce, [8192, 8192, 3584], Push, [256, 2, 1], [2, 1], 758.0),
-            (MatmulAllReduce, [8192, 8192, 3584], Push, [256, 2, 1], [4, 1], 729.0),
+            (Operation::MATMUL_REDUCE_SCATTER, [256, 8192, 3584], Store, [128, 1, 2], [1, 1], 53.0),
+            (Operation::MATMUL_REDUCE_SCATTER, [512, 8192, 3584], Store, [128, 2, 1], [1, 1], 67.0),
+            (Operation::MATMUL_REDUCE_SCATTER, [1024, 4096, 1792], Store, [128, 2, 1], [1, 1], 43.0),
+            (Operation::MATMUL_REDUCE_SCATTER, [1024, 4096, 1792], Store, [256, 1, 1], [1, 1], 50.0),
+            (Operation::MATMUL_REDUCE_SCATTER, [1024, 8192, 3584], Store, [256, 2, 1], [1, 1], 109.0),
+            (Operation::MATMUL_REDUCE_SCATTER, [1024, 8192, 3584], Push, [256, 2, 1], [1, 1], 94.0),
+            (Operation::MATMUL_REDUCE_SCATTER, [4096, 4096, 1792], Store, [256, 2, 1], [1, 8], 128.0),
+            (Operation::MATMUL_REDUCE_SCATTER, [4096, 4096, 1792], Push, [256, 2, 1], [1, 2], 105.0),
+            (Operation::MATMUL_REDUCE_SCATTER, [4096, 4096, 1792], Push, [256, 2, 1], [1, 3], 113.0),
+            (Operation::MATMUL_REDUCE_SCATTER, [4096, 4096, 1792], Push, [256, 2, 1], [1, 4], 119.0),
+            (Operation::MATMUL_REDUCE_SCATTER, [8192, 4096, 1792], Push, [256, 2, 1], [1, 2], 187.0),
+            (Operation::MATMUL_REDUCE_SCATTER, [8192, 4096, 1792], Push, [256, 2, 1], [1, 4], 191.0),
+            (Operation::MATMUL_REDUCE_SCATTER, [8192, 4096, 1792], Store, [256, 2, 1], [1, 8], 241.0),
+            (Operation::MATMUL_REDUCE_SCATTER, [16384, 4096, 1792], Push, [256, 2, 1], [1, 4], 354.0),
+            (Operation::MATMUL_REDUCE_SCATTER, [8192, 8192, 3584], Push, [224, 2, 1], [1, 2], 650.0),
+            (Operation::MATMUL_REDUCE_SCATTER, [8192, 8192, 3584], Store, [256, 2, 1], [1, 8], 749.0),
+            (Operation::MATMUL_ALL_REDUCE, [512, 8192, 3584], Store, [128, 2, 1], [1, 1], 79.0),
+            (Operation::MATMUL_ALL_REDUCE, [1024, 8192, 3584], Store, [256, 2, 1], [1, 1], 131.0),
+            (Operation::MATMUL_ALL_REDUCE, [4096, 4096, 1792], Push, [256, 2, 1], [2, 1], 163.0),
+            (Operation::MATMUL_ALL_REDUCE, [8192, 4096, 1792], Push, [256, 2, 1], [4, 1], 285.0),
+            (Operation::MATMUL_ALL_REDUCE, [8192, 8192, 3584], Push, [256, 2, 1], [2, 1], 758.0),
+            (Operation::MATMUL_ALL_REDUCE, [8192, 8192, 3584], Push, [256, 2, 1], [4, 1], 729.0),
         ];
         for (operation, [m, n, k], route, of_shape, [count, last], measured) in MEASURED {
             let problem = problem(operation, &[m / 2; 2], n, k);
@@ -497,7 +499,7 @@ mod tests {
 
     #[test]
     fn what_a_model_takes_at_the_least_is_no_more_than_it_takes() {
-        for operation in [MatmulReduceScatter, MatmulAllReduce] {
+        for operation in Operation::SUMS {
             for (rows, n) in [
                 (&[1, 0][..], 8),
                 (&[37, 36, 0], 552),
@@ -535,7 +537,7 @@ mod tests {
 
     #[test]
     fn each_rank_splits_the_k_that_it_has() {
-        for operation in [MatmulReduceScatter, MatmulAllReduce] {
+        for operation in Operation::SUMS {
             let split = |k| {
                 let problem = problem(operation, &[8; 2], 1024, k);
                 choose(&H200, &problem, Numerics::Fast).tile.split_k
@@ -546,7 +548,7 @@ mod tests {
 
     #[test]
     fn few_rows_are_stored_many_copied_and_the_last_block_in_parts() {
-        for operation in [MatmulReduceScatter, MatmulAllReduce] {
+        for operation in Operation::SUMS {
             for (m, n) in [
                 (2, 4096),
                 (16, 8192),
@@ -570,14 +572,14 @@ mod tests {
     fn sums_behind_the_product_come_within_a_seventh_of_what_was_measured() {
         // On two H200s, in microseconds.
         const MEASURED: [(Operation, [usize; 3], f64); 8] = [
-            (MatmulAllReduce, [339, 3328, 18_816], 99.5),
-            (MatmulAllReduce, [367, 10_688, 3328], 82.1),
-            (MatmulAllReduce, [524, 3456, 4096], 55.9),
-            (MatmulAllReduce, [1042, 2432, 512], 40.6),
-            (MatmulReduceScatter, [339, 3328, 18_816], 93.9),
-            (MatmulReduceScatter, [466, 4352, 2048], 39.6),
-            (MatmulReduceScatter, [506, 7936, 3328], 67.4),
-            (MatmulReduceScatter, [1879, 640, 3072], 33.9),
+            (Operation::MATMUL_ALL_REDUCE, [339, 3328, 18_816], 99.5),
+            (Operation::MATMUL_ALL_REDUCE, [367, 10_688, 3328], 82.1),
+            (Operation::MATMUL_ALL_REDUCE, [524, 3456, 4096], 55.9),
+            (Operation::MATMUL_ALL_REDUCE, [1042, 2432, 512], 40.6),
+            (Operation::MATMUL_REDUCE_SCATTER, [339, 3328, 18_816], 93.9),
+            (Operation::MATMUL_REDUCE_SCATTER, [466, 4352, 2048], 39.6),
+            (Operation::MATMUL_REDUCE_SCATTER, [506, 7936, 3328], 67.4),
+            (Operation::MATMUL_REDUCE_SCATTER, [1879, 640, 3072], 33.9),
         ];
         for (operation, [m, n, k], micros) in MEASURED {
             let problem = problem(operation, &[m / 2, m - m / 2], n, k);
@@ -590,7 +592,7 @@ mod tests {
 
     #[test]
     fn sums_follow_products_that_other_kernels_make_much_faster() {
-        for operation in [MatmulReduceScatter, MatmulAllReduce] {
+        for operation in Operation::SUMS {
             for (m, n) in [(27, 24_248), (367, 10_688)] {
                 assert!(chosen(operation, m, n).stores_behind(), "{m} {n}");
             }
@@ -612,7 +614,7 @@ mod tests {
             ] {
                 let mut rows = vec![m; world];
                 rows[world / 2] = 0;
-                for operation in [MatmulReduceScatter, MatmulAllReduce] {
+                for operation in Operation::SUMS {
                     let problem = problem(operation, &rows, n, 64);
                     let config = choose(&H200, &problem, Numerics::Fast);
                     for rank in 0..world {
@@ -630,7 +632,7 @@ mod tests {
 
     #[test]
     fn ranks_whose_k_differ_agree_and_where_bits_depend_on_k_alone_nobody_cuts_it() {
-        for operation in [MatmulReduceScatter, MatmulAllReduce] {
+        for operation in Operation::SUMS {
             for m in [1, 64, 700, 5000] {
                 for n in [8, 1000, 8192] {
                     let of = |k| problem(operation, &[m, 2 * m, 0], n, k);

@@ -4,7 +4,7 @@ use super::variant_of;
 use crate::backend::cuda::gpu::kernels::{self, Variant};
 use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::program::quantized::{fit, result_bytes};
-use crate::schedule::{Config, Operation, Problem, TileShape};
+use crate::schedule::{Config, Problem, TileShape};
 
 /// The most waves for which slices are considered. With more waves, the last one matters little.
 const MOST_WAVES: usize = 12;
@@ -174,7 +174,7 @@ impl SliceSums {
 /// Whether a product's kernel is taken to begin early. For sums the ranks must choose alike, and may promise different
 /// things.
 pub fn begins_early(problem: &Problem) -> bool {
-    problem.operation == Operation::Matmul && problem.form.constant_weights
+    problem.operation.is_alone() && problem.form.constant_weights
 }
 
 /// The time of the kernel that quantises a product's results, if its own kernel does not. Without end if it cannot.
@@ -262,7 +262,7 @@ impl<'a> Tiles<'a> {
         let variant = variant_of(problem, config);
         let arithmetic = Arithmetic::of(problem, config);
         let tiles = Tiles::new(rates, config, variant, shape, arithmetic);
-        let gathered = !problem.operation.is_sum() && problem.layout.world() > 1;
+        let gathered = !problem.operation.sends_product() && problem.layout.world() > 1;
         // Rows arrive at some CTAs' tiles before others', so these CTAs do not load at the same time.
         let apart = gathered && problem.layout.m() > tiles.rows;
         Tiles {

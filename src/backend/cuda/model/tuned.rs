@@ -40,7 +40,11 @@ pub fn agree(one: &Config, other: &Config) -> bool {
 /// The extents of a problem that all ranks have alike. If rows are gathered, N may differ between ranks; if partials
 /// are added, K may.
 fn alike(operation: Operation, [m, n, k]: [usize; 3]) -> [usize; 2] {
-    if operation.is_sum() { [m, n] } else { [m, k] }
+    if operation.sends_product() {
+        [m, n]
+    } else {
+        [m, k]
+    }
 }
 
 /// The lines for this rank's GPU and world size.
@@ -130,7 +134,7 @@ impl Table {
         let (_, nearest) = near.min_by(|(x, _), (y, _)| x.total_cmp(y))?;
         let alike = nearest.config;
         let agrees = |config: &Config| {
-            if problem.operation.is_sum() {
+            if problem.operation.sends_product() {
                 partial_sums::agree(problem, config, &alike)
             } else {
                 agree(config, &alike)
@@ -200,7 +204,7 @@ mod tests {
 
     /// The chunks of the most similar line, and the width of this problem's own tiles.
     fn find(table: &Table, m: usize, n: usize, k: usize) -> Option<(usize, Option<usize>)> {
-        find_for(table, Operation::AllGatherMatmul, DType::F16, [m, n, k])
+        find_for(table, Operation::ALL_GATHER_MATMUL, DType::F16, [m, n, k])
     }
 
     fn find_for(
@@ -292,7 +296,7 @@ mod tests {
 
     #[test]
     fn ranks_whose_parts_of_k_differ_find_what_they_must_agree_on_in_one_line() {
-        for operation in [Operation::MatmulReduceScatter, Operation::MatmulAllReduce] {
+        for operation in Operation::SUMS {
             let lines = [line(4096, 1792, 2, 224), line(4096, 512, 5, 64)];
             let lines = lines.map(|line| line.replace("all_gather_matmul", operation.name()));
             let table = table(&lines.join("\n"), "GPU", 4).unwrap();
@@ -345,8 +349,8 @@ mod tests {
     fn lines_of_other_operations_are_not_used() {
         let table = table(LINE, "GPU", 4).unwrap();
         let find = |operation| find_for(&table, operation, DType::Bf16, [4096, 1792, 4096]);
-        assert_eq!(find(Operation::AllGatherMatmul), Some((2, Some(224))));
-        assert_eq!(find(Operation::Matmul), None);
+        assert_eq!(find(Operation::ALL_GATHER_MATMUL), Some((2, Some(224))));
+        assert_eq!(find(Operation::MATMUL), None);
     }
 
     #[test]
@@ -379,9 +383,9 @@ pub mod fuzzing {
 
     const GPU: &str = "NVIDIA H200";
     const OPERATIONS: [Operation; 3] = [
-        Operation::AllGatherMatmul,
-        Operation::MatmulReduceScatter,
-        Operation::MatmulAllReduce,
+        Operation::ALL_GATHER_MATMUL,
+        Operation::MATMUL_REDUCE_SCATTER,
+        Operation::MATMUL_ALL_REDUCE,
     ];
 
     /// A table.

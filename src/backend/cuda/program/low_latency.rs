@@ -120,7 +120,7 @@ pub const NONE: GemmeshLowLatency = GemmeshLowLatency {
 mod tests {
     use super::*;
     use crate::element::DType;
-    use crate::schedule::Operation::{self, MatmulAllReduce, MatmulReduceScatter};
+    use crate::schedule::Operation;
     use crate::schedule::plan::partials::LOW_ROWS;
     use crate::schedule::plan::plan;
     use crate::schedule::{Chunking, Layout, Problem, Route, TileShape};
@@ -147,7 +147,7 @@ mod tests {
             let (m, world) = (rows.iter().sum::<usize>(), rows.len());
             let all = LowLatencyRows(vec![0..m; world]);
             assert_eq!(
-                areas_of(MatmulAllReduce, rows, 1000),
+                areas_of(Operation::MATMUL_ALL_REDUCE, rows, 1000),
                 vec![Some(all); world]
             );
             let mut end = 0;
@@ -158,7 +158,7 @@ mod tests {
             });
             let own = LowLatencyRows(own.collect());
             assert_eq!(
-                areas_of(MatmulReduceScatter, rows, 1000),
+                areas_of(Operation::MATMUL_REDUCE_SCATTER, rows, 1000),
                 vec![Some(own); world]
             );
         }
@@ -171,7 +171,7 @@ mod tests {
                 for n in [1, 8, 1000, 2048, 8184, 8192, 8200, 1 << 19] {
                     let mut rows = vec![0; world];
                     rows[world - 1] = m;
-                    for operation in [MatmulReduceScatter, MatmulAllReduce] {
+                    for operation in Operation::SUMS {
                         for schedule in planned(operation, &rows, n, LOW_ROWS) {
                             let is_low_latency = LowLatencyRows::of(&schedule).is_some();
                             assert_eq!(schedule.is_one_shot(), is_low_latency, "{world} {m} {n}");
@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     fn what_is_too_large_or_made_by_other_kernels_is_not_sent_by_low_latency() {
-        for operation in [MatmulReduceScatter, MatmulAllReduce] {
+        for operation in Operation::SUMS {
             for schedule in planned(operation, &[20, 30], 256, 128) {
                 assert_eq!(LowLatencyRows::of(&schedule), None);
             }
@@ -194,12 +194,12 @@ mod tests {
         // Ranks without rows make only others' rows, in one block. This is not one-shot, because the transfers wait for
         // the block.
         assert_eq!(
-            areas_of(MatmulReduceScatter, &[0, 0, 90], 4096),
+            areas_of(Operation::MATMUL_REDUCE_SCATTER, &[0, 0, 90], 4096),
             [None, None, None]
         );
         // Rows of more than one tile are sent as they are made, too.
         assert!(
-            areas_of(MatmulAllReduce, &[100, 30], 256)
+            areas_of(Operation::MATMUL_ALL_REDUCE, &[100, 30], 256)
                 .iter()
                 .all(Option::is_some)
         );

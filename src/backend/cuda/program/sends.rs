@@ -128,10 +128,10 @@ mod tests {
     fn what_is_sent_is_sought_where_it_was_sent() {
         for (rows, n) in [([5, 1, 0], 1024), ([16, 16, 16], 2048), ([1, 2, 40], 8)] {
             for operation in [
-                Operation::AllGather,
-                Operation::ReduceScatter,
-                Operation::AllToAll,
-                Operation::AllReduce,
+                Operation::ALL_GATHER,
+                Operation::REDUCE_SCATTER,
+                Operation::ALL_TO_ALL,
+                Operation::ALL_REDUCE,
             ] {
                 let layout = Layout::new(&rows, n).unwrap();
                 let problem = Problem::new(operation, DType::Bf16, layout, n);
@@ -185,7 +185,7 @@ mod tests {
     fn many_rows_are_not_sent_by_low_latency() {
         for (rows, expected) in [(16, true), (17, false)] {
             let layout = Layout::new(&[rows; 4], 4096).unwrap();
-            let problem = Problem::new(Operation::ReduceScatter, DType::Bf16, layout, 4096);
+            let problem = Problem::new(Operation::REDUCE_SCATTER, DType::Bf16, layout, 4096);
             let plan = plan(&problem, 1, stored()).unwrap();
             assert_eq!(is_low_latency(&plan), expected, "{rows} rows a rank");
         }

@@ -180,9 +180,7 @@ mod tests {
     use super::*;
     use crate::element::DType;
     use crate::error::Kind;
-    use crate::schedule::Operation::{
-        self, AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, MultiplyPartials,
-    };
+    use crate::schedule::Operation;
     use crate::schedule::plan::plan;
     use crate::schedule::{Chunking, Config, DTypes, Hosts, Layout, Problem, RowOrder, TileShape};
 
@@ -197,9 +195,9 @@ mod tests {
     fn all_schedules_of_partial_sums_run_on_gpus() {
         for rows in [&[5, 3][..], &[8, 0], &[0, 8], &[8], &[3, 0, 40], &[4; 8]] {
             for rank in 0..rows.len() {
-                let multiply = plan(&problem(MultiplyPartials, rows), rank, CONFIG);
+                let multiply = plan(&problem(Operation::MULTIPLY_PARTIALS, rows), rank, CONFIG);
                 assert_eq!(check(&multiply.unwrap()), Ok(Destination::One));
-                for operation in [MatmulReduceScatter, MatmulAllReduce] {
+                for operation in Operation::SUMS {
                     let problem = problem(operation, rows);
                     let plan = |route| plan(&problem, rank, CONFIG.with_route(route)).unwrap();
                     assert_eq!(check(&plan(Route::Pull)), Ok(Destination::One));
@@ -214,15 +212,15 @@ mod tests {
     #[test]
     fn all_schedules_over_hosts_run_on_gpus() {
         const OPERATIONS: [Operation; 9] = [
-            AllGatherMatmul,
-            MatmulReduceScatter,
-            MatmulAllReduce,
-            Operation::AllGather,
-            Operation::ReduceScatter,
-            Operation::ProduceAndReduceScatter,
-            Operation::AllReduce,
-            Operation::Broadcast,
-            Operation::AllToAll,
+            Operation::ALL_GATHER_MATMUL,
+            Operation::MATMUL_REDUCE_SCATTER,
+            Operation::MATMUL_ALL_REDUCE,
+            Operation::ALL_GATHER,
+            Operation::REDUCE_SCATTER,
+            Operation::PRODUCE_AND_REDUCE_SCATTER,
+            Operation::ALL_REDUCE,
+            Operation::BROADCAST,
+            Operation::ALL_TO_ALL,
         ];
         for (hosts, rows) in [
             ("ab", &[5, 3][..]),
@@ -246,9 +244,9 @@ mod tests {
                     let schedule = plan(&problem, rank, config).unwrap();
                     let checked = check(&schedule);
                     assert!(checked.is_ok(), "{hosts} {operation} {rank}: {checked:?}");
-                    let is_sum = [MatmulReduceScatter, MatmulAllReduce].contains(&operation);
+                    let is_sum = Operation::SUMS.contains(&operation);
                     let has_places = matches!(checked, Ok(Destination::Places(_)));
-                    let is_made_first = operation == MatmulAllReduce && n == 12;
+                    let is_made_first = operation == Operation::MATMUL_ALL_REDUCE && n == 12;
                     let is_sent_on = is_sum && !is_made_first;
                     assert_eq!(has_places, is_sent_on, "{hosts} {operation} {rank}");
                     if is_sum {
@@ -264,19 +262,23 @@ mod tests {
     #[test]
     fn the_queues_have_room_for_long_shards_over_hosts() {
         let operations = [
-            (AllGatherMatmul, 1 << 13),
-            (Operation::AllGather, 0),
-            (MatmulReduceScatter, 1 << 13),
-            (MatmulAllReduce, 1 << 13),
-            (Operation::ReduceScatter, 1 << 13),
-            (Operation::AllReduce, 1 << 13),
-            (Operation::ProduceAndReduceScatter, 1 << 13),
+            (Operation::ALL_GATHER_MATMUL, 1 << 13),
+            (Operation::ALL_GATHER, 0),
+            (Operation::MATMUL_REDUCE_SCATTER, 1 << 13),
+            (Operation::MATMUL_ALL_REDUCE, 1 << 13),
+            (Operation::REDUCE_SCATTER, 1 << 13),
+            (Operation::ALL_REDUCE, 1 << 13),
+            (Operation::PRODUCE_AND_REDUCE_SCATTER, 1 << 13),
         ];
         for (hosts, places) in [(2, 2), (2, 8), (4, 8), (8, 8)] {
             let world = hosts * places;
             let names: Vec<usize> = (0..world).map(|rank| rank / places).collect();
             for (operation, n) in operations {
-                let k = if operation.is_sum() { 1024 } else { 1 << 13 };
+                let k = if operation.sends_product() {
+                    1024
+                } else {
+                    1 << 13
+                };
                 // 256 MiB a rank.
                 let layout = Layout::new(&vec![1 << 14; world], k).unwrap();
                 let problem = Problem {
@@ -306,7 +308,7 @@ mod tests {
             let layout = layout.clone().staged(stages, RowOrder::ByRank).unwrap();
             let problem = Problem {
                 hosts: Hosts::of(&names).unwrap(),
-                ..Problem::new(AllGatherMatmul, DType::Bf16, layout, 1 << 13)
+                ..Problem::new(Operation::ALL_GATHER_MATMUL, DType::Bf16, layout, 1 << 13)
             };
             let config = Config::new(TileShape::new(256, 256, 64), Chunking::new(1), Route::Push);
             let checked = check(&plan(&problem, 3, config).unwrap());
@@ -317,10 +319,10 @@ mod tests {
     #[test]
     fn all_schedules_of_no_rows_run_on_gpus() {
         for operation in [
-            MatmulReduceScatter,
-            MatmulAllReduce,
-            MultiplyPartials,
-            AllGatherMatmul,
+            Operation::MATMUL_REDUCE_SCATTER,
+            Operation::MATMUL_ALL_REDUCE,
+            Operation::MULTIPLY_PARTIALS,
+            Operation::ALL_GATHER_MATMUL,
         ] {
             let problem = problem(operation, &[0; 9]);
             for route in [Route::Pull, Route::Push, Route::Store] {
@@ -333,7 +335,7 @@ mod tests {
 
     #[test]
     fn partials_are_stored_to_seven_peers_at_the_most() {
-        for operation in [MatmulReduceScatter, MatmulAllReduce] {
+        for operation in Operation::SUMS {
             let problem = problem(operation, &[4; 9]);
             let plan = |route| plan(&problem, 2, CONFIG.with_route(route)).unwrap();
             assert!(matches!(
@@ -364,7 +366,11 @@ mod tests {
 
     #[test]
     fn what_a_kernel_stores_takes_no_room_in_the_devices_queues() {
-        for operation in [MatmulReduceScatter, MatmulAllReduce, AllGatherMatmul] {
+        for operation in [
+            Operation::MATMUL_REDUCE_SCATTER,
+            Operation::MATMUL_ALL_REDUCE,
+            Operation::ALL_GATHER_MATMUL,
+        ] {
             let problem = problem(operation, &[40; 2]);
             let schedule = plan(&problem, 0, CONFIG.with_route(Route::Store)).unwrap();
             assert!(schedule.moves().next().is_some());
@@ -381,7 +387,7 @@ mod tests {
         for (count, last) in [(1, 1), (1, 4), (2, 2), (4, 8), (8, 8)] {
             let chunking = Chunking::new(count).with_last(last);
             let config = Config::new(TileShape::new(128, 256, 64), chunking, Route::Push);
-            for operation in [MatmulReduceScatter, MatmulAllReduce] {
+            for operation in Operation::SUMS {
                 let schedule = plan(&problem(operation), 3, config).unwrap();
                 let counted = commands(&schedule);
                 assert!(enqueued(&schedule) <= counted && counted <= COMMANDS);
@@ -407,14 +413,21 @@ mod tests {
             let schedule = |route| plan(&problem, 0, config.with_route(route)).unwrap();
             [Route::Pull, Route::Push, Route::Store].map(|route| check(&schedule(route)).is_ok())
         };
-        for operation in [MatmulReduceScatter, MatmulAllReduce] {
+        for operation in Operation::SUMS {
             assert_eq!(stored(operation, DType::Bf16), [true; 3], "{operation}");
         }
         for dtype in [DType::F32, DType::F16, DType::F8E4M3] {
-            assert_eq!(stored(MatmulReduceScatter, dtype), [true; 3], "{dtype}");
+            assert_eq!(
+                stored(Operation::MATMUL_REDUCE_SCATTER, dtype),
+                [true; 3],
+                "{dtype}"
+            );
         }
         // Pulled partials are added everywhere.
         let pulled_only = [true, false, false];
-        assert_eq!(stored(MatmulAllReduce, DType::F8E4M3), pulled_only);
+        assert_eq!(
+            stored(Operation::MATMUL_ALL_REDUCE, DType::F8E4M3),
+            pulled_only
+        );
     }
 }

@@ -76,7 +76,7 @@ mod tests {
     #[test]
     fn who_passes_on_waits_for_the_source_too() {
         let layout = Layout::new(&[512, 0, 0], 16).unwrap();
-        let problem = Problem::new(Operation::Broadcast, DType::U8, layout, 16);
+        let problem = Problem::new(Operation::BROADCAST, DType::U8, layout, 16);
         let schedule = |rank| plan(&problem, rank, chunked(2)).unwrap();
         let waits = |rank| Waits::of(&schedule(rank), true, u64::MAX);
         let streams = |ready, done| Waits::Streams { ready, done };

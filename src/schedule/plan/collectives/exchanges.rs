@@ -1,6 +1,6 @@
 //! Rows that ranks exchange, and rows of a root. Nothing is added.
 
-use super::{Blocks, CollectivePlan};
+use super::CollectivePlan;
 use crate::Result;
 use crate::route::Route;
 use crate::schedule::plan::chunks::{Cutter, Part};
@@ -10,15 +10,16 @@ use crate::schedule::plan::tile_order::ring;
 use crate::schedule::{Move, Region, Request, Schedule, Transfer};
 
 impl CollectivePlan<'_> {
-    pub(super) fn exchange(&self, blocks: Blocks) -> Result<Schedule> {
+    pub(super) fn exchange(&self) -> Result<Schedule> {
         let (layout, world) = (&self.problem.layout, self.world());
         let most = layout.rows().into_iter().max().unwrap_or(0);
-        let callers = match blocks {
-            Blocks::Had => 0,
-            Blocks::Made => (world - 1) * most,
+        let callers = if self.is_produced() {
+            (world - 1) * most
+        } else {
+            0
         };
         let room = Partials::of_callers(self.problem, callers, 0);
-        let exchange = BlockTransfers { plan: self, blocks };
+        let exchange = BlockTransfers { plan: self };
         // A matrix has the same extents on all ranks, those of the longest input.
         let mut parts = self.parts([world * most, layout.m()], &room);
         parts.arrivals = exchange.arrivals();
@@ -57,9 +58,7 @@ impl CollectivePlan<'_> {
                 layout.m() * number / count..layout.m() * (number + 1) / count
             }
         };
-        let chunks: Vec<Vec<Part>> = (0..count)
-            .map(|number| self.cut(share(number), Blocks::Had))
-            .collect();
+        let chunks: Vec<Vec<Part>> = (0..count).map(|number| self.cut(share(number))).collect();
         let first = |share: usize| {
             if stored {
                 0
@@ -111,22 +110,22 @@ impl CollectivePlan<'_> {
 /// The transfers between ranks, if nothing is added up.
 struct BlockTransfers<'a> {
     plan: &'a CollectivePlan<'a>,
-    blocks: Blocks,
 }
 
 impl BlockTransfers<'_> {
     /// The parts of the rows that a rank sends to each other rank.
     fn parts_of(&self, from: usize) -> Vec<Part> {
         let rows = self.plan.problem.layout.rows_of(from);
-        self.plan.cut(rows, self.blocks)
+        self.plan.cut(rows)
     }
 
     /// The region in the memory of `from` of a part that it sends to `to`.
     fn source(&self, [from, to]: [usize; 2], Part { rows, columns }: &Part) -> Region {
         let own = self.plan.problem.layout.rows_of(from);
-        let (matrix, before) = match self.blocks {
-            Blocks::Had => (A, to),
-            Blocks::Made => (PARTIALS, among_others(to, from)),
+        let (matrix, before) = if self.plan.is_produced() {
+            (PARTIALS, among_others(to, from))
+        } else {
+            (A, to)
         };
         let first = before * own.len() + rows.start - own.start;
         self.plan.part(matrix, first..first + rows.len(), columns)
@@ -134,7 +133,7 @@ impl BlockTransfers<'_> {
 
     /// Flags are numbered by source, then by row.
     fn flag(&self, [from, to]: [usize; 2], part: usize) -> usize {
-        let before = (0..from).filter(|&other| self.blocks == Blocks::Had || other != to);
+        let before = (0..from).filter(|&other| other != to || !self.plan.is_produced());
         before
             .map(|other| self.parts_of(other).len())
             .sum::<usize>()
@@ -153,7 +152,7 @@ impl BlockTransfers<'_> {
     fn arrivals(&self) -> Vec<Transfer> {
         let (rank, world) = (self.plan.rank, self.plan.world());
         let senders = (1..world).map(|step| (rank + world - step) % world);
-        let senders = senders.chain((self.blocks == Blocks::Had).then_some(rank));
+        let senders = senders.chain((!self.plan.is_produced()).then_some(rank));
         let arrivals = senders.flat_map(|from| {
             let parts = self.parts_of(from).into_iter().enumerate();
             parts.map(move |(number, part)| self.transfer([from, rank], number, &part))
@@ -166,17 +165,17 @@ impl BlockTransfers<'_> {
         let rank = self.plan.rank;
         let first = self.plan.problem.layout.rows_of(rank).start;
         let (mut departures, mut requests) = (Vec::new(), Vec::new());
-        let is_made = self.blocks == Blocks::Made;
+        let is_produced = self.plan.is_produced();
         for to in ring(rank, self.plan.world()).chain([rank]) {
-            let stays = to == rank && is_made;
+            let stays = to == rank && is_produced;
             for (number, part) in self.parts_of(rank).iter().enumerate() {
                 if !stays {
                     departures.push(Transfer {
-                        produced: is_made.then_some(requests.len()),
+                        produced: is_produced.then_some(requests.len()),
                         ..self.transfer([rank, to], number, part)
                     });
                 }
-                if is_made {
+                if is_produced {
                     requests.push(Request {
                         owner: to,
                         rows: part.rows.start - first..part.rows.end - first,

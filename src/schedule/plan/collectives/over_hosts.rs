@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Blocks, CollectivePlan, SumPlace};
+use super::{CollectivePlan, SumPlace};
 use crate::Result;
 use crate::route::Route;
 use crate::schedule::limits::require;
@@ -17,19 +17,20 @@ use crate::schedule::{Problem, Schedule, Sum};
 ///
 /// # Errors
 /// `Kind::Unsupported` if rows are stored.
-pub(super) fn sums(plan: &CollectivePlan, blocks: Blocks, place: SumPlace) -> Result<Schedule> {
+pub(super) fn sums(plan: &CollectivePlan, place: SumPlace) -> Result<Schedule> {
     let what = "over several hosts the rows of a sum must not be stored";
     require(what, plan.config.route != Route::Store)?;
     let &CollectivePlan { problem, rank, .. } = plan;
     let layout = &problem.layout;
-    let (source, callers) = match blocks {
-        Blocks::Had => (Source::Input, 0),
-        Blocks::Made => (Source::Caller, layout.m()),
+    let (source, callers) = if plan.is_produced() {
+        (Source::Caller, layout.m())
+    } else {
+        (Source::Input, 0)
     };
     let most = layout.rows().into_iter().max().unwrap_or(0);
     let room = Partials::of_callers(problem, callers, most);
     let most = most_on_rails(&problem.hosts, layout);
-    let cut = |maker: usize, owner: usize| plan.cut_over_hosts(most, blocks, [maker, owner]);
+    let cut = |maker: usize, owner: usize| plan.cut_over_hosts(most, [maker, owner]);
     let ways = Ways::new(problem, rank, room, cut);
     let sums = SumsOverHosts::new((problem, rank), source, problem.n, ways);
     let (first, out) = place.of(layout, rank);
@@ -45,12 +46,7 @@ pub(super) fn sums(plan: &CollectivePlan, blocks: Blocks, place: SumPlace) -> Re
 impl CollectivePlan<'_> {
     /// How `maker` cuts its addend to rows of `owner`: the caller's blocks as within one host, and other rows as they go
     /// over the network, in at most `most` parts.
-    fn cut_over_hosts(
-        &self,
-        most: usize,
-        blocks: Blocks,
-        [maker, owner]: [usize; 2],
-    ) -> Vec<Range<usize>> {
+    fn cut_over_hosts(&self, most: usize, [maker, owner]: [usize; 2]) -> Vec<Range<usize>> {
         let Problem {
             layout,
             hosts,
@@ -60,14 +56,14 @@ impl CollectivePlan<'_> {
         } = self.problem;
         let rows = layout.rows_of(owner);
         let ranges = |parts: Vec<Part>| parts.into_iter().map(|part| part.rows).collect();
-        match (blocks, hosts.share(maker, owner)) {
-            (Blocks::Made, _) if maker == owner => ranges(self.cut_own(rows)),
-            (Blocks::Had, _) if maker == owner => Vec::new(),
-            (Blocks::Had, false) => {
+        match (self.is_produced(), hosts.share(maker, owner)) {
+            (true, _) if maker == owner => ranges(self.cut_own(rows)),
+            (false, _) if maker == owner => Vec::new(),
+            (false, false) => {
                 let row = n * dtypes.operands.bytes();
                 cut_for_rail(most, rows, row, self.config.entry_rows())
             }
-            _ => ranges(self.cut(rows, blocks)),
+            _ => ranges(self.cut(rows)),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Blocks, CollectivePlan, SumPlace, over_hosts};
+use super::{CollectivePlan, SumPlace, over_hosts};
 use crate::Result;
 use crate::schedule::plan::chunks::Part;
 use crate::schedule::plan::matrices::{A, OUT, PARTIALS};
@@ -12,15 +12,15 @@ use crate::schedule::{Addend, Move, Reduction, Request, Schedule, Sum, Transfer}
 
 impl CollectivePlan<'_> {
     /// Gives each rank its rows of the sum.
-    pub(super) fn sums(&self, blocks: Blocks, place: SumPlace) -> Result<Schedule> {
+    pub(super) fn sums(&self, place: SumPlace) -> Result<Schedule> {
         let &CollectivePlan { problem, rank, .. } = self;
         if problem.hosts.count() > 1 {
-            return over_hosts::sums(self, blocks, place);
+            return over_hosts::sums(self, place);
         }
         let (layout, world) = (&problem.layout, self.world());
         let own = layout.rows_of(rank);
         let (first, out) = place.of(layout, rank);
-        let addends = AddendTransfers::new(self, blocks);
+        let addends = AddendTransfers::new(self);
         let senders = (1..world).map(|step| (rank + world - step) % world);
         let mut parts = self.parts([layout.m(), out], &addends.room);
         let arrivals = senders.flat_map(|from| addends.sent(from, Some(rank)));
@@ -39,7 +39,7 @@ impl CollectivePlan<'_> {
         let &CollectivePlan { problem, rank, .. } = self;
         let (m, world) = (problem.layout.m(), self.world());
         let room = Partials::of_callers(problem, 0, m);
-        let cut = self.cut(0..m, Blocks::Had);
+        let cut = self.cut(0..m);
         let transfers = |from: usize, to: usize| {
             let (slot, before) = (room.slot(from, to), among_others(from, to) * cut.len());
             let parts = cut.iter().enumerate();
@@ -106,7 +106,6 @@ impl CollectivePlan<'_> {
 /// The transfers of addends to the owners of rows, which add them up.
 struct AddendTransfers<'a> {
     plan: &'a CollectivePlan<'a>,
-    blocks: Blocks,
     /// The number of the matrix that rows are sent from.
     source: usize,
     room: Partials,
@@ -119,12 +118,13 @@ struct AddendTransfers<'a> {
 }
 
 impl<'a> AddendTransfers<'a> {
-    fn new(plan: &'a CollectivePlan<'a>, blocks: Blocks) -> AddendTransfers<'a> {
+    fn new(plan: &'a CollectivePlan<'a>) -> AddendTransfers<'a> {
         let (layout, world) = (&plan.problem.layout, plan.world());
         let most = layout.rows().into_iter().max().unwrap_or(0);
-        let (source, callers) = match blocks {
-            Blocks::Had => (A, 0),
-            Blocks::Made => (PARTIALS, layout.m()),
+        let (source, callers) = if plan.is_produced() {
+            (PARTIALS, layout.m())
+        } else {
+            (A, 0)
         };
         let pieces = |rank: usize| -> (Vec<Piece>, Vec<Range<usize>>) {
             let owners = ring(rank, world).chain([rank]);
@@ -133,7 +133,7 @@ impl<'a> AddendTransfers<'a> {
                 let parts = if owner == rank {
                     plan.cut_own(rows)
                 } else {
-                    plan.cut(rows, blocks)
+                    plan.cut(rows)
                 };
                 parts
                     .into_iter()
@@ -144,7 +144,6 @@ impl<'a> AddendTransfers<'a> {
         let (made, columns): (Vec<_>, Vec<_>) = (0..world).map(pieces).unzip();
         AddendTransfers {
             plan,
-            blocks,
             source,
             room: Partials::of_callers(plan.problem, callers, most),
             incoming: (0..world).map(|to| Incoming::of(&made, to)).collect(),
@@ -167,7 +166,7 @@ impl<'a> AddendTransfers<'a> {
         let before = self.made[from][..number].iter().rev();
         let part = before.take_while(|piece| piece.owner == *owner).count();
         Transfer {
-            produced: (self.blocks == Blocks::Made).then_some(number),
+            produced: self.plan.is_produced().then_some(number),
             ..self.plan.transfer([from, *owner], moved, part, flag)
         }
     }
@@ -194,7 +193,7 @@ impl<'a> AddendTransfers<'a> {
             },
         };
         let made = self.made[rank].iter();
-        let made = made.filter(|_| self.blocks == Blocks::Made);
+        let made = made.filter(|_| self.plan.is_produced());
         made.map(request).collect()
     }
 

@@ -73,12 +73,11 @@ impl fmt::Display for Errors {
 
 #[test]
 fn half_of_what_was_measured_is_played_within_5_percent() {
-    use Operation::{AllGatherMatmul, Matmul, MatmulAllReduce, MatmulReduceScatter};
     for operation in [
-        Matmul,
-        AllGatherMatmul,
-        MatmulReduceScatter,
-        MatmulAllReduce,
+        Operation::MATMUL,
+        Operation::ALL_GATHER_MATMUL,
+        Operation::MATMUL_REDUCE_SCATTER,
+        Operation::MATMUL_ALL_REDUCE,
     ] {
         for world in [1, 2, 4] {
             let errors =
@@ -122,8 +121,8 @@ fn two_hosts_are_played_within_5_percent_in_the_mean() {
         let [m, n, k] = line.shape;
         // An all-reduce is a sum and a gather.
         let columns = match line.operation {
-            Operation::AllGatherMatmul => k,
-            Operation::MatmulAllReduce => 2 * n,
+            Operation::ALL_GATHER_MATMUL => k,
+            Operation::MATMUL_ALL_REDUCE => 2 * n,
             _ => n,
         };
         let network = SimulatedNetwork {
@@ -156,7 +155,7 @@ fn collectives_are_played_within_5_percent_in_the_mean() {
             continue;
         }
         // Bytes are those of a rank's rows, or of the addend of an all-reduce.
-        let ranks = if operation == Operation::AllReduce {
+        let ranks = if operation == Operation::ALL_REDUCE {
             1
         } else {
             2
@@ -194,7 +193,7 @@ fn burst(line: &Measured) -> Sample {
         }
     }
     Sample {
-        gathers: line.operation == Operation::AllGatherMatmul,
+        gathers: line.operation == Operation::ALL_GATHER_MATMUL,
         problem,
         config: line.config,
         micros: less,
@@ -203,7 +202,7 @@ fn burst(line: &Measured) -> Sample {
 
 #[test]
 fn rates_that_are_fitted_to_half_of_the_results_are_right_for_the_other_half() {
-    let lines = measured().filter(|line| !line.operation.is_sum());
+    let lines = measured().filter(|line| !line.operation.sends_product());
     let samples: Vec<Sample> = lines.map(|line| burst(&line)).collect();
     // A shape may stand there twice, one line after the other.
     let half = |number: usize| {

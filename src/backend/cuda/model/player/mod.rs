@@ -80,7 +80,7 @@ pub fn play_operation(
 ) -> crate::error::Result<Played> {
     let problem = problem_of(operation, [m, n, k], [hosts, places]);
     let played = problem.and_then(|problem| {
-        if multiplies(operation) {
+        if operation.multiplies() {
             play_chosen(&problem, network)
         } else {
             play_collective(&problem, network)
@@ -95,8 +95,8 @@ fn problem_of(
     [hosts, places]: [usize; 2],
 ) -> Result<Problem> {
     let n = match operation {
-        Operation::AllGather => 0,
-        Operation::ReduceScatter | Operation::AllReduce => k,
+        Operation::ALL_GATHER => 0,
+        Operation::REDUCE_SCATTER | Operation::ALL_REDUCE => k,
         _ => n,
     };
     let what = "a simulation must be of a product and a gather or a sum, or of one of these without a product";
@@ -113,15 +113,13 @@ fn problem_of(
 }
 
 fn is_simulated(operation: Operation) -> bool {
-    use Operation::{AllGather, AllGatherMatmul, AllReduce, ReduceScatter};
-    let others = [AllGatherMatmul, AllGather, ReduceScatter, AllReduce];
-    operation.is_sum() || others.contains(&operation)
-}
-
-/// True if there is a product.
-fn multiplies(operation: Operation) -> bool {
-    use Operation::{AllGatherMatmul, Matmul, Multiply, MultiplyPartials};
-    operation.is_sum() || [AllGatherMatmul, Matmul, Multiply, MultiplyPartials].contains(&operation)
+    let others = [
+        Operation::ALL_GATHER_MATMUL,
+        Operation::ALL_GATHER,
+        Operation::REDUCE_SCATTER,
+        Operation::ALL_REDUCE,
+    ];
+    operation.sends_product() || others.contains(&operation)
 }
 
 /// Plays a collective without a product. On one host few rows are stored, as the library does.
@@ -132,8 +130,8 @@ fn play_collective(problem: &Problem, network: &SimulatedNetwork) -> Result<Play
     let is_stored = hosts.count() == 1 && row.is_multiple_of(16) && share <= MOST_STORED;
     let config = if is_stored { stored() } else { chunked(1) };
     let mut played = play_schedules(problem, config, network, 0.0)?;
-    if problem.operation == Operation::AllReduce && leaves_gather(problem) {
-        let gather = gather_of(problem, Operation::GatherOfAllReduce)?;
+    if problem.operation == Operation::ALL_REDUCE && leaves_gather(problem) {
+        let gather = gather_of(problem, Operation::GATHER_OF_ALL_REDUCE)?;
         played.extend(play_schedules(&gather, config, network, 0.0)?);
     }
     Ok(played)
@@ -157,7 +155,7 @@ fn play_chosen(problem: &Problem, network: &SimulatedNetwork) -> Result<Played> 
 /// The product of one rank, with all rows there: its time, and the library's choice for it.
 fn alone(problem: &Problem) -> Result<(f64, Config)> {
     let layout = Layout::balanced(problem.layout.m(), problem.layout.k(), 1)?;
-    let alone = Problem::new(Operation::Matmul, DType::Bf16, layout, problem.n);
+    let alone = Problem::new(Operation::MATMUL, DType::Bf16, layout, problem.n);
     let config = choose(&H200, &alone, Numerics::Fast, true, None);
     Ok((made(&alone, &config), config))
 }
@@ -183,7 +181,7 @@ fn play_configured(
     network: &SimulatedNetwork,
 ) -> Result<Played> {
     let (alone, _) = alone(problem)?;
-    let (world, is_sum) = (problem.layout.world(), problem.operation.is_sum());
+    let (world, is_sent) = (problem.layout.world(), problem.operation.sends_product());
     let mut played = match world {
         1 => Played {
             micros: made(problem, &config),
@@ -199,13 +197,13 @@ fn play_configured(
             product.extend(play_schedules(problem, config, network, alone)?);
             product
         }
-        _ if is_sum && config.route != Route::Push => by_model(problem, config, alone)?,
+        _ if is_sent && config.route != Route::Push => by_model(problem, config, alone)?,
         _ => play_schedules(problem, config, network, alone)?,
     };
     let is_over_hosts =
-        problem.operation == Operation::MatmulAllReduce && problem.hosts.count() > 1;
+        problem.operation == Operation::MATMUL_ALL_REDUCE && problem.hosts.count() > 1;
     if is_over_hosts && !sends_all_partials(problem) {
-        let gather = gather_of(problem, Operation::GatherOfMatmulAllReduce)?;
+        let gather = gather_of(problem, Operation::GATHER_OF_MATMUL_ALL_REDUCE)?;
         let config = plan::over_hosts(&gather, config);
         played.extend(play_schedules(&gather, config, network, alone)?);
     }
@@ -251,13 +249,13 @@ fn play_schedules(
 
 /// What the ranks of a problem are made of.
 fn machine_of<'a>(problem: &Problem, config: Config, network: &'a SimulatedNetwork) -> Machine<'a> {
-    let multiplies = multiplies(problem.operation) && !follows_product(problem, &config);
+    let multiplies = problem.operation.multiplies() && !follows_product(problem, &config);
     let tiles = multiplies.then(|| Tiles::of(&TIMED, problem, &config));
     let bytes = config.entry_rows() * config.entry_columns() * problem.dtypes.partials.bytes();
     Machine {
         rates: match problem.operation {
             _ if tiles.is_none() => &TIMED_ALONE,
-            operation if operation.is_sum() => &TIMED_SUMS,
+            operation if operation.sends_product() => &TIMED_SUMS,
             _ => &TIMED,
         },
         network,
@@ -276,7 +274,9 @@ fn around(problem: &Problem, config: Config, machine: &Machine) -> f64 {
     };
     let link = machine.rates.link(route);
     match machine.tiles {
-        Some(tiles) if !problem.operation.is_sum() => tiles.start + tiles.joined() + link.around,
+        Some(tiles) if !problem.operation.sends_product() => {
+            tiles.start + tiles.joined() + link.around
+        }
         _ => link.around,
     }
 }
@@ -308,10 +308,10 @@ fn by_model(problem: &Problem, config: Config, alone: f64) -> Result<Played> {
 
 /// The timeline of a product that each rank makes of rows that are there.
 fn made_alone(problem: &Problem, config: Config) -> Result<Timeline> {
-    let operation = if problem.operation.is_sum() {
-        Operation::MultiplyPartials
+    let operation = if problem.operation.sends_product() {
+        Operation::MULTIPLY_PARTIALS
     } else {
-        Operation::Multiply
+        Operation::MULTIPLY
     };
     let problem = Problem {
         operation,

@@ -1,12 +1,18 @@
 use super::*;
 use crate::backend::cuda::gpu::kernels::WIDEST;
 use crate::schedule::Chunking;
-use crate::schedule::Operation::{
-    AllGather, AllGatherMatmul, AllReduce, MatmulAllReduce, MatmulReduceScatter, ReduceScatter,
-};
+use crate::schedule::Operation;
 
-const PRODUCTS: [Operation; 3] = [AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce];
-const COLLECTIVES: [Operation; 3] = [AllGather, ReduceScatter, AllReduce];
+const PRODUCTS: [Operation; 3] = [
+    Operation::ALL_GATHER_MATMUL,
+    Operation::MATMUL_REDUCE_SCATTER,
+    Operation::MATMUL_ALL_REDUCE,
+];
+const COLLECTIVES: [Operation; 3] = [
+    Operation::ALL_GATHER,
+    Operation::REDUCE_SCATTER,
+    Operation::ALL_REDUCE,
+];
 
 /// 400 Gb/s a GPU.
 const NETWORK: SimulatedNetwork = SimulatedNetwork {
@@ -31,9 +37,13 @@ fn tiles(played: &Played) -> Vec<usize> {
 fn a_network_as_fast_as_a_product_is_hidden_and_a_slower_one_takes_its_time() {
     // 405B, 8192 rows, two hosts of eight: each rank's rail brings 16 MiB.
     let layers = [
-        (AllGatherMatmul, [8192, 53_248 / 16, 16_384], 1),
-        (MatmulReduceScatter, [8192, 16_384, 53_248 / 16], 1),
-        (MatmulAllReduce, [8192, 16_384, 53_248 / 16], 2),
+        (Operation::ALL_GATHER_MATMUL, [8192, 53_248 / 16, 16_384], 1),
+        (
+            Operation::MATMUL_REDUCE_SCATTER,
+            [8192, 16_384, 53_248 / 16],
+            1,
+        ),
+        (Operation::MATMUL_ALL_REDUCE, [8192, 16_384, 53_248 / 16], 2),
     ];
     for (operation, shape, times) in layers {
         let fast = played(operation, shape, [2, 8]);
@@ -50,7 +60,11 @@ fn a_network_as_fast_as_a_product_is_hidden_and_a_slower_one_takes_its_time() {
             slow.micros
         );
     }
-    let fast = played(AllGatherMatmul, [8192, 53_248 / 16, 16_384], [2, 8]);
+    let fast = played(
+        Operation::ALL_GATHER_MATMUL,
+        [8192, 53_248 / 16, 16_384],
+        [2, 8],
+    );
     assert!(fast.micros < 1.2 * fast.alone, "{fast:?}");
 }
 
@@ -81,7 +95,7 @@ fn rows_that_ranks_lack_or_share_unevenly_are_played_too() {
 
 #[test]
 fn one_of_ranks_that_do_the_same_takes_as_long_as_all() {
-    for operation in PRODUCTS.into_iter().chain([AllGather]) {
+    for operation in PRODUCTS.into_iter().chain([Operation::ALL_GATHER]) {
         for [hosts, places] in [[1, 4], [2, 4], [4, 2], [5, 3]] {
             let world = hosts * places;
             let problem = problem_of(operation, [world * 512, 1024, 2048], [hosts, places]);
@@ -105,7 +119,7 @@ fn one_of_ranks_that_do_the_same_takes_as_long_as_all() {
 
 #[test]
 fn up_to_1024_ranks_are_played_if_they_have_equally_many_rows() {
-    for operation in PRODUCTS.into_iter().chain([AllGather]) {
+    for operation in PRODUCTS.into_iter().chain([Operation::ALL_GATHER]) {
         let played = played(operation, [8192, 128, 1024], [128, 8]);
         assert_eq!(played.timeline.traces.len(), 1);
         assert!(played.micros > played.alone && played.micros.is_finite());
@@ -115,14 +129,15 @@ fn up_to_1024_ranks_are_played_if_they_have_equally_many_rows() {
         assert!(refused(64, [0, 8]).is_err());
     }
     // A kernel adds 64 addends at the most: those of the own host, and one of each other host.
-    let added = |m, extents| play_operation(ReduceScatter, [m, 0, 1024], extents, &NETWORK);
+    let added =
+        |m, extents| play_operation(Operation::REDUCE_SCATTER, [m, 0, 1024], extents, &NETWORK);
     assert!(added(7296, [57, 8]).is_ok() && added(7424, [58, 8]).is_err());
-    assert!(play_operation(Operation::Matmul, [8, 8, 8], [1, 1], &NETWORK).is_err());
+    assert!(play_operation(Operation::MATMUL, [8, 8, 8], [1, 1], &NETWORK).is_err());
 }
 
 #[test]
 fn sums_that_are_copied_take_as_long_as_the_model_says() {
-    for operation in [MatmulReduceScatter, MatmulAllReduce] {
+    for &operation in &PRODUCTS[1..] {
         for (shape, world) in [
             ([8192, 8192, 3584], 2),
             ([4096, 4096, 1792], 2),

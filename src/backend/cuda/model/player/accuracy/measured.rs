@@ -37,7 +37,7 @@ fn of_line(line: &Value) -> Measured {
     let micros = line.get("fused_us").unwrap_or_else(|| &line["plain_us"]);
     Measured {
         operation: match words("op") {
-            "Matmul" => Operation::Matmul,
+            "Matmul" => Operation::MATMUL,
             name => Operation::named(name).unwrap(),
         },
         world: of("world"),
