@@ -6,7 +6,7 @@ use std::fmt::Debug;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use crate::backend::host::network::Network;
+use crate::backend::transport::HostTransport;
 use crate::error::{MadeCall, Result};
 use crate::explanation::Prediction;
 use crate::profile::span::Span;
@@ -58,7 +58,7 @@ pub struct OpenOptions {
     /// The limit of the host's copies in bytes per second, if there is one.
     pub link: Option<usize>,
     /// What carries rows to other hosts on the host backend, if there are several.
-    pub network: Option<Arc<dyn Network>>,
+    pub transport: Option<Arc<HostTransport>>,
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub device: Option<usize>,
     /// The most CTAs of a kernel.

@@ -5,6 +5,7 @@ mod contract;
 mod cuda;
 mod delays;
 mod host;
+pub(crate) mod transport;
 mod work;
 
 #[doc(hidden)]
@@ -21,7 +22,3 @@ pub use cuda::{peer, winners};
 #[doc(hidden)]
 pub use delays::delay_chunks;
 pub use host::Host;
-pub use host::mailboxes::Mailboxes;
-#[cfg(feature = "mpi")]
-pub use host::mpi::{self, Mpi};
-pub use host::network::Network;

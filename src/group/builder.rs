@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use super::gathered::Gathered;
 use super::{Group, in_words, threads};
-use crate::backend::{Backend, Mailboxes, Network, OpenOptions};
+use crate::backend::transport::{HostTransport, Mailboxes};
+use crate::backend::{Backend, OpenOptions};
 use crate::error::{Call, Error, Kind, Result, require_count};
 use crate::one_line::{beginning, option, write_parts};
 use crate::protocol::epoch::Epoch;
@@ -59,7 +60,7 @@ pub struct Builder<B: Backend> {
     first_epoch: Epoch,
     pub(super) hosts: Hosts,
     meeting: Option<Arc<Meeting>>,
-    pub(super) network: Option<Arc<dyn Network>>,
+    transport: Option<Arc<HostTransport>>,
     backend: PhantomData<B>,
 }
 
@@ -99,7 +100,7 @@ impl<B: Backend> Builder<B> {
             first_epoch: Epoch::FIRST,
             hosts: Hosts::default(),
             meeting: None,
-            network: None,
+            transport: None,
             backend: PhantomData,
         }
     }
@@ -259,7 +260,12 @@ impl<B: Backend> Builder<B> {
     #[doc(hidden)]
     pub fn play_hosts(mut self, hosts: Hosts) -> Self {
         self.hosts = hosts;
-        self.network = Some(Arc::new(Mailboxes::default()));
+        self.over(Arc::new(Mailboxes::default()))
+    }
+
+    /// Makes `transport` carry rows between hosts on the host backend.
+    pub(super) fn over(mut self, transport: Arc<HostTransport>) -> Self {
+        self.transport = Some(transport);
         self
     }
 
@@ -279,7 +285,7 @@ impl<B: Backend> Builder<B> {
         let options = OpenOptions {
             workers: self.workers.or(its(|its| its.workers)),
             link: self.link.or(its(|its| its.link)),
-            network: self.network.clone(),
+            transport: self.transport.clone(),
             device: self.device.or(its(|its| its.device)),
             max_ctas: self.max_ctas.or(its(|its| its.max_ctas)),
             shares_gpu,

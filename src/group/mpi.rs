@@ -8,9 +8,9 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, CommunicatorCollectives};
 
 use super::{Builder, GATHERED_BYTES, Group};
-use crate::backend::mpi::{Unusable, check};
 use crate::backend::sealed::Implementation;
-use crate::backend::{Backend, Host, Mpi};
+use crate::backend::transport::mpi::{Mpi, Unusable, check};
+use crate::backend::{Backend, Host};
 use crate::error::{Error, Kind, Result};
 use crate::ranks::host;
 use crate::schedule::Hosts;
@@ -38,11 +38,10 @@ impl<B: Backend> Builder<B> {
         require_mpi()?;
         let (rank, world) = (communicator.rank() as usize, communicator.size() as usize);
         let carries_rows = B::NAME == Host::NAME;
-        self.hosts = hosts(communicator, carries_rows)?;
-        if carries_rows && self.hosts.count() > 1 {
-            self.network = Some(Arc::new(Mpi::new(communicator)));
+        let hosts = hosts(communicator, carries_rows)?;
+        if carries_rows && hosts.count() > 1 {
+            self = self.over(Arc::new(Mpi::new(communicator)));
         }
-        let hosts = self.hosts.clone();
         self.connect_by(rank, world, Some(hosts), |mine| {
             let mut all = vec![0; world * GATHERED_BYTES];
             communicator.all_gather_into(&mine[..], &mut all[..]);

@@ -207,12 +207,16 @@ fn connect(world: usize, hosts: &Hosts) -> Result<Vec<Connections>> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashMap;
+    use std::sync::Mutex;
+    use std::sync::mpsc::{Receiver, Sender, channel};
     use std::time::Duration;
 
     use super::*;
     use crate::backend::Host;
+    use crate::backend::transport::{Message, Transport};
     use crate::element::bf16;
-    use crate::ops::AllGatherMatmul;
+    use crate::ops::{AllGatherMatmul, all_gather};
 
     const LATE: Duration = Duration::from_millis(100);
 
@@ -241,6 +245,67 @@ mod tests {
             .play_hosts(hosts)
             .threads(4, |group| Ok::<_, Error>(group.rank()));
         assert_eq!(opened, Ok(vec![0, 1, 2, 3]));
+    }
+
+    /// A transport of its own: channels between threads, by sender and receiver.
+    #[derive(Clone, Debug, Default)]
+    struct Channels(Arc<Mutex<HashMap<[usize; 2], Channel>>>);
+
+    type Channel = (Sender<Vec<u8>>, Arc<Mutex<Receiver<Vec<u8>>>>);
+
+    impl Channels {
+        fn between(&self, ends: [usize; 2]) -> Channel {
+            let new = || {
+                let (sender, receiver) = channel();
+                (sender, Arc::new(Mutex::new(receiver)))
+            };
+            let mut channels = self.0.lock().unwrap();
+            channels.entry(ends).or_insert_with(new).clone()
+        }
+    }
+
+    impl Transport<Vec<u8>, Box<dyn Message>> for Channels {
+        fn send(&self, ends: [usize; 2], bytes: Vec<u8>) -> Result<Box<dyn Message>> {
+            self.between(ends).0.send(bytes.clone()).unwrap();
+            Ok(Box::new(Some(bytes)))
+        }
+
+        fn receive(&self, ends: [usize; 2], _: Vec<u8>) -> Result<Box<dyn Message>> {
+            Ok(Box::new(self.between(ends).1))
+        }
+    }
+
+    impl Message for Option<Vec<u8>> {
+        fn take_if_ended(&mut self) -> Result<Option<Vec<u8>>> {
+            Ok(self.take())
+        }
+    }
+
+    impl Message for Arc<Mutex<Receiver<Vec<u8>>>> {
+        fn take_if_ended(&mut self) -> Result<Option<Vec<u8>>> {
+            Ok(self.lock().unwrap().try_recv().ok())
+        }
+    }
+
+    #[test]
+    fn a_transport_is_what_sends_and_receives() {
+        let channels = Channels::default();
+        let hosts = Hosts::of(&["a", "a", "b", "b"]).unwrap();
+        let builder = Group::<Host>::builder().play_hosts(hosts);
+        let builder = builder.over(Arc::new(channels.clone()));
+        let gathered = builder.threads(4, |group| {
+            let mut a = group.sharded::<f32>(8, 3)?;
+            let own = [group.rank() as f32; 6];
+            a.shard_mut().copy_from_host(&own)?;
+            all_gather(&a)?;
+            a.to_vec()
+        });
+        let expected: Vec<f32> = (0..4).flat_map(|rank| [rank as f32; 6]).collect();
+        assert_eq!(gathered, Ok(vec![expected; 4]));
+        // Each rank has sent its rows to the other host and received the rows of its place there.
+        let mut used: Vec<_> = channels.0.lock().unwrap().keys().copied().collect();
+        used.sort();
+        assert_eq!(used, [[0, 2], [1, 3], [2, 0], [3, 1]]);
     }
 
     #[test]

@@ -189,7 +189,7 @@ impl sealed::Implementation for Cuda {
         OpenOptions {
             workers: None,
             link: None,
-            network: None,
+            transport: None,
             // A GPU by the rank's number in the part would be a different one.
             device: Some(self.gpu.device.ordinal()),
             max_ctas: self.gpu.max_ctas,

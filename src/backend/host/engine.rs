@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::copies::Copier;
 use super::matrices::BoundMatrices;
-use super::network::Carrier;
+use super::messages::CallMessages;
 use super::recorder::Recorder;
 use super::scratch::WorkerScratch;
 use super::tile::{add_rows, multiply_tile};
@@ -86,8 +86,10 @@ impl<'r> HostRun<'r> {
         let _guard = ReportsPanic(self.members);
         self.note(match role {
             Role::Copier => self.transfer(),
-            Role::Sender => self.carrier().map_or(Ok(()), |carrier| carrier.send()),
-            Role::Receiver => self.carrier().map_or(Ok(()), |carrier| carrier.receive()),
+            Role::Sender => self.messages().map_or(Ok(()), |messages| messages.send()),
+            Role::Receiver => self
+                .messages()
+                .map_or(Ok(()), |messages| messages.receive()),
             Role::Worker(worker) => self.work(worker),
         });
     }
@@ -135,12 +137,12 @@ impl<'r> HostRun<'r> {
         )
     }
 
-    /// What goes over the network, if there is one.
-    fn carrier(&self) -> Option<Carrier<'_, 'r>> {
-        let network = self.host.network.as_deref()?;
-        Some(Carrier {
+    /// The call's messages to and from other hosts, if there is a transport.
+    fn messages(&self) -> Option<CallMessages<'_, 'r>> {
+        let transport = self.host.transport.as_deref()?;
+        Some(CallMessages {
             members: self.members,
-            network,
+            transport,
             spares: &self.host.spares,
             schedule: self.schedule,
             matrices: &self.matrices,

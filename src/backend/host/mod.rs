@@ -5,13 +5,10 @@
 
 mod copies;
 mod engine;
-pub mod mailboxes;
 mod matmul;
 mod matrices;
 mod memory;
-#[cfg(feature = "mpi")]
-pub mod mpi;
-pub mod network;
+mod messages;
 mod recorder;
 mod scratch;
 mod sum;
@@ -22,13 +19,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use matrices::MatrixPlace;
 use memory::{Flags, HostSymmetric};
-use network::{MAX_MESSAGE, Network, Spares};
+use messages::{MAX_ROWS, Spares};
 use rustix::io::Errno;
 use scratch::WorkerScratch;
 use workers::Workers;
 
 use crate::backend::contract::sealed::{self, Bound, Run};
 use crate::backend::contract::{Backend, OpenOptions, Owner};
+use crate::backend::transport::{HostTransport, NEEDS_A_TRANSPORT};
 use crate::error::{Error, Kind, MadeCall, Result};
 use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
@@ -38,10 +36,6 @@ use crate::schedule::drive::Produced;
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::{limit, require};
 use crate::schedule::{Chunking, Config, Numerics, Problem, Route, Schedule, TileShape};
-
-/// What a group of several hosts must have that moves rows.
-const NEEDS_A_NETWORK: &str = "a group of several hosts that moves rows must be made by Builder::from_mpi or \
-                               Builder::from_communicator, because MPI carries them";
 
 /// The host's processors and shared memory. A rank is a process or a thread.
 ///
@@ -54,7 +48,7 @@ pub struct Host {
     /// The limit of copies in bytes per second, if there is one.
     link: Option<usize>,
     /// What carries rows to other hosts and from them, if there are several.
-    network: Option<Arc<dyn Network>>,
+    transport: Option<Arc<HostTransport>>,
     /// Memory for its messages.
     spares: Spares,
     /// By worker.
@@ -166,14 +160,14 @@ impl sealed::Implementation for Host {
             return refuse("Builder::link", refusal);
         }
         // If this fails, the other ranks learn it from the first message.
-        let workers = Workers::start(members.rank, count, options.network.is_some());
+        let workers = Workers::start(members.rank, count, options.transport.is_some());
         let ready = workers.as_ref().map(|_| ()).map_err(Error::clone);
         let flags = Flags::open(members, ready, options.first_epoch)?;
         Ok(Host {
             flags,
             workers: workers?,
             link: options.link,
-            network: options.network.clone(),
+            transport: options.transport.clone(),
             spares: Spares::default(),
             scratch: (0..count).map(|_| Mutex::default()).collect(),
         })
@@ -183,7 +177,7 @@ impl sealed::Implementation for Host {
         OpenOptions {
             workers: Some(self.scratch.len()),
             link: self.link,
-            network: None,
+            transport: None,
             device: None,
             max_ctas: None,
             shares_gpu: false,
@@ -223,14 +217,9 @@ impl sealed::Implementation for Host {
         let what = "matrices of a schedule on the host";
         limit(what, matrices, 0, matrices::MAX_MATRICES)?;
         for sent in schedule.sent().chain(schedule.received()) {
-            require(NEEDS_A_NETWORK, self.network.is_some())?;
+            require(NEEDS_A_TRANSPORT, self.transport.is_some())?;
             let bytes = schedule.bytes_of(sent);
-            limit(
-                "the bytes of a message between hosts",
-                bytes,
-                0,
-                MAX_MESSAGE,
-            )?;
+            limit("the bytes of a message between hosts", bytes, 0, MAX_ROWS)?;
         }
         // A worker quantises its tile's rows when it has made them.
         let Some(product) = schedule.product() else {

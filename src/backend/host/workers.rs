@@ -26,9 +26,9 @@ mod threads;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     Copier,
-    /// Sends over a network.
+    /// Sends to other hosts.
     Sender,
-    /// Receives over a network.
+    /// Receives from other hosts.
     Receiver,
     Worker(usize),
 }
@@ -75,15 +75,15 @@ struct WorkersShared(*const Job<'static>);
 unsafe impl Send for WorkersShared {}
 
 impl Workers {
-    /// Starts the threads: as many `workers`, one that copies and, with a network, one that sends and one that receives.
-    pub fn start(rank: usize, workers: usize, has_network: bool) -> Result<Workers> {
+    /// Starts the threads: as many `workers`, one that copies and, with a transport, one that sends and one that receives.
+    pub fn start(rank: usize, workers: usize, has_transport: bool) -> Result<Workers> {
         let slot = Arc::new(JobSlot::default());
         let mut movers = Movers {
             slot: slot.clone(),
             threads: Vec::new(),
         };
         movers.start(format!("gemmesh-copy-{rank}"), Role::Copier, rank)?;
-        if has_network {
+        if has_transport {
             movers.start(format!("gemmesh-send-{rank}"), Role::Sender, rank)?;
             movers.start(format!("gemmesh-recv-{rank}"), Role::Receiver, rank)?;
         }

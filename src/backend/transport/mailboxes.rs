@@ -1,9 +1,9 @@
-//! The network of ranks that are threads of one process and play several hosts, for tests.
+//! The transport of ranks that are threads of one process and play several hosts, for tests.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::network::{Message, Network};
+use super::{Message, Transport};
 use crate::error::Result;
 
 /// Messages by sender and receiver, in the order in which they were sent.
@@ -20,7 +20,7 @@ impl Mailboxes {
     }
 }
 
-impl Network for Mailboxes {
+impl Transport<Vec<u8>, Box<dyn Message>> for Mailboxes {
     fn send(&self, ends: [usize; 2], bytes: Vec<u8>) -> Result<Box<dyn Message>> {
         self.lock()
             .entry(ends)

@@ -1,7 +1,6 @@
-//! What goes over a network: the threads of a rank that send rows to other hosts and receive rows from them.
+//! Messages between hosts: the threads of a rank that send rows to other hosts and receive rows from them.
 
 use std::collections::VecDeque;
-use std::fmt::Debug;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::copies::{copy_part, delay};
@@ -9,6 +8,7 @@ use super::matrices::BoundMatrices;
 use super::recorder::Recorder;
 use super::scratch::WorkerScratch;
 use super::tile::add_rows;
+use crate::backend::transport::{HostTransport, MAX_MESSAGE, Message};
 use crate::backend::work::work_of;
 use crate::error::{Error, Kind, Result};
 use crate::profile::nvtx::range;
@@ -19,31 +19,13 @@ use crate::ranks::members::Members;
 use crate::schedule::drive::{self, Produced};
 use crate::schedule::{Extent, Move, Reduction, Schedule, Transfer};
 
-/// A library that carries bytes between the ranks of a group.
-///
-/// Messages from one rank to another arrive in the order in which they were begun.
-pub trait Network: Send + Sync + Debug {
-    /// Begins to send `bytes` from this rank, the first, to another.
-    fn send(&self, ends: [usize; 2], bytes: Vec<u8>) -> Result<Box<dyn Message>>;
-    /// Begins to receive a message from another rank, the first, to this one. `bytes` is memory for it.
-    fn receive(&self, ends: [usize; 2], bytes: Vec<u8>) -> Result<Box<dyn Message>>;
-}
-
-/// A message under way. It owns its bytes. If it is dropped before it has ended, its bytes are never freed, because the
-/// library may still read or write them.
-pub trait Message {
-    /// Its bytes, once the library has taken them or has received them all. A message that was received has as many as
-    /// were sent.
-    fn take_if_ended(&mut self) -> Result<Option<Vec<u8>>>;
-}
-
-/// The longest message. MPI counts bytes by a C `int`.
-pub const MAX_MESSAGE: usize = i32::MAX as usize - KEY;
+/// The most bytes of a message's rows.
+pub const MAX_ROWS: usize = MAX_MESSAGE - KEY;
 
 /// What follows the rows of a message: the key of the sender's call.
 const KEY: usize = size_of::<u64>();
 
-/// How many messages a rank has under way at once, each way. While one is copied, the next ones are on the network.
+/// How many messages a rank has under way at once, each way. While one is copied, the transport moves the next ones.
 const UNDER_WAY: usize = 4;
 
 /// Messages' memory that is not in use.
@@ -77,10 +59,10 @@ impl Spares {
     }
 }
 
-/// The transfers of a call that go over the network.
-pub struct Carrier<'a, 's> {
+/// The transfers of a call between this host and others: a message each.
+pub struct CallMessages<'a, 's> {
     pub members: &'a Members,
-    pub network: &'a dyn Network,
+    pub transport: &'a HostTransport,
     pub spares: &'a Spares,
     pub schedule: &'a Schedule,
     pub matrices: &'a BoundMatrices<'a>,
@@ -101,8 +83,8 @@ struct Sending<'a> {
     begin: u64,
 }
 
-impl<'a> Carrier<'a, '_> {
-    /// Sends all that goes over the network. Returns when the network has taken it.
+impl<'a> CallMessages<'a, '_> {
+    /// Sends all messages. Returns when the transport has taken them.
     pub fn send(&self) -> Result<()> {
         let mut sending = VecDeque::<Sending>::new();
         let mut free = self.recorder.begin();
@@ -151,7 +133,7 @@ impl<'a> Carrier<'a, '_> {
         if let Some(end) = bytes.last_chunk_mut() {
             *end = key;
         }
-        let message = self.network.send([transfer.from, transfer.to], bytes);
+        let message = self.transport.send([transfer.from, transfer.to], bytes);
         Ok(Sending {
             transfer,
             message: message.map_err(|error| self.members.fail(error))?,
@@ -159,7 +141,7 @@ impl<'a> Carrier<'a, '_> {
         })
     }
 
-    /// `free`: since when the network has had no earlier message of this rank. Returns from when on it has none.
+    /// `free`: since when the transport has had no earlier message of this rank. Returns from when on it has none.
     fn finish_sending(&self, sending: Sending, free: u64) -> Result<u64> {
         let Sending {
             transfer,
@@ -173,7 +155,7 @@ impl<'a> Carrier<'a, '_> {
         Ok(self.recorder.begin())
     }
 
-    /// Receives all that comes over the network.
+    /// Receives all messages.
     pub fn receive(&self) -> Result<()> {
         let mut ahead = self.schedule.received();
         let mut begun = VecDeque::new();
@@ -198,7 +180,7 @@ impl<'a> Carrier<'a, '_> {
 
     fn begin_to_receive(&self, transfer: &Transfer) -> Result<Box<dyn Message>> {
         let bytes = self.memory_for(transfer)?;
-        let message = self.network.receive([transfer.from, transfer.to], bytes);
+        let message = self.transport.receive([transfer.from, transfer.to], bytes);
         message.map_err(|error| self.members.fail(error))
     }
 

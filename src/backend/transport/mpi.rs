@@ -1,4 +1,5 @@
-//! MPI as the network of the host backend.
+//! MPI as a transport of the host's memory.
+#![allow(unsafe_code)]
 
 mod end;
 
@@ -12,7 +13,7 @@ use mpi::traits::Communicator;
 
 use self::end::Hold;
 pub use self::end::{Unusable, check};
-use super::network::{Message, Network};
+use super::{Message, Transport};
 use crate::error::{Error, Kind, Result};
 
 /// All messages of a group have this tag, because its communicator carries nothing else.
@@ -48,13 +49,13 @@ impl Mpi {
     /// `begin` gets the message and how many bytes it has. MPI does not end meanwhile.
     fn begin(
         rank: usize,
-        way: Way,
+        direction: Direction,
         bytes: Vec<u8>,
         begin: impl FnOnce(&mut MpiMessage, c_int) -> c_int,
     ) -> Result<Box<dyn Message>> {
         let mut message = MpiMessage {
             rank,
-            way,
+            direction,
             bytes,
             // SAFETY: a constant of the library.
             request: unsafe { ffi::RSMPI_REQUEST_NULL },
@@ -70,9 +71,9 @@ impl Mpi {
     }
 }
 
-impl Network for Mpi {
+impl Transport<Vec<u8>, Box<dyn Message>> for Mpi {
     fn send(&self, [rank, peer]: [usize; 2], bytes: Vec<u8>) -> Result<Box<dyn Message>> {
-        Mpi::begin(rank, Way::Sent, bytes, |message, count| {
+        Mpi::begin(rank, Direction::Sent, bytes, |message, count| {
             let first = message.bytes.as_ptr().cast();
             let (peer, request) = (peer as c_int, &mut message.request);
             // SAFETY: MPI has not ended, as `begin` makes sure. The message keeps its bytes until MPI has read them.
@@ -84,7 +85,7 @@ impl Network for Mpi {
     }
 
     fn receive(&self, [peer, rank]: [usize; 2], bytes: Vec<u8>) -> Result<Box<dyn Message>> {
-        Mpi::begin(rank, Way::Received, bytes, |message, count| {
+        Mpi::begin(rank, Direction::Received, bytes, |message, count| {
             let first = message.bytes.as_mut_ptr().cast();
             let (peer, request) = (peer as c_int, &mut message.request);
             // SAFETY: MPI has not ended, as `begin` makes sure. The message keeps its bytes until MPI has written them,
@@ -103,9 +104,9 @@ impl fmt::Debug for Mpi {
     }
 }
 
-/// Which way a message goes.
+/// Whether this rank sends or receives.
 #[derive(Clone, Copy, PartialEq)]
-enum Way {
+enum Direction {
     Sent,
     Received,
 }
@@ -113,7 +114,7 @@ enum Way {
 /// A message that MPI sends or receives.
 struct MpiMessage {
     rank: usize,
-    way: Way,
+    direction: Direction,
     bytes: Vec<u8>,
     /// Null once the message has ended.
     request: ffi::MPI_Request,
@@ -121,9 +122,9 @@ struct MpiMessage {
 
 impl MpiMessage {
     fn failed(&self, reason: String) -> Error {
-        let action = match self.way {
-            Way::Sent => "send rows by MPI",
-            Way::Received => "receive rows by MPI",
+        let action = match self.direction {
+            Direction::Sent => "send rows by MPI",
+            Direction::Received => "receive rows by MPI",
         };
         Kind::System {
             action: action.into(),
@@ -166,7 +167,7 @@ impl Message for MpiMessage {
         if ended == 0 {
             return Ok(None);
         }
-        if self.way == Way::Received {
+        if self.direction == Direction::Received {
             let mut length = 0;
             // SAFETY: MPI has written the status of a message that has ended.
             let status =
@@ -211,10 +212,10 @@ mod tests {
     #[test]
     fn a_message_is_as_long_as_it_was_sent() {
         let (_universe, _) = mpi::initialize_with_threading(mpi::Threading::Multiple).unwrap();
-        let network = Mpi::new(&mpi::topology::SimpleCommunicator::self_comm());
+        let transport = Mpi::new(&mpi::topology::SimpleCommunicator::self_comm());
         for sent in [vec![1; 100], vec![2; 3], vec![]] {
-            let received = network.receive([0, 0], vec![7; 100]).unwrap();
-            let sending = network.send([0, 0], sent.clone()).unwrap();
+            let received = transport.receive([0, 0], vec![7; 100]).unwrap();
+            let sending = transport.send([0, 0], sent.clone()).unwrap();
             assert_eq!(end(received), sent);
             assert_eq!(end(sending), sent);
         }
