@@ -16,9 +16,11 @@ pub(crate) use contract::{KEPT, sealed};
 pub use cuda::Cuda;
 #[cfg(feature = "cuda")]
 #[doc(hidden)]
-pub use cuda::{NcclLibrary, Played, Sample, SimulatedNetwork, Variant, Winner, play_operation};
+pub use cuda::{Played, Sample, SimulatedNetwork, Variant, Winner, play_operation};
 #[cfg(all(fuzzing, feature = "cuda"))]
 pub use cuda::{peer, winners};
 #[doc(hidden)]
 pub use delays::delay_chunks;
 pub use host::Host;
+#[cfg(feature = "cuda")]
+pub use transport::NcclLibrary;

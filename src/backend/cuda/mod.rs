@@ -5,15 +5,13 @@
 #![allow(unsafe_code)]
 
 mod abi;
-mod driver;
+pub mod driver;
 mod engine;
 mod gpu;
 mod model;
 mod program;
 mod shared;
 
-#[doc(hidden)]
-pub use driver::NcclLibrary;
 pub use gpu::kernels::Variant;
 #[doc(hidden)]
 pub use model::calibrate::Sample;
@@ -40,7 +38,7 @@ use model::tuned;
 use program::operands::{Operand, Operands};
 use program::{Program, Selected};
 use shared::Shared;
-use shared::network::{self, Network};
+use shared::lanes::{self, Lanes};
 use shared::symmetric::{Peers, Symmetric};
 
 use crate::backend::contract::sealed::{self, Bound, Run};
@@ -151,7 +149,7 @@ impl sealed::Implementation for Cuda {
             let timeout = members.deadlines.call();
             let mut gpu = Gpu::open(members.rank, place, options, timeout)?;
             if members.hosts.count() > 1 {
-                gpu.room = network::CTAS;
+                gpu.room = lanes::CTAS;
             }
             let mut rates = Rates::load(members.rank, gpu.device.name())?;
             rates.multiprocessors = rates.multiprocessors.min(gpu.most_ctas(None));
@@ -210,8 +208,8 @@ impl sealed::Implementation for Cuda {
         let measured = self.tuned.find(problem).filter(|_| max_ctas.is_none());
         let chosen = self.choices.of(problem, numerics, measured, |problem| {
             let (rates, pushes) = (&peers.rates, peers.can_push());
-            match self.network_of(problem) {
-                Some(network) => model::over_hosts(rates, problem, numerics, network.rate()),
+            match self.lanes_of(problem) {
+                Some(lanes) => model::over_hosts(rates, problem, numerics, lanes.rate()),
                 None => model::choose(rates, problem, numerics, pushes, measured),
             }
         });
@@ -219,13 +217,13 @@ impl sealed::Implementation for Cuda {
     }
 
     fn is_better_stored(&self, bytes: usize) -> bool {
-        self.shared.network.is_none() && self.shared.peers.can_push() && bytes <= MOST_STORED
+        self.shared.lanes.is_none() && self.shared.peers.can_push() && bytes <= MOST_STORED
     }
 
     fn predict(&self, problem: &Problem, config: &Config) -> Vec<Prediction> {
         let rates = &self.shared.peers.rates;
-        match self.network_of(problem) {
-            Some(network) => model::predict_over_hosts(rates, problem, config, network.rate()),
+        match self.lanes_of(problem) {
+            Some(lanes) => model::predict_over_hosts(rates, problem, config, lanes.rate()),
             None => model::predict(rates, problem, config),
         }
     }
@@ -405,15 +403,15 @@ fn operand<'a>(bound: &Bound<'a, Cuda>, shared: usize) -> Option<Operand<'a>> {
 
 /// What `Group<Cuda>` and the integrations use.
 impl Cuda {
-    /// The network, if ranks of several hosts solve the problem.
-    fn network_of(&self, problem: &Problem) -> Option<&Network> {
+    /// The lanes between hosts, if ranks of several hosts solve the problem.
+    fn lanes_of(&self, problem: &Problem) -> Option<&Lanes> {
         let spans_hosts = problem.hosts.count() > 1;
-        self.shared.network.as_deref().filter(|_| spans_hosts)
+        self.shared.lanes.as_deref().filter(|_| spans_hosts)
     }
 
     /// Fails if an operation of a group of several hosts is being captured.
     fn refuse_recording(&self, members: &Members, schedule: &Schedule) -> Result<()> {
-        let Some(agreed) = schedule.agreed().filter(|_| self.shared.network.is_some()) else {
+        let Some(agreed) = schedule.agreed().filter(|_| self.shared.lanes.is_some()) else {
             return Ok(());
         };
         let what = "graphs of operations over several hosts";
@@ -448,8 +446,8 @@ impl Cuda {
 
     /// By rank: bytes per microsecond that the network carries each way. Empty if all ranks share a host.
     pub(crate) fn network_rates(&self) -> &[f64] {
-        let network = self.shared.network.as_ref();
-        network.map_or(&[], |network| &network.rates)
+        let lanes = self.shared.lanes.as_ref();
+        lanes.map_or(&[], |lanes| &lanes.rates)
     }
 
     /// Whether each rank has a GPU to itself.

@@ -1,13 +1,20 @@
 //! Transports: what carries rows between the hosts of a group.
 //!
 //! A transport is a file of this room, its line here, and the place that chooses it. On the host backend that is a door
-//! of the group, which hands the transport over by `Builder::over`. Engines know the trait alone.
+//! of the group, which hands the transport over by `Builder::over`. Between GPUs it is [`device`]. Engines know the
+//! trait alone.
 
+#[cfg(feature = "cuda")]
+pub mod device;
 mod mailboxes;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+#[cfg(feature = "cuda")]
+mod nccl;
 
 pub use mailboxes::Mailboxes;
+#[cfg(feature = "cuda")]
+pub use nccl::NcclLibrary;
 
 use std::fmt::Debug;
 
@@ -31,6 +38,24 @@ pub trait Transport<Bytes, Handle = ()>: Send + Debug {
 
     /// Begins to receive a message from another rank, the first, to this one.
     fn receive(&self, ends: [usize; 2], bytes: Bytes) -> Result<Handle>;
+
+    /// Messages that `begin` begins are moved at the same time. All messages of a GPU's memory are begun so.
+    fn together(&self, begin: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        begin()
+    }
+
+    /// # Errors
+    /// What has failed since the transport was opened, if no message's handle tells that.
+    fn require_alive(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Frees it when what was sent has gone. What was to be received has come.
+    fn close(self: Box<Self>) {}
+
+    /// Ends its messages, whatever they wait for, and frees it. Unless this or `close` is called, it lives as long as the
+    /// process.
+    fn abort(self: Box<Self>) {}
 }
 
 /// A transport of the host's memory. Threads of a rank send and receive at the same time.

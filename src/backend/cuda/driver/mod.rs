@@ -88,7 +88,6 @@ macro_rules! cuda {
 mod context;
 mod kernel;
 mod memory;
-mod nccl;
 mod stream;
 mod symbols;
 
@@ -96,7 +95,6 @@ pub use context::{BoundContext, Uuid};
 use context::{Context, bind, free_and_total, uuid};
 pub use kernel::{DeviceMatrix, Function, LaunchShape, Module, TensorMap};
 pub use memory::{DeviceMapping, DeviceMemory, DeviceRegion, Pinned};
-pub use nccl::{Communicator, CommunicatorId, ID_BYTES, Nccl, NcclLibrary, NcclMessage};
 pub use stream::{Event, Priority, Stream, StreamMemOp};
 use symbols::Symbols;
 

@@ -10,7 +10,7 @@ mod collective;
 pub mod context;
 mod copies;
 pub mod copy_rows;
-mod network;
+mod lanes;
 mod product;
 mod push;
 mod pushed;

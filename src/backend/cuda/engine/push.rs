@@ -35,7 +35,7 @@ pub fn enqueue(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Re
     // Two concurrent flows are slower than one after the other, except a small second one, which fills the gaps between
     // the first one's copies. In a graph, the second branch may begin at any time, which is slower.
     let is_deferred = |push: &Transfer| push.is_deferred() && !recorded;
-    // What is passed on waits for its arrival (`network`).
+    // What is passed on waits for its arrival (`lanes`).
     let pushes = || schedule.moves().filter(|push| push.after.is_empty());
     let forks = pushes().any(is_deferred);
     if forks {

@@ -2,7 +2,7 @@
 
 use super::announce::{announce, pause};
 use super::context::{EnqueueContext, ProgramCall};
-use super::network::{self, Flags};
+use super::lanes::{self, Flags};
 use super::stamps::stamp;
 use super::{ENQUEUED, align, collective, product, push, wait};
 use crate::backend::cuda::driver::StreamMemOp;
@@ -59,7 +59,7 @@ pub fn enqueue_product(
     }
     let schedule = &program.schedule;
     let by_copies = schedule.awaits_permit();
-    network::fork(at, schedule)?;
+    lanes::fork(at, schedule)?;
     if by_copies {
         push::enqueue(at, program, call)?;
     }
@@ -69,14 +69,14 @@ pub fn enqueue_product(
         None
     };
     product::launch(main, &launch)?;
-    let carried = network::enqueue(at, program, call, Flags::Mailbox, None)?;
+    let carried = lanes::enqueue(at, program, call, Flags::Mailbox, None)?;
     // The kernel has waited for the flags that no tile awaits, and copies only read the addends.
     collective::reduce(main, program, None, &call.operands)?;
     if by_copies {
         let streams = gpu.streams();
         main.wait_for(&streams.copies, &streams.gathered)?;
     }
-    network::join(at, schedule)?;
+    lanes::join(at, schedule)?;
     if !program.ends_with_kernel() && !recorded {
         let completed = StreamMemOp::Write(shared.monitor.completed(), call.epoch.raw());
         // SAFETY: the word lives as long as the backend.

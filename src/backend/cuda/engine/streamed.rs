@@ -6,7 +6,7 @@ use super::announce::{announce, announce_in_graph, pause};
 use super::callbacks::{Callers, consume, produce};
 use super::context::{EnqueueContext, ProgramCall};
 use super::copies::{self, Enqueued};
-use super::network::{self, Flags};
+use super::lanes::{self, Flags};
 use super::stamps::{Stamps, stamp};
 use super::{ENQUEUED, align, collective, product, wait};
 use crate::backend::contract::sealed::{Callback, Consumer};
@@ -34,7 +34,7 @@ pub fn enqueue(
         signals: at.signals(call.epoch),
     };
     work.announce(call.epoch, traced)?;
-    network::fork(at, &program.schedule)?;
+    lanes::fork(at, &program.schedule)?;
     let beside = work.fork(callback.is_some(), launch.is_some())?;
     // Without a kernel, the trace begins here.
     let mut begun = None;
@@ -50,7 +50,7 @@ pub fn enqueue(
         product::launch(main, launch)?;
     }
     work.join(beside, launch.is_some())?;
-    network::join(at, &program.schedule)?;
+    lanes::join(at, &program.schedule)?;
     work.complete(call)?;
     if let Some(consumer) = consumer {
         let schedule = &program.schedule;
@@ -167,7 +167,7 @@ impl<'a> Streamed<'a> {
         let schedule = &self.program.schedule;
         let copies = copies::enqueue(at, stream, schedule, call, None)?;
         let flags = Flags::Streams(self.signals);
-        let carried = network::enqueue(at, self.program, call, flags, None)?;
+        let carried = lanes::enqueue(at, self.program, call, flags, None)?;
         Ok((copies, carried, consumer))
     }
 

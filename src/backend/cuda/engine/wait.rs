@@ -11,7 +11,7 @@ use crate::ranks::members::Members;
 
 /// How much longer than the deadline the operations of a group that ends may last.
 const GRACE: Duration = Duration::from_secs(2);
-/// How long the network may take to close.
+/// How long the lanes may take to close.
 const CLOSED: Duration = Duration::from_secs(2);
 
 /// Waits until the operations on the main stream are done.
@@ -120,16 +120,16 @@ pub fn for_the_end(gpu: &Gpu, shared: &mut Shared, members: &Members, has_graphs
     if !at_rest() {
         // Operations that have not begun yet then run through without waiting.
         shared.monitor.release();
-        if let Some(network) = &shared.network {
-            network.abort(|| shared.monitor.release_again());
+        if let Some(lanes) = &shared.lanes {
+            lanes.abort(|| shared.monitor.release_again());
         }
     }
     let (arrived, reports) = shared.monitor.stop();
-    if let Some(network) = &shared.network {
+    if let Some(lanes) = &shared.lanes {
         if members.fault().is_none() && at_rest() {
-            network.close(members.rank, CLOSED)
+            lanes.close(members.rank, CLOSED)
         } else {
-            network.abort(|| ())
+            lanes.abort(|| ())
         }
     }
     if arrived {

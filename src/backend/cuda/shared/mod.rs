@@ -2,8 +2,8 @@
 //!
 //! Knows no operation.
 
+pub mod lanes;
 pub mod monitor;
-pub mod network;
 pub mod symmetric;
 pub mod words;
 
@@ -15,8 +15,8 @@ use super::gpu::streams::LANES;
 use crate::error::{MadeCall, Result};
 use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
+use lanes::Lanes;
 use monitor::{Monitor, OperationWaits};
-use network::Network;
 use symmetric::{Peers, Symmetric};
 use words::{Control, NetworkTurns, Waits};
 
@@ -26,8 +26,8 @@ pub struct Shared {
     /// Dropped first, because its thread uses the other fields.
     pub monitor: Monitor,
     pub control: Control,
-    /// The network to other hosts, if there are any.
-    pub network: Option<Arc<Network>>,
+    /// The lanes to other hosts, if there are any.
+    pub lanes: Option<Arc<Lanes>>,
     pub peers: Peers,
     /// How often the ranks' streams have been aligned.
     alignments: AtomicU32,
@@ -39,14 +39,14 @@ impl Shared {
         let control = Control::open(gpu, members, &peers, first)?;
         let own = control.own(members.rank);
         let spans_hosts = members.hosts.count() > 1;
-        let open = || Network::open(gpu, members).map(Arc::new);
-        let network = spans_hosts.then(open).transpose()?;
+        let open = || Lanes::open(gpu, members).map(Arc::new);
+        let lanes = spans_hosts.then(open).transpose()?;
         Ok(Shared {
             // After the monitor's start, nothing fails without closing the group, and closing waits for the monitor's
             // work on the device.
-            monitor: Monitor::start(&gpu.device, members, own, first, network.clone())?,
+            monitor: Monitor::start(&gpu.device, members, own, first, lanes.clone())?,
             control,
-            network,
+            lanes,
             peers,
             alignments: AtomicU32::new(0),
         })
@@ -65,11 +65,11 @@ impl Shared {
 
     /// Notes that an operation is about to be enqueued, and what it waits for.
     pub fn begin(&self, epoch: Epoch, words: &Waits, turns: &Arc<NetworkTurns>) {
-        let network = self.network.as_ref();
+        let lanes = self.lanes.as_ref();
         let waits = OperationWaits {
             words: words.clone(),
             turns: turns.clone(),
-            before: network.map_or([0; LANES], |network| network.turns()),
+            before: lanes.map_or([0; LANES], |lanes| lanes.turns()),
         };
         self.monitor.begin(epoch, waits);
     }

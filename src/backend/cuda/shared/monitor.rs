@@ -16,7 +16,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use self::release::Satisfying;
-use super::network::Network;
+use super::lanes::Lanes;
 use super::words::{NetworkTurns, OwnWords, Snapshot, Waits};
 use crate::backend::cuda::abi::GemmeshFault;
 use crate::backend::cuda::driver::{Device, DevicePtr, Pinned, Priority, Stream};
@@ -72,8 +72,8 @@ struct Watch {
     waits: Mutex<[OperationWaits; OUTSTANDING]>,
     /// When it was last noted which rank an operation waits for.
     noted: Mutex<Instant>,
-    /// The network to other hosts, which is aborted once the group has failed.
-    network: Option<Arc<Network>>,
+    /// The lanes to other hosts, which are aborted once the group has failed.
+    lanes: Option<Arc<Lanes>>,
     /// Held while `satisfying` is written.
     releases: Mutex<()>,
     /// For the words that release the device. Nothing else stands in front of them.
@@ -113,7 +113,7 @@ impl Monitor {
         members: &Members,
         own: OwnWords,
         first: Epoch,
-        network: Option<Arc<Network>>,
+        lanes: Option<Arc<Lanes>>,
     ) -> Result<Monitor> {
         let before = first.previous().raw();
         let watch = Arc::new(Watch {
@@ -131,7 +131,7 @@ impl Monitor {
             begun: AtomicU32::new(before),
             hurried: AtomicBool::new(false),
             calling: AtomicBool::new(false),
-            network,
+            lanes,
             waits: Mutex::new(std::array::from_fn(|_| OperationWaits::of(no_flags()))),
             noted: Mutex::new(Instant::now()),
             releases: Mutex::new(()),
@@ -281,12 +281,12 @@ impl Drop for Monitor {
 pub struct OperationWaits {
     pub words: Waits,
     pub turns: Arc<NetworkTurns>,
-    /// By lane of the network: its turns before the operation.
+    /// By lane: its turns before the operation.
     pub before: [u32; LANES],
 }
 
 impl OperationWaits {
-    /// Those of an operation that uses no network.
+    /// Those of an operation that uses no lanes.
     fn of(words: Waits) -> OperationWaits {
         OperationWaits {
             words,

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::{GRACE, Running, Watch, lock};
-use crate::backend::cuda::shared::network::EXPLAINED;
+use crate::backend::cuda::shared::lanes::EXPLAINED;
 use crate::error::Kind;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::deadlines::{Clock, Deadlines};
@@ -24,7 +24,7 @@ impl Watch {
         let mut clocks = (Clock::start(), Clock::start());
         let mut hurried = false;
         let mut released = false;
-        let mut network_failed = None;
+        let mut lanes_failed = None;
         let mut closing = lock(&self.closing);
         while !*closing {
             closing = self
@@ -62,22 +62,22 @@ impl Watch {
             // Release once, and again while work is on the device, because replays close graph words behind themselves.
             // (Not more often, because each release takes a turn of the GPU from other processes.)
             let is_busy = self.outstanding() > 0 || self.replayed.read().running > 0;
-            self.watch_network(&mut network_failed);
+            self.watch_lanes(&mut lanes_failed);
             if self.failures.fault().is_some() && (is_busy || !released) {
                 // If the words can't be written, the device has failed, and nothing helps.
                 released = self.release().is_ok();
-                if let Some(network) = &self.network {
-                    network.abort(|| self.release_again());
+                if let Some(lanes) = &self.lanes {
+                    lanes.abort(|| self.release_again());
                 }
             }
         }
         self.device.note_awaited_rank(false);
     }
 
-    /// Fails the group if the network has failed under an operation. The monitor waits a while, because a rank that has
+    /// Fails the group if a lane has failed under an operation. The monitor waits a while, because a rank that has
     /// died or left is named by whoever sees that. `since`: when the failure was seen.
-    fn watch_network(&self, since: &mut Option<Instant>) {
-        let failure = self.network.as_ref().and_then(|network| network.failure());
+    fn watch_lanes(&self, since: &mut Option<Instant>) {
+        let failure = self.lanes.as_ref().and_then(|lanes| lanes.failure());
         let Some(failure) = failure.filter(|_| self.outstanding() > 0) else {
             *since = None;
             return;

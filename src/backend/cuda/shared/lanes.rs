@@ -1,44 +1,51 @@
-//! The network to GPUs of other hosts: NCCL's communicators.
+//! The lanes to GPUs of other hosts: a transport and a stream each.
 //!
-//! NCCL moves a message by a kernel with a few CTAs, so the library's own kernels leave it multiprocessors
-//! ([`CTAS`]). Such a kernel ends when its messages have come or gone, or when its communicator is aborted. Messages of
-//! one communicator are moved one after the other. So there are two communicators, the **lanes**, which have even and odd
-//! turns ([`Transfer::turn`](crate::schedule::Transfer::turn)). Of a long last message each may have a half.
+//! A transport moves a message by a kernel with a few CTAs, so the library's own kernels leave it multiprocessors
+//! ([`CTAS`]). Such a kernel ends when its messages have come or gone, or when its transport is aborted. Messages of
+//! one transport are moved one after the other. So there are two lanes, which have even and odd turns
+//! ([`Transfer::turn`](crate::schedule::Transfer::turn)). Of a long last message each may have a half.
 //!
-//! Opening and closing wait for other ranks. A thread does them, so that the caller's wait has a deadline. (If a rank dies
-//! while NCCL opens a communicator, the thread may never end.) Putting a message on a lane waits for no one, because each
-//! lane's queue has room for what is under way. If the group has failed, the monitor aborts the communicators.
+//! Opening and closing wait for other ranks. A thread does them, so that the caller's wait has a deadline. (If a rank
+//! dies while a transport opens, the thread may never end.) Putting a message on a lane waits for no one, because each
+//! lane's queue has room for what is under way. If the group has failed, the monitor aborts the transports.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use crate::backend::cuda::driver::{
-    Communicator, CommunicatorId, Device, DeviceMemory, ID_BYTES, Nccl, NcclMessage, Stream,
-};
+use crate::backend::cuda::driver::{Device, DeviceMemory, DevicePtr, Stream};
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::gpu::reclaim::{Deferred, Reclaimer};
 use crate::backend::cuda::gpu::streams::LANES;
+use crate::backend::transport::device::{self, DeviceBytes, DeviceTransport, Opener};
 use crate::error::{Error, Kind, Result};
 use crate::ranks::members::{Members, opening};
 use crate::schedule::Hosts;
 
-/// The most CTAs of NCCL's kernel of one turn.
+/// The most CTAs of a transport's kernel of one turn.
 const LANE_CTAS: usize = 2;
-/// Multiprocessors that the library's own kernels leave to NCCL's.
+/// Multiprocessors that the library's own kernels leave to transports.
 pub const CTAS: usize = LANES * LANE_CTAS;
 
-/// How long NCCL may take to connect ranks, at least.
+/// How long transports may take to connect ranks, at least.
 const LONG: Duration = Duration::from_secs(60);
 
-/// How long after a failure of NCCL it is known that a rank has died or has left. A rank that leaves closes its
-/// communicators first, and then says so.
+/// How long after a failure of a transport it is known that a rank has died or has left. A rank that leaves closes its
+/// transports first, and then says so.
 pub const EXPLAINED: Duration = Duration::from_millis(2500);
 
-/// This rank's ends of the communicators.
+/// Bytes of this rank's memory that go to `peer`, or come from it.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceMessage {
+    pub peer: usize,
+    pub place: DevicePtr,
+    pub bytes: usize,
+}
+
+/// This rank's ends of the transports to other hosts.
 #[derive(Debug)]
-pub struct Network {
+pub struct Lanes {
     lanes: Vec<Lane>,
     /// By lane: the turns of all operations that were enqueued.
     turns: [AtomicU32; LANES],
@@ -46,32 +53,30 @@ pub struct Network {
     pub rates: Vec<f64>,
 }
 
-/// A communicator. None once it was closed or aborted.
+/// A transport. None once it was closed or aborted.
 #[derive(Debug)]
-struct Lane(Mutex<Option<Communicator>>);
+struct Lane(Mutex<Option<Box<DeviceTransport>>>);
 
-impl Network {
-    /// Opens the communicators, and connects this rank with all ranks of other hosts, because the first message between
+impl Lanes {
+    /// Opens the transports, and connects this rank with all ranks of other hosts, because the first message between
     /// two ranks waits for the other. Collective.
     ///
     /// # Errors
-    /// [`Kind::Device`] of the first rank that has no NCCL; what NCCL says; the group's failure.
-    pub fn open(gpu: &Gpu, members: &Members) -> Result<Network> {
-        let nccl = Nccl::load(members.rank);
-        let ids = agree(members, &nccl)?;
+    /// As [`device::openers`].
+    pub fn open(gpu: &Gpu, members: &Members) -> Result<Lanes> {
+        let openers = device::openers(members, LANES, LANE_CTAS)?;
         let waiting = Arc::new(());
         let opening = Opening {
             waiting: Arc::downgrade(&waiting),
-            nccl: nccl?,
             device: gpu.device.clone(),
             reclaimer: gpu.reclaimer.clone(),
             scratch: gpu.scratch(2 * LANES * Opening::LONG)?,
             ends: (members.rank, members.world),
             hosts: members.hosts.clone(),
         };
-        let opened = begin(members.rank, move || opening.open(&ids))?;
+        let opened = begin(members.rank, move || opening.open(openers))?;
         let (lanes, rate) = wait_for(members, &opened)?;
-        Ok(Network {
+        Ok(Lanes {
             lanes,
             turns: Default::default(),
             rates: gather_rates(members, rate)?,
@@ -86,7 +91,7 @@ impl Network {
     /// Puts messages on a lane's stream. They are sent and received at the same time.
     ///
     /// # Errors
-    /// What NCCL says; the group's failure.
+    /// What the transport says; the group's failure.
     ///
     /// # Safety
     /// As [`Stream::copy`] for each message.
@@ -95,14 +100,12 @@ impl Network {
         members: &Members,
         lane: usize,
         stream: &Stream,
-        sent: &[NcclMessage],
-        received: &[NcclMessage],
+        sent: &[DeviceMessage],
+        received: &[DeviceMessage],
     ) -> Result<()> {
         // SAFETY: as this function's.
-        let exchange = |lane: &Communicator| unsafe { lane.exchange(stream, sent, received) };
-        self.lanes[lane]
-            .with(exchange)
-            .unwrap_or_else(|| Err(aborted(members)))
+        let exchanged = unsafe { self.lanes[lane].exchange(members.rank, stream, sent, received) };
+        exchanged.unwrap_or_else(|| Err(aborted(members)))
     }
 
     /// By lane: the turns of all operations that were enqueued.
@@ -116,7 +119,7 @@ impl Network {
         before.wrapping_add(1)
     }
 
-    /// What NCCL says has failed, if anything has. A lane in use is not asked.
+    /// What a transport says has failed, if anything has. A lane in use is not asked.
     pub fn failure(&self) -> Option<Error> {
         let idle = self.lanes.iter().filter_map(|lane| lane.0.try_lock().ok());
         let mut failures = idle.filter_map(|lane| lane.as_ref()?.require_alive().err());
@@ -125,13 +128,13 @@ impl Network {
 
     /// Ends all messages that are under way. It takes half a second.
     ///
-    /// NCCL waits for what is on the device, so `release` lets that run through. It is called again and again, because
-    /// another thread may put an operation on the streams that waits for more.
+    /// A transport waits for what is on the device, so `release` lets that run through. It is called again and again,
+    /// because another thread may put an operation on the streams that waits for more.
     pub fn abort(&self, release: impl Fn()) {
         const PERIOD: Duration = Duration::from_millis(2);
         std::thread::scope(|scope| {
             // Another thread may hold a lane until the streams are released.
-            let abort = |lane: &Lane| lane.take().map_or((), Communicator::abort);
+            let abort = |lane: &Lane| lane.take().map_or((), |transport| transport.abort());
             let aborts = self
                 .lanes
                 .iter()
@@ -144,12 +147,12 @@ impl Network {
         });
     }
 
-    /// Closes the communicators when what they have sent has gone. Waits for that no longer than `longest`. No message is
+    /// Closes the transports when what they have sent has gone. Waits for that no longer than `longest`. No message is
     /// under way on this rank's streams.
     pub fn close(&self, rank: usize, longest: Duration) {
-        let lanes: Vec<Communicator> = self.lanes.iter().filter_map(Lane::take).collect();
-        let close = move || lanes.into_iter().for_each(Communicator::destroy);
-        // If there is no thread, the communicators live as long as the process.
+        let lanes: Vec<_> = self.lanes.iter().filter_map(Lane::take).collect();
+        let close = move || lanes.into_iter().for_each(|transport| transport.close());
+        // If there is no thread, the transports live as long as the process.
         if let Ok(closed) = begin(rank, close) {
             let _ = closed.recv_timeout(longest);
         }
@@ -158,7 +161,6 @@ impl Network {
 
 /// What opens the lanes.
 struct Opening {
-    nccl: Arc<Nccl>,
     device: Arc<Device>,
     /// Has the lanes' streams.
     reclaimer: Arc<Reclaimer>,
@@ -177,13 +179,9 @@ impl Opening {
     const LONG: usize = 4 << 20;
 
     /// Waits for the other ranks. Returns the lanes, and how many bytes per microsecond they send and receive together.
-    fn open(&self, ids: &[CommunicatorId]) -> Result<(Vec<Lane>, f64)> {
-        let open = |id| {
-            let communicator =
-                Communicator::open(&self.nccl, &self.device, id, self.ends, LANE_CTAS);
-            communicator.map(Lane::new)
-        };
-        let lanes = ids.iter().map(open).collect::<Result<Vec<_>>>()?;
+    fn open(&self, openers: Vec<Opener>) -> Result<(Vec<Lane>, f64)> {
+        let open = |open: Opener| open(&self.device).map(Lane::new);
+        let lanes = openers.into_iter().map(open).collect::<Result<Vec<_>>>()?;
         let (rank, world) = self.ends;
         let others: Vec<usize> = (0..world)
             .filter(|&peer| !self.hosts.share(rank, peer))
@@ -210,10 +208,11 @@ impl Opening {
 
     /// Sends a message of so many bytes to some ranks and receives one from some, on all lanes.
     fn exchange(&self, lanes: &[Lane], [to, from]: [&[usize]; 2], bytes: usize) -> Result<()> {
+        let rank = self.ends.0;
         let streams = &self.reclaimer.streams.lanes;
         for (index, (lane, stream)) in lanes.iter().zip(streams).enumerate() {
             // No one reads what comes, so messages may overwrite one another.
-            let message = |&peer: &usize, place: usize| NcclMessage {
+            let message = |&peer: &usize, place: usize| DeviceMessage {
                 peer,
                 place: self.scratch.ptr() + (place * Self::LONG) as u64,
                 bytes,
@@ -224,7 +223,7 @@ impl Opening {
                 .map(|peer| message(peer, 2 * index + 1))
                 .collect();
             // SAFETY: the scratch has room for two messages of a lane, and lives until the streams have passed.
-            let exchanged = lane.with(|lane| unsafe { lane.exchange(stream, &sent, &received) });
+            let exchanged = unsafe { lane.exchange(rank, stream, &sent, &received) };
             exchanged.transpose()?;
         }
         for stream in streams {
@@ -249,7 +248,8 @@ fn begin<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<Receiver<T>> {
     let (tell, told) = channel();
-    let thread = std::thread::Builder::new().name(format!("gemmesh-nccl-{rank}"));
+    let thread =
+        std::thread::Builder::new().name(format!("gemmesh-{}-{rank}", device::NAME.to_lowercase()));
     let spawned = thread.spawn(move || {
         // No one listens any more if the wait was given up.
         let _ = tell.send(work());
@@ -285,7 +285,7 @@ fn wait_for<T>(members: &Members, opened: &Receiver<Result<T>>) -> Result<T> {
     let deadline = members.deadlines.call().max(LONG);
     let failed = |reason: String| {
         Kind::System {
-            action: "reach the ranks of other hosts by NCCL".into(),
+            action: format!("reach the ranks of other hosts by {}", device::NAME),
             reason,
         }
         .on(members.rank)
@@ -302,62 +302,139 @@ fn wait_for<T>(members: &Members, opened: &Receiver<Result<T>>) -> Result<T> {
     }
 }
 
-/// Makes the lanes' ids on rank 0, for all ranks. Collective.
-fn agree(members: &Members, nccl: &Result<Arc<Nccl>>) -> Result<Vec<CommunicatorId>> {
-    let own = nccl.as_ref().map_err(Error::clone).and_then(|nccl| {
-        let count = if members.rank == 0 { LANES } else { 0 };
-        let ids = (0..count).map(|_| nccl.new_id(members.rank));
-        ids.collect::<Result<Vec<_>>>()
-    });
-    let own = own.map(|ids| (ids.concat(), None));
-    let gathered = members.gather_messages(&opening(), own)?;
-    let (ids, rest) = gathered.payloads[0].as_chunks::<ID_BYTES>();
-    if ids.len() == LANES && rest.is_empty() {
-        Ok(ids.to_vec())
-    } else {
-        Err(members.fail(
-            Kind::Message {
-                reason: format!("{} bytes of ids of NCCL", gathered.payloads[0].len()),
-            }
-            .on(0),
-        ))
-    }
-}
-
-/// The error of a call after the communicators were aborted.
+/// The error of a call after the transports were aborted.
 fn aborted(members: &Members) -> Error {
     members.fault().unwrap_or_else(|| {
         Kind::Internal {
-            what: "a communicator of NCCL was closed".into(),
+            what: format!("a communicator of {} was closed", device::NAME),
         }
         .on(members.rank)
     })
 }
 
 impl Lane {
-    fn new(communicator: Communicator) -> Lane {
-        Lane(Mutex::new(Some(communicator)))
+    fn new(transport: Box<DeviceTransport>) -> Lane {
+        Lane(Mutex::new(Some(transport)))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Communicator>> {
+    fn lock(&self) -> MutexGuard<'_, Option<Box<DeviceTransport>>> {
         // Each change is one assignment.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What `call` returns. None if the communicator was closed.
-    fn with<R>(&self, call: impl FnOnce(&Communicator) -> R) -> Option<R> {
-        self.lock().as_ref().map(call)
+    fn take(&self) -> Option<Box<DeviceTransport>> {
+        self.lock().take()
     }
 
-    fn take(&self) -> Option<Communicator> {
-        self.lock().take()
+    /// Puts messages on a stream. They are sent and received at the same time. None if the transport was closed.
+    ///
+    /// # Safety
+    /// As [`Stream::copy`] for each message.
+    unsafe fn exchange(
+        &self,
+        rank: usize,
+        stream: &Stream,
+        sent: &[DeviceMessage],
+        received: &[DeviceMessage],
+    ) -> Option<Result<()>> {
+        let lane = self.lock();
+        let transport = lane.as_ref()?;
+        // SAFETY: as this function's.
+        let bytes = |of: &DeviceMessage| unsafe { DeviceBytes::new(of.place, of.bytes, stream) };
+        Some(transport.together(&mut || {
+            for message in sent {
+                transport.send([rank, message.peer], bytes(message))?;
+            }
+            for message in received {
+                transport.receive([message.peer, rank], bytes(message))?;
+            }
+            Ok(())
+        }))
     }
 }
 
 impl Drop for Lane {
     fn drop(&mut self) {
-        if let Some(communicator) = self.take() {
-            communicator.abort();
+        if let Some(transport) = self.take() {
+            transport.abort();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+    use crate::backend::transport::Transport;
+
+    /// What became of a transport.
+    type Ends = Arc<Mutex<Vec<&'static str>>>;
+
+    /// Moves nothing. Notes how it ends; an abort waits for a release.
+    #[derive(Debug)]
+    struct Noted(Ends, Arc<AtomicUsize>);
+
+    impl Transport<DeviceBytes> for Noted {
+        fn send(&self, _: [usize; 2], _: DeviceBytes) -> Result<()> {
+            Ok(())
+        }
+
+        fn receive(&self, _: [usize; 2], _: DeviceBytes) -> Result<()> {
+            Ok(())
+        }
+
+        fn require_alive(&self) -> Result<()> {
+            Err(Kind::Capturing.on(3))
+        }
+
+        fn close(self: Box<Self>) {
+            self.0.lock().unwrap().push("closed");
+        }
+
+        fn abort(self: Box<Self>) {
+            while self.1.load(Ordering::Relaxed) == 0 {
+                std::thread::yield_now();
+            }
+            self.0.lock().unwrap().push("aborted");
+        }
+    }
+
+    fn lanes() -> (Lanes, Ends, Arc<AtomicUsize>) {
+        let (ends, releases) = (Ends::default(), Arc::<AtomicUsize>::default());
+        let noted = || Noted(ends.clone(), releases.clone());
+        let lanes = Lanes {
+            lanes: vec![Lane::new(Box::new(noted())), Lane::new(Box::new(noted()))],
+            turns: Default::default(),
+            rates: vec![3.0, 2.0],
+        };
+        (lanes, ends, releases)
+    }
+
+    #[test]
+    fn lanes_are_released_until_they_are_aborted() {
+        let (lanes, ends, releases) = lanes();
+        assert_eq!(lanes.failure(), Some(Kind::Capturing.on(3)));
+        lanes.abort(|| {
+            releases.fetch_add(1, Ordering::Relaxed);
+        });
+        assert_eq!(*ends.lock().unwrap(), ["aborted"; 2]);
+        assert_eq!(lanes.failure(), None);
+        lanes.close(0, Duration::ZERO);
+        drop(lanes);
+        assert_eq!(ends.lock().unwrap().len(), 2);
+    }
+
+    #[test]
+    fn lanes_that_are_not_closed_are_aborted() {
+        let (closed, ends, _) = lanes();
+        closed.close(0, LONG);
+        drop(closed);
+        assert_eq!(*ends.lock().unwrap(), ["closed"; 2]);
+        let (dropped, ends, releases) = lanes();
+        releases.store(1, Ordering::Relaxed);
+        drop(dropped);
+        assert_eq!(*ends.lock().unwrap(), ["aborted"; 2]);
     }
 }

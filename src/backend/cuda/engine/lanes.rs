@@ -1,4 +1,4 @@
-//! Transfers over the network: a stream for each lane sends and receives, turn by turn.
+//! Transfers between hosts: each lane's stream sends and receives, turn by turn.
 
 use std::mem::offset_of;
 use std::time::{Duration, Instant};
@@ -12,11 +12,11 @@ use super::copies::Make;
 use super::push;
 use super::stamps::Stamps;
 use crate::backend::cuda::abi::GemmeshPushEpoch;
-use crate::backend::cuda::driver::{DevicePtr, NcclMessage, Stream, StreamMemOp};
+use crate::backend::cuda::driver::{DevicePtr, Stream, StreamMemOp};
 use crate::backend::cuda::gpu::streams::LANES;
 use crate::backend::cuda::program::Program;
 use crate::backend::cuda::program::operands::Operand;
-use crate::backend::cuda::shared::network::{EXPLAINED, Network};
+use crate::backend::cuda::shared::lanes::{DeviceMessage, EXPLAINED, Lanes};
 use crate::backend::cuda::shared::words::Signals;
 use crate::backend::work::work_of;
 use crate::error::{Error, Kind, Result};
@@ -54,10 +54,10 @@ pub fn join(at: &EnqueueContext, schedule: &Schedule) -> Result<()> {
     lanes.try_for_each(|lane| at.main.wait_for(lane, &streams.carried))
 }
 
-/// Puts all of this rank's transfers over the network on the lanes, and behind a chunk's arrival its flag. If a kernel
+/// Puts all of this rank's transfers between hosts on the lanes, and after a chunk's arrival its flag. If a kernel
 /// waits for the flags, chunks are passed on from here, by the copy stream.
 ///
-/// The kernel may run already. It leaves NCCL's kernels multiprocessors.
+/// The kernel may run already. It leaves the transports' kernels multiprocessors.
 pub fn enqueue<'a, 'm>(
     at: &'a EnqueueContext<'a>,
     program: &'a Program,
@@ -66,7 +66,7 @@ pub fn enqueue<'a, 'm>(
     make: Option<&'a mut Make<'m>>,
 ) -> Result<Stamps> {
     let schedule = &program.schedule;
-    let mut carrier = Carrier {
+    let mut turns = CallTurns {
         at,
         program,
         schedule,
@@ -77,22 +77,22 @@ pub fn enqueue<'a, 'm>(
         stored: Default::default(),
         is_permitted: [false; LANES],
     };
-    if let Some(network) = &at.shared.network {
+    if let Some(lanes) = &at.shared.lanes {
         for turn in schedule.turns() {
-            carrier.turn(network, &turn)?;
+            turns.enqueue(lanes, &turn)?;
         }
-        carrier.reset_blocks()?;
+        turns.reset_blocks()?;
     }
-    Ok(carrier.stamps)
+    Ok(turns.stamps)
 }
 
-/// Addresses at whose multiples NCCL moves bytes fast.
+/// Addresses at whose multiples a transport moves bytes fast.
 const ALIGNMENT: usize = 256;
 
-type Messages = SmallVec<[NcclMessage; 2]>;
+type Messages = SmallVec<[DeviceMessage; 2]>;
 type Gaps = SmallVec<[RowsWithGaps; 2]>;
 
-/// Rows with gaps between them, which NCCL moves without the gaps.
+/// Rows with gaps between them, which a transport moves without the gaps.
 struct RowsWithGaps {
     /// Where they stand without gaps.
     packed: DevicePtr,
@@ -125,7 +125,7 @@ const HALF: usize = 64 << 10;
 
 /// The two halves of messages, if `are_alone` and they are long. Otherwise the second half is empty. Both ranks of the
 /// messages cut them alike.
-fn halves(messages: &[NcclMessage], are_alone: bool) -> [Messages; 2] {
+fn halves(messages: &[DeviceMessage], are_alone: bool) -> [Messages; 2] {
     let bytes: usize = messages.iter().map(|message| message.bytes).sum();
     let mut halves = [Messages::new(), Messages::new()];
     let mut left = if are_alone && bytes >= 2 * HALF {
@@ -133,21 +133,21 @@ fn halves(messages: &[NcclMessage], are_alone: bool) -> [Messages; 2] {
     } else {
         bytes
     };
-    for &NcclMessage { peer, place, bytes } in messages {
+    for &DeviceMessage { peer, place, bytes } in messages {
         let first = bytes.min(left);
         left -= first;
         let parts = [(place, first), (place + first as u64, bytes - first)];
         for (half, (place, bytes)) in halves.iter_mut().zip(parts) {
             if bytes > 0 {
-                half.push(NcclMessage { peer, place, bytes });
+                half.push(DeviceMessage { peer, place, bytes });
             }
         }
     }
     halves
 }
 
-/// The transfers of a call that go over the network.
-struct Carrier<'a, 'm, 'c> {
+/// The transfers of a call between this host and others, turn by turn.
+struct CallTurns<'a, 'm, 'c> {
     at: &'a EnqueueContext<'a>,
     program: &'a Program,
     schedule: &'a Schedule,
@@ -162,12 +162,12 @@ struct Carrier<'a, 'm, 'c> {
     is_permitted: [bool; LANES],
 }
 
-impl Carrier<'_, '_, '_> {
+impl CallTurns<'_, '_, '_> {
     fn lane(&self, lane: usize) -> &Stream {
         &self.at.gpu.streams().lanes[lane]
     }
 
-    fn turn(&mut self, network: &Network, turn: &Turn) -> Result<()> {
+    fn enqueue(&mut self, lanes: &Lanes, turn: &Turn) -> Result<()> {
         let (at, lane) = (self.at, turn.number % LANES);
         let stream = &at.gpu.streams().lanes[lane];
         if let Some(sent) = turn.sent {
@@ -179,13 +179,13 @@ impl Carrier<'_, '_, '_> {
         let (received, come) = self.messages(lane, turn.received)?;
         let before = self.stamps.now(stream)?;
         packed.iter().try_for_each(|gaps| gaps.pack(stream))?;
-        self.exchange(network, lane, turn, [&sent, &received])?;
+        self.exchange(lanes, lane, turn, [&sent, &received])?;
         come.iter().try_for_each(|gaps| gaps.unpack(stream))?;
         if let Some(moved) = turn.received.or(turn.sent) {
             let work = || work_of(moved, at.members.rank);
             self.stamps.add(Lane::Network, before, stream, work)?;
         }
-        self.count(network, lane, turn.received)?;
+        self.count(lanes, lane, turn.received)?;
         match (turn.received, self.flags) {
             (Some(received), Flags::Mailbox) => self.signal_kernel(lane, received),
             _ => Ok(()),
@@ -196,10 +196,10 @@ impl Carrier<'_, '_, '_> {
     /// one. The turn has ended on its own lane when both halves have.
     fn exchange(
         &self,
-        network: &Network,
+        lanes: &Lanes,
         lane: usize,
         turn: &Turn,
-        [sent, received]: [&[NcclMessage]; 2],
+        [sent, received]: [&[DeviceMessage]; 2],
     ) -> Result<()> {
         let sent = halves(sent, turn.sends_alone);
         let received = halves(received, turn.receives_alone);
@@ -212,7 +212,7 @@ impl Carrier<'_, '_, '_> {
             // other lane has waited for this lane. What is received is read after its flag alone, and the kernels of
             // earlier operations are in front of the lanes. The memory lives until the streams have passed.
             let exchanged = unsafe {
-                network.exchange(self.at.members, number, &streams.lanes[number], to, from)
+                lanes.exchange(self.at.members, number, &streams.lanes[number], to, from)
             };
             exchanged.map_err(|error| self.blame(error, turn))
         };
@@ -227,7 +227,7 @@ impl Carrier<'_, '_, '_> {
         own.wait_for(&streams.lanes[other], &streams.halved)
     }
 
-    /// The error of a turn that NCCL refuses with `error`. A rank that has died is named by whoever sees that, and a
+    /// The error of a turn that a transport refuses with `error`. A rank that has died is named by whoever sees that, and a
     /// rank that has left by this rank.
     fn blame(&self, error: Error, turn: &Turn) -> Error {
         let members = self.at.members;
@@ -318,15 +318,15 @@ impl Carrier<'_, '_, '_> {
                 place = room;
                 room += bytes as u64;
             }
-            messages.push(NcclMessage { peer, place, bytes });
+            messages.push(DeviceMessage { peer, place, bytes });
         }
         Ok((messages, gaps))
     }
 
     /// Counts a turn that has ended. Writes the flag of what has come, if streams wait for it.
-    fn count(&self, network: &Network, lane: usize, received: Option<&Transfer>) -> Result<()> {
+    fn count(&self, lanes: &Lanes, lane: usize, received: Option<&Transfer>) -> Result<()> {
         let control = &self.at.shared.control;
-        let count = StreamMemOp::Write(control.turns(lane), network.count_turn(lane));
+        let count = StreamMemOp::Write(control.turns(lane), lanes.count_turn(lane));
         let mut words: SmallVec<[StreamMemOp; 2]> = SmallVec::from_slice(&[count]);
         if let (Some(received), Flags::Streams(signals)) = (received, self.flags) {
             let flag = signals.chunk(self.at.members.rank, received.flag);
@@ -354,7 +354,7 @@ impl Carrier<'_, '_, '_> {
         let epoch = control.push_epoch() + offset_of!(GemmeshPushEpoch, current) as u64;
         let flag = control.pushed(members.rank, received.flag);
         // SAFETY: both words are in this rank's control block, which is unmapped when the streams have passed. The flag
-        // is written after the rows, because NCCL's kernel stands in front of this copy.
+        // is written after the rows, because the transport's kernel stands in front of this copy.
         unsafe { stream.copy(flag, epoch, size_of::<u32>())? };
         let is_next = |moved: &&Transfer| moved.after.contains(&received.flag);
         let mut onward = self.schedule.moves().filter(is_next).peekable();
@@ -390,7 +390,7 @@ mod tests {
         let message = |&bytes: &usize| {
             let place = next;
             next += bytes as u64;
-            NcclMessage {
+            DeviceMessage {
                 peer: 3,
                 place,
                 bytes,
@@ -399,7 +399,7 @@ mod tests {
         lengths.iter().map(message).collect()
     }
 
-    fn places(messages: &[NcclMessage]) -> Vec<(DevicePtr, usize)> {
+    fn places(messages: &[DeviceMessage]) -> Vec<(DevicePtr, usize)> {
         messages.iter().map(|m| (m.place, m.bytes)).collect()
     }
 

@@ -1,8 +1,9 @@
-//! NCCL, as far as this library calls it: communicators, and messages between two ranks of one.
+//! NCCL as a transport of GPUs' memory: communicators, and messages between two ranks of one.
 //!
 //! Opening and closing a communicator, and the first message between two ranks, wait for other ranks. Further messages
 //! are only put on a stream. (A communicator that does not block starts a thread for each of them, which takes 100 µs
 //! instead of 14.)
+#![allow(unsafe_code)]
 
 use std::error::Error as _;
 use std::ffi::{CStr, OsStr, c_char, c_int, c_uint, c_void};
@@ -14,17 +15,22 @@ use std::sync::Arc;
 use cudarc::nccl::sys;
 use libloading::Library;
 
-use super::{Device, DevicePtr, Stream, is_fork};
-use crate::error::{Kind, Result};
+use super::Transport;
+use super::device::{DeviceBytes, DeviceTransport, Opener};
+use crate::backend::cuda::driver::{Device, is_fork};
+use crate::error::{Error, Kind, Result};
+use crate::ranks::members::{Members, opening};
 
+/// The library's name.
+pub const NAME: &str = "NCCL";
 /// The library's file.
 const LIBRARY: &str = "libnccl.so.2";
 /// The oldest version that can be used: 2.18.
 const OLDEST: c_int = 21_800;
 /// Bytes of a communicator's id.
-pub const ID_BYTES: usize = 128;
+const ID_BYTES: usize = 128;
 /// A communicator's id, by which its ranks find one another.
-pub type CommunicatorId = [u8; ID_BYTES];
+type CommunicatorId = [u8; ID_BYTES];
 
 /// NCCL's results are numbers here, because a newer library may know more of them than the bindings.
 type Status = c_int;
@@ -68,7 +74,7 @@ functions! {
 }
 
 /// The library, loaded.
-pub struct Nccl {
+struct Nccl {
     functions: Functions,
     version: c_int,
     /// Keeps the functions loaded.
@@ -130,7 +136,7 @@ fn in_words(version: c_int) -> String {
 impl Nccl {
     /// # Errors
     /// [`Kind::Device`] if it is not installed, or is too old.
-    pub fn load(rank: usize) -> Result<Arc<Nccl>> {
+    fn load(rank: usize) -> Result<Arc<Nccl>> {
         let none = |reason: String| {
             let what = format!(
                 "there is no network to the GPUs of other hosts: {reason}; install NCCL 2.18 or newer (libnccl.so.2)"
@@ -162,7 +168,7 @@ impl Nccl {
     }
 
     /// A new communicator's id. This process serves the ranks that ask for it.
-    pub fn new_id(&self, rank: usize) -> Result<CommunicatorId> {
+    fn new_id(&self, rank: usize) -> Result<CommunicatorId> {
         let mut id = sys::ncclUniqueId {
             internal: [0; ID_BYTES],
         };
@@ -220,17 +226,49 @@ fn version(library: &Library) -> std::result::Result<c_int, String> {
     }
 }
 
-/// Bytes of this rank's memory that go to `peer`, or come from it.
-#[derive(Clone, Copy, Debug)]
-pub struct NcclMessage {
-    pub peer: usize,
-    pub place: DevicePtr,
-    pub bytes: usize,
+/// What opens `count` communicators of all ranks. `most_ctas`: of each kernel of one. Collective.
+///
+/// # Errors
+/// [`Kind::Device`] of the first rank that has no NCCL; what NCCL says; the group's failure.
+pub fn openers(members: &Members, count: usize, most_ctas: usize) -> Result<Vec<Opener>> {
+    let nccl = Nccl::load(members.rank);
+    let ids = agree(members, &nccl, count)?;
+    let (nccl, ends) = (nccl?, (members.rank, members.world));
+    let opener = |id: CommunicatorId| -> Opener {
+        let nccl = nccl.clone();
+        Box::new(move |device: &Arc<Device>| {
+            let communicator = Communicator::open(&nccl, device, &id, ends, most_ctas)?;
+            Ok(Box::new(communicator) as Box<DeviceTransport>)
+        })
+    };
+    Ok(ids.into_iter().map(opener).collect())
+}
+
+/// Makes the communicators' ids on rank 0, for all ranks. Collective.
+fn agree(members: &Members, nccl: &Result<Arc<Nccl>>, count: usize) -> Result<Vec<CommunicatorId>> {
+    let own = nccl.as_ref().map_err(Error::clone).and_then(|nccl| {
+        let count = if members.rank == 0 { count } else { 0 };
+        let ids = (0..count).map(|_| nccl.new_id(members.rank));
+        ids.collect::<Result<Vec<_>>>()
+    });
+    let own = own.map(|ids| (ids.concat(), None));
+    let gathered = members.gather_messages(&opening(), own)?;
+    let (ids, rest) = gathered.payloads[0].as_chunks::<ID_BYTES>();
+    if ids.len() == count && rest.is_empty() {
+        Ok(ids.to_vec())
+    } else {
+        Err(members.fail(
+            Kind::Message {
+                reason: format!("{} bytes of ids of NCCL", gathered.payloads[0].len()),
+            }
+            .on(0),
+        ))
+    }
 }
 
 /// A rank's end of a communicator. It must be aborted or destroyed; otherwise it lives as long as the process.
 #[derive(Debug)]
-pub struct Communicator {
+struct Communicator {
     nccl: Arc<Nccl>,
     device: Arc<Device>,
     communicator: sys::ncclComm_t,
@@ -241,7 +279,7 @@ unsafe impl Send for Communicator {}
 
 impl Communicator {
     /// Opens this rank's end. Waits for all ranks. `most_ctas`: of each of its kernels.
-    pub fn open(
+    fn open(
         nccl: &Arc<Nccl>,
         device: &Arc<Device>,
         id: &CommunicatorId,
@@ -273,60 +311,6 @@ impl Communicator {
             .check(rank, ACTION, Some(self.communicator), status)
     }
 
-    /// # Errors
-    /// What NCCL says has failed since the communicator was opened.
-    pub fn require_alive(&self) -> Result<()> {
-        let mut state = SUCCESS;
-        // SAFETY: writes the local; the communicator lives.
-        let status = unsafe { (self.nccl.functions.async_error)(self.communicator, &mut state) };
-        self.check(status)?;
-        self.check(state)
-    }
-
-    /// Puts messages on the stream. They are sent and received at the same time.
-    ///
-    /// # Safety
-    /// As [`Stream::copy`] for each message.
-    pub unsafe fn exchange(
-        &self,
-        stream: &Stream,
-        sent: &[NcclMessage],
-        received: &[NcclMessage],
-    ) -> Result<()> {
-        const BYTES: c_int = sys::ncclDataType_t::ncclUint8 as c_int;
-        let functions = &self.nccl.functions;
-        let (communicator, stream) = (self.communicator, stream.raw());
-        let _bound = self.device.bind()?;
-        // SAFETY: as this function's; the communicator and the stream live.
-        unsafe {
-            self.check((functions.group_start)())?;
-            let sent = sent.iter().map(|message| {
-                let from = message.place as *const c_void;
-                let (bytes, peer) = (message.bytes, message.peer as c_int);
-                (functions.send)(from, bytes, BYTES, peer, communicator, stream)
-            });
-            let received = received.iter().map(|message| {
-                let to = message.place as *mut c_void;
-                let (bytes, peer) = (message.bytes, message.peer as c_int);
-                (functions.receive)(to, bytes, BYTES, peer, communicator, stream)
-            });
-            let begun = sent.chain(received).find(|&status| status != SUCCESS);
-            // A group that was begun is ended.
-            let ended = (functions.group_end)();
-            self.check(begun.unwrap_or(ended))
-        }
-    }
-
-    /// Frees it when what was sent has gone. What was to be received has come.
-    pub fn destroy(self) {
-        self.end(self.nccl.functions.destroy);
-    }
-
-    /// Ends its kernels and frees it, whatever they wait for. Takes half a second.
-    pub fn abort(self) {
-        self.end(self.nccl.functions.abort);
-    }
-
     fn end(&self, by: unsafe extern "C" fn(sys::ncclComm_t) -> Status) {
         // A fork has none of NCCL's threads.
         if is_fork() {
@@ -336,6 +320,64 @@ impl Communicator {
             // SAFETY: it lives, and is not used after this. If the call fails, nothing is left to do.
             let _ = unsafe { by(self.communicator) };
         }
+    }
+}
+
+/// NCCL's name of a byte.
+const BYTE: c_int = sys::ncclDataType_t::ncclUint8 as c_int;
+
+/// A message is begun within `together`, which binds the device.
+impl Transport<DeviceBytes> for Communicator {
+    fn send(&self, [_, peer]: [usize; 2], from: DeviceBytes) -> Result<()> {
+        let (first, peer) = (from.place as *const c_void, peer as c_int);
+        let send = self.nccl.functions.send;
+        // SAFETY: as `DeviceBytes::new`; the communicator lives.
+        self.check(unsafe {
+            send(
+                first,
+                from.bytes,
+                BYTE,
+                peer,
+                self.communicator,
+                from.stream,
+            )
+        })
+    }
+
+    fn receive(&self, [peer, _]: [usize; 2], to: DeviceBytes) -> Result<()> {
+        let (first, peer) = (to.place as *mut c_void, peer as c_int);
+        let receive = self.nccl.functions.receive;
+        // SAFETY: as `DeviceBytes::new`; the communicator lives.
+        self.check(unsafe { receive(first, to.bytes, BYTE, peer, self.communicator, to.stream) })
+    }
+
+    fn together(&self, begin: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        let functions = &self.nccl.functions;
+        let _bound = self.device.bind()?;
+        // SAFETY: a plain call.
+        self.check(unsafe { (functions.group_start)() })?;
+        let begun = begin();
+        // A group that was begun is ended.
+        // SAFETY: a plain call. What the messages need is there, by `DeviceBytes::new`.
+        let ended = unsafe { (functions.group_end)() };
+        begun.and_then(|()| self.check(ended))
+    }
+
+    fn require_alive(&self) -> Result<()> {
+        let mut state = SUCCESS;
+        // SAFETY: writes the local; the communicator lives.
+        let status = unsafe { (self.nccl.functions.async_error)(self.communicator, &mut state) };
+        self.check(status)?;
+        self.check(state)
+    }
+
+    fn close(self: Box<Self>) {
+        self.end(self.nccl.functions.destroy);
+    }
+
+    /// Takes half a second.
+    fn abort(self: Box<Self>) {
+        self.end(self.nccl.functions.abort);
     }
 }
 
