@@ -87,11 +87,6 @@ struct Args {
     #[cfg(feature = "cuda")]
     #[arg(long)]
     tune: Option<PathBuf>,
-    /// Times all kernels and routes on some shapes, in less than a minute, and writes the device's rates to this file.
-    /// The library chooses by them if GEMMESH_RATES names the file.
-    #[cfg(feature = "cuda")]
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["tune", "sweep"])]
-    calibrate: Option<PathBuf>,
     /// What the bits of products may depend on: Builder::numerics.
     #[arg(long, value_enum, default_value_t = NumericsName::Fast)]
     numerics: NumericsName,
@@ -341,10 +336,7 @@ impl Args {
             "--fast-accumulation: of cuBLASLt, so it needs --backend cuda",
         )?;
         #[cfg(feature = "cuda")]
-        refuse(
-            self.tune.is_some() || self.calibrate.is_some(),
-            "--tune and --calibrate: only of bf16 and f16",
-        )?;
+        refuse(self.tune.is_some(), "--tune: only of bf16 and f16")?;
         Ok(())
     }
 
@@ -579,12 +571,6 @@ trait Timed<B: Backend, T: Multiplied>: Operation<B, T> {
     fn tune(_: &Group<B>, _: [usize; 3], _: &Path) -> Result<(), Failure> {
         Err(Failure::Usage("--tune: this backend has nothing to tune"))
     }
-
-    /// Writes the device's rates to a file.
-    #[cfg(feature = "cuda")]
-    fn calibrate(_: &Group<B>, _: &Path) -> Result<(), Failure> {
-        Err(Failure::Usage("--calibrate: this backend has no rates"))
-    }
 }
 
 /// The report on a shape.
@@ -688,10 +674,6 @@ fn run<B: Backend, T: Multiplied, O: Timed<B, T>>(args: &Args) -> Result<(), Fai
     if let Some(path) = &args.tune {
         let mut shapes = args.shapes().into_iter();
         return shapes.try_for_each(|shape| O::tune(&group, shape, path));
-    }
-    #[cfg(feature = "cuda")]
-    if let Some(path) = &args.calibrate {
-        return O::calibrate(&group, path);
     }
     let instruments = O::instruments(&group)?;
     match args.sweep {

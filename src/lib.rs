@@ -122,6 +122,9 @@ mod ranks;
 #[doc(hidden)]
 pub mod raw;
 mod resources;
+#[cfg(all(feature = "unstable-tools", not(loom)))]
+#[cfg_attr(docsrs, doc(cfg(feature = "unstable-tools")))]
+pub mod tools;
 #[cfg(not(loom))]
 pub mod trace;
 
@@ -170,25 +173,16 @@ pub use {backend::Cuda, interop::stream::StreamGuard};
 #[cfg(not(loom))]
 #[doc(hidden)]
 pub mod testing {
-    //! Items for this library's own tests, benchmarks and doctor.
+    //! Items for this library's own tests and benchmarks.
     pub use crate::backend::KEPT_PROGRAMS;
     pub use crate::backend::delay_chunks;
     #[cfg(feature = "cuda")]
-    pub use crate::backend::{NcclLibrary, Sample, Variant, Winner};
+    pub use crate::backend::{Variant, Winner};
     #[cfg(feature = "cuda")]
-    pub use crate::interop::stream::{
-        align_streams, calibrate, network_gb_per_s, ranks_share_gpus, with_each_kernel,
-    };
+    pub use crate::interop::stream::{align_streams, ranks_share_gpus, with_each_kernel};
     pub use crate::json::{of_outcome, outcome};
     pub use crate::ops::run_schedule;
     pub use crate::ranks::address::meeting_texts;
-}
-
-#[cfg(all(feature = "cuda", not(loom)))]
-#[doc(hidden)]
-pub mod simulation {
-    //! Operations that are played through without a GPU. Unstable: it is for `examples/simulate.rs`.
-    pub use crate::backend::{Played, SimulatedNetwork, play_operation};
 }
 
 #[cfg(fuzzing)]

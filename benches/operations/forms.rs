@@ -854,10 +854,8 @@ fn summarize(ratios: &[Vec<(usize, f64)>]) {
 /// Refuses arguments that don't fit together.
 fn check(args: &Args) -> Result<(), Failure> {
     #[cfg(feature = "cuda")]
-    if args.tune.is_some() || args.calibrate.is_some() {
-        return Err(Failure::Usage(
-            "--tune and --calibrate: not of matmul, nor of forms",
-        ));
+    if args.tune.is_some() {
+        return Err(Failure::Usage("--tune: not of matmul, nor of forms"));
     }
     let has = |what| args.epilogue.contains(&what);
     let is_sum = matches!(args.op, Op::MatmulReduceScatter | Op::MatmulAllReduce);

@@ -14,13 +14,13 @@ pub use contract::{Backend, OpenOptions, Owner};
 pub(crate) use contract::{KEPT, sealed};
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
+#[cfg(feature = "unstable-tools")]
+pub use cuda::tools;
 #[cfg(feature = "cuda")]
 #[doc(hidden)]
-pub use cuda::{Played, Sample, SimulatedNetwork, Variant, Winner, play_operation};
+pub use cuda::{Variant, Winner};
 #[cfg(all(fuzzing, feature = "cuda"))]
 pub use cuda::{peer, winners};
 #[doc(hidden)]
 pub use delays::delay_chunks;
 pub use host::Host;
-#[cfg(feature = "cuda")]
-pub use transport::NcclLibrary;

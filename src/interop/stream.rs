@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
-use crate::backend::{Cuda, Sample, Variant};
+use crate::backend::{Cuda, Variant};
 use crate::element::{DType, Value};
 #[cfg(doc)]
 use crate::error::Kind;
@@ -243,25 +243,6 @@ impl Cuda {
 #[doc(hidden)]
 pub fn with_each_kernel(config: &Config, variant: Variant, dtypes: [DType; 2]) -> Vec<Config> {
     Cuda::configs(config, variant, dtypes).collect()
-}
-
-/// Rates of this device, as text for a file that `GEMMESH_RATES` names, and the median error of the model on the
-/// samples; for benchmarks.
-///
-/// # Errors
-/// [`Kind::System`] if they can't be written as JSON.
-#[doc(hidden)]
-pub fn calibrate(group: &Group<Cuda>, samples: &[Sample]) -> Result<(String, f64)> {
-    group.inner().backend.calibrate(group.rank(), samples)
-}
-
-/// By rank: 10⁹ bytes that the network carries each way in a second, as measured when the group opened; for the doctor.
-///
-/// A rank sends to a rank of its rail and receives from one. Empty if all ranks share a host.
-#[doc(hidden)]
-pub fn network_gb_per_s(group: &Group<Cuda>) -> Vec<f64> {
-    let rates = group.inner().backend.network_rates();
-    rates.iter().map(|rate| rate / 1e3).collect()
 }
 
 /// True if some ranks share a GPU; for benchmarks.

@@ -9,7 +9,7 @@ use crate::Result;
 /// The most ranks that a group can have. (Miri checks all flags at each borrow, so there it is lower.)
 pub const MAX_WORLD: usize = if cfg!(miri) { 4 } else { 64 };
 /// The most ranks of a simulation.
-#[cfg(feature = "cuda")]
+#[cfg(feature = "unstable-tools")]
 const MAX_SIMULATED: usize = 1024;
 /// The largest extent of a matrix: tile coordinates are 32-bit signed numbers on a GPU.
 pub const MAX_EXTENT: usize = i32::MAX as usize;
@@ -63,8 +63,8 @@ impl Layout {
     ///
     /// # Errors
     /// As [`Layout::balanced`], if `world` is above 1024.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn simulated(m: usize, k: usize, world: usize) -> Result<Layout> {
+    #[cfg(feature = "unstable-tools")]
+    pub fn simulated(m: usize, k: usize, world: usize) -> Result<Layout> {
         limit("the number of ranks", world, 1, MAX_SIMULATED)?;
         Layout::of_rows(&balanced_rows(m, world), k)
     }

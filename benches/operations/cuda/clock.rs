@@ -3,8 +3,7 @@
 use cudarc::driver::{result as driver, sys as driver_sys};
 use gemmesh::{Cuda, Group, Result};
 
-use super::memory::Scratch;
-use super::refused;
+use super::memory::{Scratch, refused};
 
 /// More than the L2 cache of any Hopper GPU holds.
 const FLUSH_BYTES: usize = 256 << 20;

@@ -1,9 +1,20 @@
 //! The benchmark's device memory, and the addresses of matrices.
 
-use cudarc::driver::{result as driver, sys as driver_sys};
-use gemmesh::{Cuda, DType, Matrix, Result, Value};
+use std::fmt::Debug;
 
-use super::refused;
+use cudarc::driver::{result as driver, sys as driver_sys};
+use gemmesh::error::Kind;
+use gemmesh::{Cuda, DType, Error, Matrix, Result, Value};
+
+/// For `map_err`: the driver, cuBLASLt or NCCL refused `action`.
+pub fn refused<E: Debug>(action: &str) -> impl FnOnce(E) -> Error {
+    move |reason| {
+        Error::of_kind(Kind::System {
+            action: action.into(),
+            reason: format!("{reason:?}"),
+        })
+    }
+}
 
 /// A buffer of this benchmark's own.
 pub struct Scratch(driver_sys::CUdeviceptr);

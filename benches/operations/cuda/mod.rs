@@ -1,7 +1,6 @@
 //! The rows of the CUDA backend's table: gemmesh, and its baselines NCCL and cuBLASLt.
 #![allow(unsafe_code)]
 
-mod calibrate;
 mod clock;
 pub mod collectives;
 mod consume;
@@ -11,7 +10,6 @@ mod peers;
 mod produce;
 mod scales;
 
-use std::fmt::Debug;
 use std::path::Path;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -20,9 +18,7 @@ use clock::{Graph, Side, Timer};
 pub use consume::Consume;
 use gemmesh::error::Kind;
 use gemmesh::testing::{Variant, Winner, ranks_share_gpus, with_each_kernel};
-use gemmesh::{
-    Chunking, Config, Cuda, DType, Error, Group, OutputOf, Result, Route, TileShape, Value,
-};
+use gemmesh::{Chunking, Config, Cuda, DType, Group, OutputOf, Result, Route, TileShape, Value};
 use memory::{Place, Scratch};
 use peers::{Accumulation, Collective, Communication, CublasLt, Nccl, Problem, Product};
 pub use produce::Produce;
@@ -38,16 +34,6 @@ use crate::{Args, PRODUCTS, Timed, Timing, append, verify};
 
 /// Calls in a row whose time on the host is taken. They are few enough for the device's queues.
 const CALLS: usize = 12;
-
-/// For `map_err`: the driver, cuBLASLt or NCCL refused `action`.
-fn refused<E: Debug>(action: &str) -> impl FnOnce(E) -> Error {
-    move |reason| {
-        Error::of_kind(Kind::System {
-            action: action.into(),
-            reason: format!("{reason:?}"),
-        })
-    }
-}
 
 /// The base of configurations whose kernel is still to be chosen.
 const ANY_TILE: TileShape = TileShape::new(128, 128, 64);
@@ -561,10 +547,6 @@ impl<T: Multiplied, O: OnGpus<T>> Timed<Cuda, T> for O {
             ideal: time(Measured::Ideal),
             note: nccl.is_none().then_some(shared),
         })
-    }
-
-    fn calibrate(group: &Group<Cuda>, path: &Path) -> Result<(), Failure> {
-        calibrate::calibrate::<T>(group, path)
     }
 
     fn tune(group: &Group<Cuda>, shape: [usize; 3], path: &Path) -> Result<(), Failure> {

@@ -9,8 +9,7 @@ use cudarc::nccl::{result as nccl, sys as nccl_sys};
 use gemmesh::{Cuda, DType, Group, Result};
 
 use super::clock::Timer;
-use super::memory::{Place, Scratch};
-use super::refused;
+use super::memory::{Place, Scratch, refused};
 use super::scales::Scale;
 use crate::common;
 use crate::common::scales::ScaleValues;

@@ -14,9 +14,6 @@ mod shared;
 
 pub use gpu::kernels::Variant;
 #[doc(hidden)]
-pub use model::calibrate::Sample;
-pub use model::player::{Played, SimulatedNetwork, play_operation};
-#[doc(hidden)]
 pub use model::tuned::Winner;
 #[cfg(fuzzing)]
 pub use model::tuned::fuzzing as winners;
@@ -50,8 +47,20 @@ use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
 use crate::schedule::{Config, Numerics, Problem, Schedule};
 
+#[cfg(feature = "unstable-tools")]
+pub mod tools {
+    pub use super::MOST_STORED;
+    pub use super::gpu::kernels::WIDEST;
+    pub use super::gpu::rates::{H100, H200, Link, Rates};
+    pub use super::model::gather::gathered;
+    pub use super::model::sums::{Stores, rate, time as time_of_sum};
+    pub use super::model::tiles::Tiles;
+    pub use super::model::{choose, over_hosts, pushed_over_hosts};
+    pub use crate::backend::transport::NcclLibrary;
+}
+
 /// The most bytes of a rank in a collective whose rows kernels store. Measured on two H200s.
-const MOST_STORED: usize = 16 << 20;
+pub const MOST_STORED: usize = 16 << 20;
 
 /// NVIDIA GPUs of the Hopper generation (H100, H200). A rank is a process with one GPU; several ranks may share a GPU.
 ///
@@ -445,6 +454,7 @@ impl Cuda {
     }
 
     /// By rank: bytes per microsecond that the network carries each way. Empty if all ranks share a host.
+    #[cfg(feature = "unstable-tools")]
     pub(crate) fn network_rates(&self) -> &[f64] {
         let lanes = self.shared.lanes.as_ref();
         lanes.map_or(&[], |lanes| &lanes.rates)
@@ -464,26 +474,14 @@ impl Cuda {
         kernels::configs(*config, variant, dtypes, &Default::default())
     }
 
-    /// Fits the model's rates to the samples.
-    ///
-    /// Returns the text of a file for `GEMMESH_RATES`, and the model's median relative error.
-    pub(crate) fn calibrate(&self, rank: usize, samples: &[Sample]) -> Result<(String, f64)> {
+    /// The library's rates for this GPU.
+    #[cfg(feature = "unstable-tools")]
+    pub(crate) fn library_rates(&self) -> Rates {
         let device: &Device = &self.gpu.device;
-        let begin = Rates {
+        Rates {
             multiprocessors: device.multiprocessors(),
             ..Rates::of(device.name())
-        };
-        let rates = model::calibrate::fit(&begin, samples);
-        let error = model::calibrate::median_error(&rates, samples);
-        let text = serde_json::to_string_pretty(&rates);
-        let text = text.map_err(|e| {
-            Kind::System {
-                action: "write rates as JSON".into(),
-                reason: e.to_string(),
-            }
-            .on(rank)
-        })?;
-        Ok((text + "\n", error))
+        }
     }
 
     /// Makes later work on the ranks' streams begin at the same time. Collective.

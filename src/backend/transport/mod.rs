@@ -13,8 +13,8 @@ pub mod mpi;
 mod nccl;
 
 pub use mailboxes::Mailboxes;
-#[cfg(feature = "cuda")]
-pub use nccl::NcclLibrary;
+#[cfg(feature = "unstable-tools")]
+pub use nccl::library::NcclLibrary;
 
 use std::fmt::Debug;
 

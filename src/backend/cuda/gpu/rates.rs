@@ -12,6 +12,7 @@ use crate::schedule::Route;
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rates {
+    /// Multiprocessors that a kernel can have.
     pub multiprocessors: usize,
     /// From the launch to the first product, and from the last product to the kernel's end.
     pub start: f64,
@@ -55,8 +56,11 @@ pub struct Rates {
     pub summed: f64,
     /// Bytes of partial sums that all multiprocessors store or load.
     pub summed_cached: f64,
+    /// Rows that copy engines of their receivers move.
     pub pull: Link,
+    /// Rows that copy engines of their owners move.
     pub push: Link,
+    /// Rows that kernels of their owners store.
     pub store: Link,
 }
 
@@ -297,6 +301,7 @@ impl Rates {
         ]
     }
 
+    /// The link of a route.
     pub fn link(&self, route: Route) -> &Link {
         match route {
             Route::Pull => &self.pull,

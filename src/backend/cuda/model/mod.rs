@@ -4,18 +4,16 @@
 //! multiprocessor, the loads of all multiprocessors from the L2 cache, or device memory. The model knows when gathered
 //! rows arrive ([`gather`]), and when partial sums have been made and moved ([`sums`]). It plays the tiles through in
 //! their order, with a few rates of the device ([`rates`](crate::backend::cuda::gpu::rates)). Times are in
-//! microseconds. [`player`] plays the schedules of all ranks through, for simulations.
+//! microseconds.
 //!
 //! The model is a pure function of what all ranks know alike, and of the rank's own N (if rows are gathered) or K (if
 //! sums are made). Ranks whose N or K differ still agree on everything that they must agree on.
 
-pub mod calibrate;
 pub mod choices;
 mod clocks;
-mod gather;
-pub mod player;
-mod sums;
-mod tiles;
+pub mod gather;
+pub mod sums;
+pub mod tiles;
 pub mod tuned;
 
 use tiles::Tiles;
@@ -76,7 +74,12 @@ pub fn over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, network:
 }
 
 /// As [`over_hosts`], if rows are pushed.
-fn pushed_over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, network: f64) -> Config {
+pub fn pushed_over_hosts(
+    rates: &Rates,
+    problem: &Problem,
+    numerics: Numerics,
+    network: f64,
+) -> Config {
     /// If there are fewer rows, sums have low tiles.
     const MANY_ROWS: usize = 4096;
     let m = problem.layout.m();

@@ -109,6 +109,7 @@ fn mixed(tile: &TileShape) -> f64 {
 /// The tiles of a product of M rows, N columns and depth K.
 #[derive(Clone, Copy, Debug)]
 pub struct Tiles<'a> {
+    /// The rates of the device.
     pub rates: &'a Rates,
     /// The time around all tiles.
     pub start: f64,
@@ -249,6 +250,7 @@ fn longer(one: f64, other: f64) -> f64 {
 }
 
 impl<'a> Tiles<'a> {
+    /// The tiles of a problem's product on one rank.
     pub fn of(rates: &'a Rates, problem: &Problem, config: &Config) -> Self {
         // Each weight has tiles of its own.
         let columns = config.entry_columns();
@@ -281,7 +283,7 @@ impl<'a> Tiles<'a> {
         }
     }
 
-    pub fn new(
+    pub(super) fn new(
         rates: &'a Rates,
         config: &Config,
         variant: Variant,

@@ -5,7 +5,7 @@ mod measured;
 use std::fmt;
 
 use super::*;
-use crate::backend::cuda::model::calibrate::{Sample, fit, median_error};
+use crate::calibrate::{Sample, fit, median_error};
 use measured::Measured;
 
 /// Files of benches/results, without their ending: one, two and four H200s, models' layers and random shapes.
@@ -145,7 +145,7 @@ fn two_hosts_are_played_within_5_percent_in_the_mean() {
 
 #[test]
 fn collectives_are_played_within_5_percent_in_the_mean() {
-    let path = "benches/results/h200x2-collectives.json";
+    let path = "../../benches/results/h200x2-collectives.json";
     let text = std::fs::read_to_string(format!("{}/{path}", env!("CARGO_MANIFEST_DIR")));
     let (text, mut errors) = (text.unwrap(), Vec::new());
     for line in text.lines() {

@@ -2,13 +2,13 @@
 //!
 //! This program is the doctor itself where [`DOCTOR`] is set: so what is tested is what has just been built.
 
-#[path = "../examples/doctor/main.rs"]
+#[path = "../src/bin/doctor/main.rs"]
 mod doctor;
 
-#[path = "support/patience.rs"]
+#[path = "../../../tests/support/patience.rs"]
 #[allow(dead_code)]
 mod patience;
-#[path = "support/ports.rs"]
+#[path = "../../../tests/support/ports.rs"]
 mod ports;
 
 use std::collections::BTreeSet;

@@ -1,9 +1,7 @@
 //! Fits the rates of a device to measurements.
 
-use super::gather::gathered;
-use super::tiles::Tiles;
-use crate::backend::cuda::gpu::rates::Rates;
-use crate::schedule::{Config, Problem};
+use gemmesh::schedule::{Config, Problem};
+use gemmesh::tools::{Rates, Tiles, gathered};
 
 /// The measured time of a gather and its product.
 #[derive(Clone, Debug)]
@@ -103,11 +101,12 @@ pub fn median_error(rates: &Rates, samples: &[Sample]) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use gemmesh::DType;
+    use gemmesh::schedule::{Chunking, Layout, Operation, Route};
+    use gemmesh::testing::{Variant, with_each_kernel};
+    use gemmesh::tools::{H100, H200, Link, WIDEST};
+
     use super::*;
-    use crate::backend::cuda::gpu::kernels::{Variant, WIDEST, configs};
-    use crate::backend::cuda::gpu::rates::{H100, H200, Link};
-    use crate::element::DType;
-    use crate::schedule::{Chunking, Layout, Operation, Route};
 
     /// The times of an imagined device for each kernel, alone and with rows that arrive.
     fn samples(device: &Rates, shapes: &[[usize; 3]]) -> Vec<Sample> {
@@ -116,12 +115,8 @@ mod tests {
             let problem = Problem::new(Operation::ALL_GATHER_MATMUL, DType::Bf16, layout, n);
             let routes = [Route::Pull, Route::Push, Route::Store];
             let configs = routes.into_iter().flat_map(|route| {
-                configs(
-                    Config::new(WIDEST, Chunking::new(1), route),
-                    Variant::Forms,
-                    [DType::Bf16; 2],
-                    &Default::default(),
-                )
+                let base = Config::new(WIDEST, Chunking::new(1), route);
+                with_each_kernel(&base, Variant::Forms, [DType::Bf16; 2])
             });
             let both = configs.flat_map(|config| [(config, false), (config, true)]);
             let sample = move |(config, gathers)| {

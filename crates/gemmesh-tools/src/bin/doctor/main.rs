@@ -3,10 +3,10 @@
 //! It also measures how fast ranks reach one another.
 //!
 //! ```sh
-//! cargo run --release --example doctor                    # the host backend
-//! cargo run --release --features cuda --example doctor    # and GPUs
-//! cargo run --release --example doctor -- --json          # for a bug report
-//! torchrun --nproc-per-node 4 --no-python target/release/examples/doctor    # and whether the launcher's ranks meet
+//! cargo run --release -p gemmesh-tools --bin doctor                    # the host backend
+//! cargo run --release -p gemmesh-tools --features cuda --bin doctor    # and GPUs
+//! cargo run --release -p gemmesh-tools --bin doctor -- --json          # for a bug report
+//! torchrun --nproc-per-node 4 --no-python target/release/doctor        # and whether the launcher's ranks meet
 //! ```
 //!
 //! Ranks of several hosts, too: it shows the hosts with their network devices and NCCL, and how the GPUs of each two
@@ -16,7 +16,7 @@
 //! finding, and the next step goes on. [`report::Report`] is what `--json` prints. The exit code is 1 if a problem
 //! keeps the backend from working.
 
-#[path = "../../benches/common/mod.rs"]
+#[path = "../../../../../benches/common/mod.rs"]
 mod common;
 mod environment;
 #[cfg(feature = "cuda")]

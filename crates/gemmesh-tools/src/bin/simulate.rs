@@ -3,7 +3,7 @@
 //!
 //! ```sh
 //! export GEMMESH_NO_KERNELS=1    # nothing has to compile kernels
-//! cargo run --release --features cuda --example simulate -- --model 70b --hosts 2 --network 400
+//! cargo run --release -p gemmesh-tools --features cuda --bin simulate -- --model 70b --hosts 2 --network 400
 //! ```
 //!
 //! The library plans the schedules of all ranks, and its model of the GPU plays them through. docs/hosts.md says how far it
@@ -18,7 +18,7 @@ use comfy_table::Table;
 use comfy_table::presets::ASCII_MARKDOWN;
 use gemmesh::Result;
 use gemmesh::schedule::Operation;
-use gemmesh::simulation::{Played, SimulatedNetwork, play_operation};
+use gemmesh_tools::player::{Played, SimulatedNetwork, play_operation};
 
 #[derive(Parser)]
 struct Args {

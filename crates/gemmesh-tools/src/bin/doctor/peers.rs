@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use gemmesh::error::Class;
-use gemmesh::testing::{NcclLibrary, network_gb_per_s};
+use gemmesh::tools::{NcclLibrary, network_gb_per_s};
 use gemmesh::{AllGatherMatmul, Cuda, Group, Route, bf16};
 
 use super::common::Failure;

@@ -1,7 +1,7 @@
+use gemmesh::schedule::{Chunking, Operation};
+use gemmesh::tools::WIDEST;
+
 use super::*;
-use crate::backend::cuda::gpu::kernels::WIDEST;
-use crate::schedule::Chunking;
-use crate::schedule::Operation;
 
 const PRODUCTS: [Operation; 3] = [
     Operation::ALL_GATHER_MATMUL,

@@ -1,8 +1,7 @@
 //! Lines of benches/results.
 
+use gemmesh::schedule::{Chunking, Config, Operation, Route, TileShape};
 use serde_json::Value;
-
-use crate::schedule::{Chunking, Config, Operation, Route, TileShape};
 
 /// What was measured of an operation.
 #[derive(Debug)]
@@ -20,7 +19,10 @@ pub struct Measured {
 
 /// The lines of a file.
 pub fn read(file: &str) -> Vec<Measured> {
-    let path = format!("{}/benches/results/{file}.json", env!("CARGO_MANIFEST_DIR"));
+    let path = format!(
+        "{}/../../benches/results/{file}.json",
+        env!("CARGO_MANIFEST_DIR")
+    );
     let text = std::fs::read_to_string(path).unwrap();
     let lines = text.lines();
     lines
@@ -62,19 +64,16 @@ fn config(text: &str) -> Config {
         }
         None => after(names).unwrap(),
     };
-    let tile = TileShape {
-        stages: or_1(&["stages"]),
-        cluster_m: or_1(&["cluster_m", "cluster:"]),
-        cluster_n: or_1(&["cluster_n"]),
-        split_k: or_1(&["split_k"]),
-        k_slices: or_1(&["k_slices"]),
-        group_m: or_1(&["group_m"]),
-        ..TileShape::new(
-            extent(0, &["tile_m", "{ m"]),
-            extent(1, &["tile_n", ", n"]),
-            extent(2, &["tile_k", ", k"]),
-        )
-    };
+    let tile = TileShape::new(
+        extent(0, &["tile_m", "{ m"]),
+        extent(1, &["tile_n", ", n"]),
+        extent(2, &["tile_k", ", k"]),
+    )
+    .with_stages(or_1(&["stages"]))
+    .with_cluster(or_1(&["cluster_m", "cluster:"]), or_1(&["cluster_n"]))
+    .with_split_k(or_1(&["split_k"]))
+    .with_k_slices(or_1(&["k_slices"]))
+    .with_group_m(or_1(&["group_m"]));
     let is_cut = text.contains("cut_last)") || text.contains("cut_last: true");
     let chunking = Chunking::new(or_1(&["Chunking(", "count", " chunks"]))
         .with_last(after(&["last_chunks", "last ", " last:"]).unwrap())

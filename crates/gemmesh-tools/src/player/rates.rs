@@ -3,8 +3,7 @@
 //! The model's own rates are fitted so that it chooses the fastest kernel. These are fitted so that times are right: they
 //! have the launch, and memory and links as fast as they are in whole operations. No choice depends on them.
 
-use crate::backend::cuda::gpu::rates::{H200, Link, Rates};
-use crate::backend::cuda::model::sums::{Stores, rate};
+use gemmesh::tools::{H200, Link, Rates, Stores, rate};
 
 /// Rates of an H200, fitted to the products and gathers of bf16 in benches/results, without the time that power takes.
 pub const TIMED: Rates = Rates {

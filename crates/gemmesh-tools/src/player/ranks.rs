@@ -4,13 +4,12 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::ops::Range;
 
+use gemmesh::schedule::{HostSum, Reduction, Route, Schedule, Tile, Transfer};
+use gemmesh::tools::{Rates, Tiles, rate};
+use gemmesh::trace::{Lane, Span, Work};
+
 use super::SimulatedNetwork;
 use super::rates::ADDED_BY_STORES;
-use crate::backend::cuda::gpu::rates::Rates;
-use crate::backend::cuda::model::sums::rate;
-use crate::backend::cuda::model::tiles::Tiles;
-use crate::profile::span::{Lane, Span, Work};
-use crate::schedule::{HostSum, Reduction, Route, Schedule, Tile, Transfer};
 
 /// Of what the ranks are made.
 pub struct Machine<'a> {

@@ -1,16 +1,46 @@
-//! Measures the rates that the library's model uses.
+//! Measures the rates by which the library's model predicts times on this GPU, in less than a minute.
+//!
+//! ```sh
+//! cargo run --release -p gemmesh-tools --features cuda --bin calibrate -- rates.json --ranks 2
+//! ```
+//!
+//! The library chooses by them if `GEMMESH_RATES` names the file. It launches its ranks, unless torchrun, mpirun or srun
+//! has launched them.
 
-use std::fs;
-use std::path::Path;
+#[path = "../../../../benches/operations/cuda/clock.rs"]
+#[allow(dead_code, unsafe_code)] // This uses a part of it.
+mod clock;
+#[path = "../../../../benches/common/mod.rs"]
+mod common;
+#[path = "../../../../benches/operations/cuda/memory.rs"]
+#[allow(dead_code, unsafe_code)] // This uses a part of it.
+mod memory;
 
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::{fs, io};
+
+use clap::Parser;
+use clock::Timer;
+use common::gather::AllGather;
+use common::{Failure, Operation as _};
 use gemmesh::error::{Class, Kind};
-use gemmesh::schedule::{self, Layout, Problem};
-use gemmesh::testing::{Sample, Variant, with_each_kernel};
-use gemmesh::{Chunking, Config, Cuda, Group, Result, Route};
+use gemmesh::schedule::{Layout, Operation, Problem};
+use gemmesh::testing::{Variant, with_each_kernel};
+use gemmesh::tools::{Rates, library_rates};
+use gemmesh::{Chunking, Config, Cuda, DType, Group, Result, Route, bf16, launch};
+use gemmesh_tools::calibrate::{Sample, fit, median_error};
 
-use super::clock::{self, Timer};
-use crate::common::gather::AllGather;
-use crate::common::{self, Failure, Multiplied, Operation};
+/// Times all kernels and routes on some shapes, in less than a minute, and writes the device's rates to a file. The
+/// library chooses by them if GEMMESH_RATES names the file.
+#[derive(Parser)]
+struct Args {
+    /// The file.
+    file: PathBuf,
+    /// Ranks to launch.
+    #[arg(long, default_value_t = 4)]
+    ranks: usize,
+}
 
 /// Shapes with few, hundreds and thousands of rows; narrow and wide, shallow and deep.
 const SHAPES: [[usize; 3]; 28] = [
@@ -45,23 +75,64 @@ const SHAPES: [[usize; 3]; 28] = [
 ];
 /// Slices of K that are tried, beside none.
 const SLICES: [usize; 4] = [2, 4, 12, 24];
+/// What is timed.
+type Gather = AllGather<Cuda, bf16, bf16>;
+
 /// Runs that count, after one that does not.
 const ROUNDS: usize = 3;
 
-/// Times kernels and ways to move rows on `SHAPES`, and writes the rates that explain the times to a file. Collective.
-pub fn calibrate<T: Multiplied>(group: &Group<Cuda>, path: &Path) -> Result<(), Failure> {
+fn main() -> ExitCode {
+    let args = Args::parse();
+    common::exit(launch_or_run(&args))
+}
+
+fn launch_or_run(args: &Args) -> Result<(), Failure> {
+    if !launch::is_rank() {
+        return launch::launch(args.ranks).map_err(Failure::from);
+    }
+    let group = Group::<Cuda>::from_env()?;
+    let samples = measure(&group)?;
+    if group.rank() > 0 {
+        return Ok(());
+    }
+    let rates = fit(&library_rates(&group), &samples);
+    let text = write(&rates, &args.file)?;
+    println!(
+        "{text}{} measurements, explained within {:.1} % in the median",
+        samples.len(),
+        100.0 * median_error(&rates, &samples)
+    );
+    Ok(())
+}
+
+/// Writes rates to a file for `GEMMESH_RATES`. Returns its text.
+fn write(rates: &Rates, path: &Path) -> Result<String> {
+    let text = serde_json::to_string_pretty(rates).map_err(io::Error::from);
+    let text = text.map(|text| text + "\n");
+    let written = text.and_then(|text| fs::write(path, &text).map(|()| text));
+    written.map_err(|error| {
+        Kind::System {
+            action: format!("write {}", path.display()),
+            reason: error.to_string(),
+        }
+        .on(0)
+    })
+}
+
+/// Times kernels and ways to move rows on `SHAPES`. Collective.
+fn measure(group: &Group<Cuda>) -> Result<Vec<Sample>> {
     clock::bind(group)?;
     let timer = Timer::new(group)?;
     let mut samples = Vec::new();
     for shape in SHAPES {
         let begin = samples.len();
-        let mut operation = AllGather::<Cuda, T, T::Addend>::random(group, shape, 1)?;
+        let mut operation = Gather::random(group, shape, 1)?;
         let default = operation.prepare(None)?.config();
         let with = |config: &Config, slices: usize| {
             let tile = config.tile.with_k_slices(slices);
             Config::new(tile, config.chunking, config.route)
         };
-        let whole = with_each_kernel(&with(&default, 1), Variant::Forms, [T::DTYPE; 2]);
+        let whole = with_each_kernel(&with(&default, 1), Variant::Forms, [DType::Bf16; 2]);
         let unsplit = whole.iter().filter(|config| config.tile.split_k == 1);
         let sliced: Vec<Config> = unsplit
             .flat_map(|config| SLICES.map(|slices| with(config, slices)))
@@ -80,23 +151,7 @@ pub fn calibrate<T: Multiplied>(group: &Group<Cuda>, path: &Path) -> Result<(), 
             samples.extend(sample(&timer, &mut operation, shape, config, true)?);
         }
     }
-    if group.rank() > 0 {
-        return Ok(());
-    }
-    let (text, error) = gemmesh::testing::calibrate(group, &samples)?;
-    fs::write(path, &text).map_err(|e| {
-        Kind::System {
-            action: format!("write {}", path.display()),
-            reason: e.to_string(),
-        }
-        .on(0)
-    })?;
-    println!(
-        "{text}{} measurements, explained within {:.1} % in the median",
-        samples.len(),
-        100.0 * error
-    );
-    Ok(())
+    Ok(samples)
 }
 
 /// Ways to move rows.
@@ -112,9 +167,9 @@ fn ways() -> [(Route, Chunking); 5] {
 }
 
 /// The median time of a configuration. None if the shape can't have it. Collective.
-fn sample<T: Multiplied>(
+fn sample(
     timer: &Timer,
-    operation: &mut AllGather<Cuda, T, T::Addend>,
+    operation: &mut Gather,
     shape: [usize; 3],
     config: Config,
     gathers: bool,
@@ -136,8 +191,7 @@ fn sample<T: Multiplied>(
     let [micros] = common::medians(&common::slowest(group, &times[1..])?);
     let [m, n, k] = shape;
     let layout = Layout::balanced(m, k, group.world_size())?;
-    let operation = schedule::Operation::ALL_GATHER_MATMUL;
-    let problem = Problem::new(operation, T::DTYPE, layout, n);
+    let problem = Problem::new(Operation::ALL_GATHER_MATMUL, DType::Bf16, layout, n);
     Ok(Some(Sample {
         problem,
         config,

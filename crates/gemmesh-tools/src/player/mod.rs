@@ -14,23 +14,19 @@ mod rates;
 #[cfg(test)]
 mod tests;
 
-use ranks::Machine;
+use gemmesh::error::Call;
+use gemmesh::schedule::layout::MAX_WORLD;
+use gemmesh::schedule::plan::collectives::{chunked, leaves_gather, stored};
+use gemmesh::schedule::plan::partials::{follows_product, sends_all_partials};
+use gemmesh::schedule::plan::{self, plan};
+use gemmesh::schedule::{Config, Hosts, Layout, Numerics, Operation, Problem, Route, Schedule};
+use gemmesh::tools::{
+    H200, MOST_STORED, Tiles, choose, over_hosts, pushed_over_hosts, time_of_sum,
+};
+use gemmesh::trace::{Lane, Span, Timeline, Trace, Work};
+use gemmesh::{DType, Error, Result};
+use ranks::{Machine, PlayedRank};
 use rates::{STORED_SUMS, TIMED, TIMED_ALONE, TIMED_SUMS, sustained};
-
-use super::tiles::Tiles;
-use super::{choose, over_hosts, pushed_over_hosts, sums};
-use crate::backend::cuda::MOST_STORED;
-use crate::backend::cuda::gpu::rates::H200;
-use crate::element::DType;
-use crate::error::{Error, Result};
-use crate::profile::span::{Lane, Span, Work};
-use crate::schedule::layout::MAX_WORLD;
-use crate::schedule::limits::require;
-use crate::schedule::plan::collectives::{chunked, leaves_gather, stored};
-use crate::schedule::plan::partials::{follows_product, sends_all_partials};
-use crate::schedule::plan::{self, plan};
-use crate::schedule::{Config, Hosts, Layout, Numerics, Operation, Problem, Route, Schedule};
-use crate::trace::{Timeline, Trace};
 
 /// What a rank's network card does.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -68,8 +64,8 @@ impl Played {
 /// ranks, and N and K are those of one rank. Without a product N does not count, and rows have K columns.
 ///
 /// # Errors
-/// [`Kind::Limit`](crate::error::Kind::Limit) if an extent or the number of ranks is out of range, or if a rank would have
-/// more transfers than flags; [`Kind::Unsupported`](crate::error::Kind::Unsupported) for another operation, and if more than
+/// [`Kind::Limit`](gemmesh::error::Kind::Limit) if an extent or the number of ranks is out of range, or if a rank would have
+/// more transfers than flags; [`Kind::Unsupported`](gemmesh::error::Kind::Unsupported) for another operation, and if more than
 /// 64 ranks do not have equally many rows.
 #[track_caller]
 pub fn play_operation(
@@ -77,7 +73,8 @@ pub fn play_operation(
     [m, n, k]: [usize; 3],
     [hosts, places]: [usize; 2],
     network: &SimulatedNetwork,
-) -> crate::error::Result<Played> {
+) -> Result<Played> {
+    let call = Call::here("play_operation");
     let problem = problem_of(operation, [m, n, k], [hosts, places]);
     let played = problem.and_then(|problem| {
         if operation.multiplies() {
@@ -86,7 +83,7 @@ pub fn play_operation(
             play_collective(&problem, network)
         }
     });
-    played.map_err(Error::of(None, "play_operation"))
+    played.map_err(|error| error.in_call(call))
 }
 
 fn problem_of(
@@ -237,7 +234,10 @@ fn play_schedules(
     };
     let end = played.iter().map(|rank| rank.end).fold(0.0, f64::max);
     let traces = (0..).zip(played);
-    let traces = traces.map(|(rank, played)| Trace::new(rank, played.spans));
+    let traces = traces.map(|(rank, PlayedRank { mut spans, .. })| {
+        spans.sort_by_key(|span| (span.begin, span.lane));
+        Trace { rank, spans }
+    });
     Ok(Played {
         micros: end + around(problem, config, &machine),
         alone,
@@ -247,11 +247,22 @@ fn play_schedules(
     })
 }
 
+/// Checks that `holds`. `what` says what must hold.
+fn require(what: &str, holds: bool) -> Result<()> {
+    if holds {
+        Ok(())
+    } else {
+        Err(Error::unsupported(what))
+    }
+}
+
 /// What the ranks of a problem are made of.
 fn machine_of<'a>(problem: &Problem, config: Config, network: &'a SimulatedNetwork) -> Machine<'a> {
     let multiplies = problem.operation.multiplies() && !follows_product(problem, &config);
     let tiles = multiplies.then(|| Tiles::of(&TIMED, problem, &config));
-    let bytes = config.entry_rows() * config.entry_columns() * problem.dtypes.partials.bytes();
+    let tile = &config.tile;
+    let [rows, columns] = [tile.m * tile.cluster_m, tile.n * tile.cluster_n];
+    let bytes = rows * columns * problem.dtypes.partials.bytes();
     Machine {
         rates: match problem.operation {
             _ if tiles.is_none() => &TIMED_ALONE,
@@ -286,7 +297,7 @@ fn around(problem: &Problem, config: Config, machine: &Machine) -> f64 {
 fn by_model(problem: &Problem, config: Config, alone: f64) -> Result<Played> {
     let burst = Tiles::of(&TIMED, problem, &config).cold();
     let slower = made(problem, &config) - burst;
-    let micros = sums::time(&TIMED, STORED_SUMS, problem, &config) + slower;
+    let micros = time_of_sum(&TIMED, STORED_SUMS, problem, &config) + slower;
     let mut timeline = made_alone(problem, config)?;
     for trace in &mut timeline.traces {
         let begin = trace.spans.iter().map(|span| span.end).max().unwrap_or(0);
