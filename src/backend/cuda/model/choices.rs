@@ -71,9 +71,10 @@ fn representative(problem: &Problem) -> Problem {
 
 #[cfg(test)]
 mod tests {
+    use super::super::choose;
     use super::super::tiles::Tiles;
-    use super::super::{Variant, WIDEST, choose, configs};
     use super::*;
+    use crate::backend::cuda::gpu::kernels::{Variant, WIDEST, configs};
     use crate::backend::cuda::gpu::rates::H200;
     use crate::element::DType;
     use crate::schedule::{Chunking, Operation, Route, RowOrder};

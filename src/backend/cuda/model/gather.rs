@@ -1,8 +1,8 @@
 //! Predicts gathers: when rows arrive, and how long a product takes that begins with the rows that are there.
 
-use super::fastest;
+use super::search::Search;
 use super::tiles::Tiles;
-use crate::backend::cuda::gpu::kernels::{Variant, WIDEST};
+use crate::backend::cuda::gpu::kernels::WIDEST;
 use crate::backend::cuda::gpu::rates::{Link, Rates};
 use crate::explanation::Prediction;
 use crate::schedule::plan::tile_order;
@@ -255,16 +255,16 @@ pub fn choose(
     };
     let base = Config::new(WIDEST, chunking, route);
     let groups = groups(rates, problem, &base);
-    let of = (base, Variant::Forms);
-    let chosen = fastest(rates, problem, numerics, of, |tiles, config, best| {
+    let search = Search::new(rates, problem, numerics, base);
+    let least = search.least(|tiles, config, least| {
         // Many configurations are slower even with all rows there.
-        if tiles.alone() < best {
+        if tiles.alone() < least {
             gathered_by(tiles, problem, config, &groups)
         } else {
             f64::INFINITY
         }
     });
-    chosen.0
+    least.config
 }
 
 #[cfg(test)]

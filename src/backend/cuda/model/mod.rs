@@ -12,22 +12,23 @@
 pub mod choices;
 mod clocks;
 pub mod gather;
+mod search;
 pub mod sums;
 pub mod tiles;
 pub mod tuned;
 
+use search::{Least, Search};
 use tiles::Tiles;
+use tuned::Measured;
 
-use crate::backend::cuda::gpu::kernels::{Variant, WIDEST, configs, swaps_ab};
+use crate::backend::cuda::gpu::kernels::{Variant, WIDEST};
 use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::program::block_table::TARGETS;
-use crate::backend::cuda::program::k_slices;
 use crate::explanation::Prediction;
 use crate::schedule::plan::chunks::rows_of_rail_chunk;
 use crate::schedule::plan::partial_sums;
 use crate::schedule::plan::partials::{follows_product, sends_all_partials};
-use crate::schedule::{Chunking, Config, DTypes, Form, Numerics, Problem, Route, WeightLayout};
-use tuned::Measured;
+use crate::schedule::{Chunking, Config, Numerics, Problem, Route, WeightLayout};
 
 /// Chooses an operation's configuration: the fastest measured for this very problem, or else the model's choice.
 ///
@@ -56,7 +57,7 @@ pub fn choose(
         return sums::choose(rates, problem, numerics);
     }
     let base = near.unwrap_or(Config::new(WIDEST, Chunking::new(1), Route::Pull));
-    tiled(rates, problem, numerics, base).0
+    tiled(rates, problem, numerics, base).config
 }
 
 /// Chooses the tiles of an operation over several hosts. Within a host its rows are pushed, unless a sum has so few that
@@ -68,7 +69,7 @@ pub fn choose(
 pub fn over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, network: f64) -> Config {
     if problem.operation.sends_product() && is_better_first(problem) {
         let base = Config::new(WIDEST, Chunking::new(1), Route::Pull);
-        return tiled(rates, problem, numerics, base).0;
+        return tiled(rates, problem, numerics, base).config;
     }
     pushed_over_hosts(rates, problem, numerics, network)
 }
@@ -91,8 +92,8 @@ pub fn pushed_over_hosts(
     };
     let base = Config::new(tile, Chunking::new(1), Route::Push);
     let sent = time_of_network(problem, network);
-    let of = (base, variant_of(problem, &base));
-    fastest(rates, problem, numerics, of, |tiles, config, _| {
+    let search = Search::new(rates, problem, numerics, base);
+    let least = search.least(|tiles, config, _| {
         // Ranks whose K differ must agree on the pieces of sums.
         let agrees = !is_sent || partial_sums::agree(problem, config, &base);
         if agrees {
@@ -100,8 +101,8 @@ pub fn pushed_over_hosts(
         } else {
             f64::INFINITY
         }
-    })
-    .0
+    });
+    least.config
 }
 
 /// True if all ranks get few sums, or if the tiles of each owner's rows would be at least twice as many as the tiles of all
@@ -243,11 +244,10 @@ fn variant_of(problem: &Problem, config: &Config) -> Variant {
     }
 }
 
-/// Chooses the tiles of partial sums that are moved as in `base`, if moving them takes as long with any tiles. Returns
-/// the time of the product too.
-fn tiled(rates: &Rates, problem: &Problem, numerics: Numerics, base: Config) -> (Config, f64) {
-    let of = (base, variant_of(problem, &base));
-    fastest(rates, problem, numerics, of, |tiles, config, _| {
+/// Chooses the tiles of partial sums that are moved as in `base`, if moving them takes as long with any tiles. The cost is
+/// the time of the product.
+fn tiled(rates: &Rates, problem: &Problem, numerics: Numerics, base: Config) -> Least {
+    Search::new(rates, problem, numerics, base).least(|tiles, config, _| {
         // Pieces that are sent are cut by tiles. Ranks must agree on them, although their K may differ.
         if partial_sums::agree(problem, config, &base) {
             tiles.cold()
@@ -257,98 +257,10 @@ fn tiled(rates: &Rates, problem: &Problem, numerics: Numerics, base: Config) -> 
     })
 }
 
-/// `base` with the shape of each kernel for which there are multiprocessors enough; see [`configs`].
-fn configs_with_room(
-    rates: &Rates,
-    base: Config,
-    variant: Variant,
-    dtypes: &DTypes,
-    form: &Form,
-) -> impl Iterator<Item = Config> + use<> {
-    let most = rates.multiprocessors;
-    configs(base, variant, dtypes.multiplied(), form)
-        .filter(move |config| config.tile.ctas() <= most)
-}
-
-/// `base` with the tile shape and the slices of K that take the shortest time, of the kernels of this variant, and that
-/// time. `time` gets the shortest time so far.
-fn fastest(
-    rates: &Rates,
-    problem: &Problem,
-    numerics: Numerics,
-    (base, variant): (Config, Variant),
-    time: impl Fn(&Tiles, &Config, f64) -> f64,
-) -> (Config, f64) {
-    let base = Config {
-        tile: base.tile.with_k_slices(1),
-        ..base
-    };
-    // Kernels that add partials have no slices.
-    let sliced = numerics != Numerics::Invariant && variant == Variant::Forms;
-    let mut best = (f64::INFINITY, base);
-    let consider = |best: &mut (f64, Config), tiles: &Tiles, config: &Config| {
-        let time = time(tiles, config, best.0);
-        if time < best.0 {
-            *best = (time, *config);
-        }
-    };
-    // Higher tiles would be at least half empty. But ranks may have to agree on those of `base`.
-    let highest = (2 * problem.layout.m().max(FEW_ROWS)).max(base.entry_rows());
-    let configs = configs_with_room(rates, base, variant, &problem.dtypes, &problem.form)
-        .filter(|config| config.entry_rows() <= highest && config.check_numerics(numerics).is_ok());
-    // The configuration is changed in place, because copying one takes as long as a part of the prediction.
-    configs.for_each(|mut config| {
-        config.tile.group_m = group_m(&config, problem.layout.m());
-        let tiles = Tiles::of(rates, problem, &config);
-        consider(&mut best, &tiles, &config);
-        let can = config.tile.split_k == 1 && !(problem.form.gated && swaps_ab(&config));
-        // With few rows, CTAs that share K are as fast as slices in a product alone, and faster while rows arrive. But
-        // clusters leave multiprocessors idle, which costs more if kernels begin early.
-        let most = if problem.layout.m() > FEW_ROWS || tiles::begins_early(problem) {
-            MOST_SLICES
-        } else {
-            1
-        };
-        // Slices would not help: the tiles take longer than the best even if they filled all multiprocessors.
-        if !sliced || !can || tiles.start + tiles.filled() >= best.0 {
-            return;
-        }
-        for slices in tiles.slices(most) {
-            config.tile.k_slices = slices;
-            if k_slices::fit(&config, tiles.entries) {
-                consider(&mut best, &Tiles::of(rates, problem, &config), &config);
-            }
-        }
-    });
-    (best.1, best.0)
-}
-
-/// Tile rows that are walked together.
-///
-/// Single CTAs with successive tiles lie on one GPC, up to 16 at a time, and what they load at about the same time
-/// comes from the L2 cache once. Fewest bytes come if they have about a square of the output. The factor, and that few
-/// rows of tiles are better walked together, were measured on 2989 products (benches/NOTES.md). Ranks whose N or K
-/// differ agree on it.
-fn group_m(config: &Config, m: usize) -> usize {
-    const NEAR: f64 = 12.0;
-    let most = WIDEST.group_m;
-    let tile = &config.tile;
-    if tile.ctas() > 1 || m.div_ceil(tile.m) <= most {
-        return most;
-    }
-    let square = (NEAR * tile.n as f64 / tile.m as f64).sqrt();
-    let power = square.log2().round();
-    (power.exp2() as usize).clamp(1, most)
-}
-
-/// The most slices. Adding more takes longer than they save.
-const MOST_SLICES: usize = 8;
-/// The rows of one low tile.
-const FEW_ROWS: usize = 64;
-
 #[cfg(test)]
 mod testing {
     use super::*;
+    use crate::backend::cuda::gpu::kernels::configs;
     use crate::element::DType;
 
     /// A configuration with the kernel of this shape: rows, columns, CTAs that share `b`, and CTAs that share K.
@@ -377,12 +289,13 @@ mod testing {
 mod tests {
     use super::testing::config;
     use super::*;
+    use crate::backend::cuda::gpu::kernels::configs;
     use crate::backend::cuda::gpu::rates::H200;
     use crate::backend::cuda::program::support;
     use crate::element::DType;
     use crate::schedule::Operation;
     use crate::schedule::plan::plan;
-    use crate::schedule::{Hosts, Layout};
+    use crate::schedule::{Form, Hosts, Layout};
 
     #[test]
     fn what_is_chosen_over_hosts_runs_and_is_low_if_there_are_few_rows() {

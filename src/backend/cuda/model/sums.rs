@@ -10,15 +10,16 @@ mod timeline;
 
 use std::ops::Range;
 
+use super::search::Least;
 use super::tiles::{Arithmetic, Tiles};
-use super::{configs_with_room, tiled};
+use super::{search, tiled};
 use crate::backend::cuda::gpu::kernels::{Variant, WIDEST, swaps_ab};
 use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::program::low_latency::fits;
 use crate::explanation::Prediction;
 use crate::schedule::plan::partial_sums::{agree, pieces};
 use crate::schedule::plan::partials::{LOW_ROWS, Piece, is_one_shot};
-use crate::schedule::{Chunking, Config, DTypes, Form, Numerics, Problem, Route};
+use crate::schedule::{Chunking, Config, Form, Numerics, Problem, Route};
 
 /// Microseconds, and bytes per microsecond. Measured on two H200s; benches/NOTES.md has the traces.
 pub mod rate {
@@ -117,29 +118,26 @@ const BEHIND: Config = WHOLE.with_route(Route::Store).with_product_first(true);
 pub fn choose(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
     let alike = for_any_depth(rates, problem, numerics);
     if alike.stores_behind() {
-        return tiled(rates, problem, numerics, alike).0;
+        return tiled(rates, problem, numerics, alike).config;
     }
-    let candidates = configs(rates, alike, &problem.dtypes, &problem.form);
-    let candidates = candidates
-        .filter(|config| agree(problem, config, &alike) && config.check_numerics(numerics).is_ok());
+    let candidates = candidates(problem, &problem.form, alike)
+        .filter(|config| agree(problem, config, &alike) && search::fits(rates, numerics, config));
     let kernels: Vec<KernelModel> = candidates
         .map(|config| KernelModel::new(rates, problem, problem.layout.k(), config))
         .collect();
     let models = kernels
         .iter()
         .map(|kernel| [Model::new(problem, kernel, alike.route, alike.chunking)]);
-    let best = fastest(models.filter(|[model]| model.can_run()));
-    best.map_or(alike, |(config, _)| config)
+    least(models.filter(|[model]| model.can_run()), alike).config
 }
 
 /// `base` with the shape of each kernel that can make sums. Those that swap operands make few rows.
-fn configs(
-    rates: &Rates,
-    base: Config,
-    dtypes: &DTypes,
+fn candidates(
+    problem: &Problem,
     form: &Form,
+    base: Config,
 ) -> impl Iterator<Item = Config> + use<> {
-    let of = |variant| configs_with_room(rates, base, variant, dtypes, form);
+    let of = |variant| search::candidates(base, variant, problem, form);
     of(Variant::Sums).chain(of(Variant::LowLatency).filter(swaps_ab))
 }
 
@@ -179,8 +177,8 @@ fn cuts(problem: &Problem) -> &'static [(Route, usize, usize)] {
 /// What the ranks agree on, independent of K: the route, the pieces and, for one-shot partials, the tiles.
 fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
     // The choice does not depend on the layout of a rank's weight either.
-    let kernels: Vec<[KernelModel; 2]> = configs(rates, WHOLE, &problem.dtypes, &Form::default())
-        .filter(|config| config.check_numerics(numerics).is_ok())
+    let kernels: Vec<[KernelModel; 2]> = candidates(problem, &Form::default(), WHOLE)
+        .filter(|config| search::fits(rates, numerics, config))
         .map(|config| DEPTHS.map(|depth| KernelModel::new(rates, problem, depth, config)))
         .collect();
     let models = || {
@@ -195,15 +193,20 @@ fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config
     };
     // So few rows fit one tile, and low latency sends them the fastest. If some kernels can do so, one of these is
     // chosen.
-    let has_few_rows = problem.layout.m() <= LOW_ROWS;
-    let low_latency =
-        has_few_rows.then(|| fastest(models().filter(|[model, _]| model.is_low_latency())));
-    if let Some((config, _)) = low_latency.flatten() {
-        return config;
+    if problem.layout.m() <= LOW_ROWS {
+        let low_latency = models().filter(|[model, _]| model.is_low_latency());
+        let least = least(low_latency, WHOLE);
+        if least.cost.is_finite() {
+            return least.config;
+        }
     }
-    let (best, least) = fastest(models()).unwrap_or((WHOLE, f64::INFINITY));
+    let least = least(models(), WHOLE);
     let behind = mean(DEPTHS.map(|depth| time_behind(rates, problem, numerics, depth)));
-    if behind < WORTH * least { BEHIND } else { best }
+    if behind < WORTH * least.cost {
+        BEHIND
+    } else {
+        least.config
+    }
 }
 
 /// The time of an operation whose partials are stored behind a product of this K.
@@ -215,32 +218,26 @@ fn time_behind(rates: &Rates, problem: &Problem, numerics: Numerics, depth: usiz
         layout,
         ..problem.clone()
     };
-    tiled(rates, &problem, numerics, BEHIND).1 + behind(&problem)
+    tiled(rates, &problem, numerics, BEHIND).cost + behind(&problem)
 }
 
-/// The configuration of the models with the shortest time, and the time. Each is a configuration's models for several K,
-/// and its time is their geometric mean.
+/// The configuration with the shortest time, or `base` if there is none. Each is given by its models for several K, and its
+/// time is their geometric mean.
 ///
 /// Most models are too slow already by their lower bound, and are not played through.
-fn fastest<'a, const N: usize>(
-    models: impl Iterator<Item = [Model<'a>; N]>,
-) -> Option<(Config, f64)> {
-    let least_of = |models: &[Model; N]| mean(models.each_ref().map(Model::least));
-    let mut models: Vec<_> = models.map(|models| (least_of(&models), models)).collect();
+fn least<'a, const N: usize>(models: impl Iterator<Item = [Model<'a>; N]>, base: Config) -> Least {
+    let bound = |models: &[Model; N]| mean(models.each_ref().map(Model::bound));
+    let mut models: Vec<_> = models.map(|models| (bound(&models), models)).collect();
     models.sort_by(|(one, _), (other, _)| one.total_cmp(other));
-    let mut best: Option<(Config, f64)> = None;
-    for (least, models) in models {
-        let reached = best.map_or(f64::INFINITY, |(_, time)| time);
+    let mut least = Least::or(base);
+    for (bound, models) in models {
         // The lower bound adds other terms, so it may be rounded up.
-        if least > reached * (1.0 + 1e-9) {
+        if bound > least.cost * (1.0 + 1e-9) {
             break;
         }
-        let time = mean(models.each_ref().map(Model::time));
-        if time < reached {
-            best = Some((models[0].config, time));
-        }
+        least.consider(&models[0].config, mean(models.each_ref().map(Model::time)));
     }
-    best
+    least
 }
 
 /// The geometric mean.
@@ -354,7 +351,7 @@ impl<'a> Model<'a> {
     /// A lower bound of [`Model::time`].
     ///
     /// It is the time of all tiles, or of all transfers if they waited only for their own tiles.
-    fn least(&self) -> f64 {
+    fn bound(&self) -> f64 {
         let problem = self.problem;
         if self.is_low_latency() {
             return self.time();
@@ -509,10 +506,9 @@ mod tests {
                 (&[300; 8], 256),
             ] {
                 let problem = problem(operation, rows, n, 4096);
-                let kernels: Vec<KernelModel> =
-                    configs(&H200, WHOLE, &problem.dtypes, &Form::default())
-                        .map(|config| KernelModel::new(&H200, &problem, 4096, config))
-                        .collect();
+                let kernels: Vec<KernelModel> = candidates(&problem, &Form::default(), WHOLE)
+                    .map(|config| KernelModel::new(&H200, &problem, 4096, config))
+                    .collect();
                 for (route, count, last) in [Route::Store, Route::Push]
                     .into_iter()
                     .flat_map(|route| [(route, 1, 1), (route, 1, 2), (route, 4, 1)])
@@ -523,7 +519,7 @@ mod tests {
                         if !model.can_run() {
                             continue;
                         }
-                        let (least, time) = (model.least(), model.time());
+                        let (least, time) = (model.bound(), model.time());
                         assert!(least <= time * (1.0 + 1e-9), "{rows:?} {n}: {least} {time}");
                         // The bound is close enough to be of use. With more ranks, flags take most of the time, and the
                         // bound leaves them out.
@@ -583,7 +579,7 @@ mod tests {
         ];
         for (operation, [m, n, k], micros) in MEASURED {
             let problem = problem(operation, &[m / 2, m - m / 2], n, k);
-            let (config, _) = tiled(&H200, &problem, Numerics::Fast, BEHIND);
+            let config = tiled(&H200, &problem, Numerics::Fast, BEHIND).config;
             let predicted = predict(&H200, &problem, &config);
             let off = micros / predicted.last().unwrap().micros - 1.0;
             assert!(off.abs() < 1.0 / 7.0, "{operation} {m} {n} {k}: {off}");
