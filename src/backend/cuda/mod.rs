@@ -52,8 +52,9 @@ pub mod tools {
     pub use super::MOST_STORED;
     pub use super::gpu::kernels::WIDEST;
     pub use super::gpu::rates::{H100, H200, Link, Rates};
+    pub use super::model::fitted::sums as sum_rates;
     pub use super::model::gather::gathered;
-    pub use super::model::sums::{Stores, rate, time as time_of_sum};
+    pub use super::model::sums::{Stores, time as time_of_sum};
     pub use super::model::tiles::Tiles;
     pub use super::model::{choose, over_hosts, pushed_over_hosts};
     pub use crate::backend::transport::NcclLibrary;

@@ -4,8 +4,8 @@
 //! cargo run --release -p gemmesh-tools --features cuda --bin calibrate -- rates.json --ranks 2
 //! ```
 //!
-//! The library chooses by them if `GEMMESH_RATES` names the file. It launches its ranks, unless torchrun, mpirun or srun
-//! has launched them.
+//! The library chooses by them if `GEMMESH_RATES` names the file. It launches its ranks, unless torchrun, mpirun or
+//! srun has launched them.
 
 #[path = "../../../../benches/operations/cuda/clock.rs"]
 #[allow(dead_code, unsafe_code)] // This uses a part of it.

@@ -5,7 +5,7 @@ use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::ops::Range;
 
 use gemmesh::schedule::{HostSum, Reduction, Route, Schedule, Tile, Transfer};
-use gemmesh::tools::{Rates, Tiles, rate};
+use gemmesh::tools::{Rates, Tiles, sum_rates};
 use gemmesh::trace::{Lane, Span, Work};
 
 use super::SimulatedNetwork;
@@ -32,7 +32,7 @@ impl Machine<'_> {
         let (launch, share) = if schedule.uses(Route::Store) {
             (0.0, ADDED_BY_STORES)
         } else {
-            (rate::REDUCED, 1.0)
+            (sum_rates::SECOND_KERNEL, 1.0)
         };
         launch + moved / (share * self.rates.read)
     }
@@ -344,7 +344,7 @@ impl Rank<'_> {
         let end = match self.addends(tile) {
             0 => self.multiply(tile, (lane, work), free, time),
             addends => {
-                let adding = rate::ADD + (addends - 1) as f64 * addend;
+                let adding = sum_rates::ADD + (addends - 1) as f64 * addend;
                 self.spans.push(span(lane, work, free, free + time));
                 self.add(tile, (lane, source), free + time, adding)
             }

@@ -1,9 +1,10 @@
 //! Rates by which operations are played, and what power takes.
 //!
 //! The model's own rates are fitted so that it chooses the fastest kernel. These are fitted so that times are right: they
-//! have the launch, and memory and links as fast as they are in whole operations. No choice depends on them.
+//! have the launch, and memory and links as fast as they are in whole operations. No choice depends on them. Units are
+//! those of [`Rates`]. The tests of `accuracy` compare what is played by them with what was measured.
 
-use gemmesh::tools::{H200, Link, Rates, Stores, rate};
+use gemmesh::tools::{H200, Link, Rates, Stores, sum_rates};
 
 /// Rates of an H200, fitted to the products and gathers of bf16 in benches/results, without the time that power takes.
 pub const TIMED: Rates = Rates {
@@ -38,10 +39,10 @@ pub const TIMED: Rates = Rates {
 /// block.
 pub const TIMED_SUMS: Rates = Rates {
     push: Link {
-        around: rate::COPIES,
-        start: rate::COPY_START - rate::COPY_NEXT,
-        bytes: rate::COPIED,
-        chunk: rate::COPY_NEXT + rate::COPY_FLAG,
+        around: sum_rates::AROUND_COPIES,
+        start: sum_rates::COPY_START - sum_rates::COPY_NEXT,
+        bytes: sum_rates::COPY_BYTES,
+        chunk: sum_rates::COPY_NEXT + sum_rates::COPY_FLAG,
     },
     ..TIMED
 };
@@ -63,7 +64,8 @@ pub const TIMED_ALONE: Rates = Rates {
     ..TIMED
 };
 
-/// The part of the memory's rate at which a kernel adds that stores, too.
+/// The part of the memory's rate at which a kernel adds that stores, too. Test:
+/// `collectives_are_played_within_5_percent_in_the_mean`.
 pub const ADDED_BY_STORES: f64 = 0.5;
 
 /// How kernels store partial sums: as fast as rows of a gather.
@@ -77,9 +79,9 @@ pub const STORED_SUMS: Stores = Stores {
 /// Power limits the clock after a quarter of a millisecond, the more, the busier the tensor cores are. Both numbers are
 /// fitted to the same results.
 pub fn sustained(micros: f64, busy: f64) -> f64 {
-    /// How long a product runs at the full clock.
+    /// µs. How long a product runs at the full clock.
     const BURST: f64 = 250.0;
-    /// How much longer the rest takes if the tensor cores are always busy.
+    /// Part of the rest's time, by which it takes longer if the tensor cores are always busy.
     const SLOWER: f64 = 0.28;
     micros + SLOWER * busy * (micros - BURST).max(0.0)
 }

@@ -1,5 +1,6 @@
 //! Predicts gathers: when rows arrive, and how long a product takes that begins with the rows that are there.
 
+use super::fitted::gather as fitted;
 use super::search::Search;
 use super::tiles::Tiles;
 use crate::backend::cuda::gpu::kernels::WIDEST;
@@ -7,17 +8,6 @@ use crate::backend::cuda::gpu::rates::{Link, Rates};
 use crate::explanation::Prediction;
 use crate::schedule::plan::tile_order;
 use crate::schedule::{Chunking, Config, Numerics, Problem, Route};
-
-/// Bytes that are stored rather than copied, for each microsecond that copies take to begin and to signal. Even more
-/// bytes would arrive sooner by stores, but stores hold up products.
-const STORED_INSTEAD: f64 = 320e3;
-/// The same for short rows that two ranks gather, as was measured for two H200s (benches/NOTES.md). It was not measured
-/// for more ranks.
-const STORED_INSTEAD_IF_SHORT: f64 = 800e3;
-/// The most bytes of a short row.
-const SHORT_ROW: f64 = 4800.0;
-/// A shard of more bytes is copied in two chunks.
-const LARGE_SHARD: f64 = 80e6;
 
 /// Rows that arrive together.
 #[derive(Clone, Copy)]
@@ -221,10 +211,10 @@ fn moved(rates: &Rates, problem: &Problem, pushes: bool) -> (Route, Chunking) {
     let shard = bytes / world as f64;
     let Link { start, chunk, .. } = rates.push;
     let copies_begin = start + world as f64 * chunk;
-    let stored_instead = if row <= SHORT_ROW && world == 2 {
-        STORED_INSTEAD_IF_SHORT
+    let stored_instead = if row <= fitted::SHORT_ROW && world == 2 {
+        fitted::STORED_INSTEAD_IF_SHORT
     } else {
-        STORED_INSTEAD
+        fitted::STORED_INSTEAD
     };
     match pushes {
         false => (Route::Pull, Chunking::new(1)),
@@ -232,7 +222,7 @@ fn moved(rates: &Rates, problem: &Problem, pushes: bool) -> (Route, Chunking) {
             (Route::Store, Chunking::new(1))
         }
         true => {
-            let count = if shard > LARGE_SHARD { 2 } else { 1 };
+            let count = if shard > fitted::LARGE_SHARD { 2 } else { 1 };
             (Route::Push, Chunking::new(count).with_cut_last(true))
         }
     }

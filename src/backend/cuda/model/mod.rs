@@ -4,13 +4,17 @@
 //! multiprocessor, the loads of all multiprocessors from the L2 cache, or device memory. The model knows when gathered
 //! rows arrive ([`gather`]), and when partial sums have been made and moved ([`sums`]). It plays the tiles through in
 //! their order, with a few rates of the device ([`rates`](crate::backend::cuda::gpu::rates)). Times are in
-//! microseconds.
+//! microseconds. Numbers that were [fitted] to measurements stand in tables.
+//!
+//! What is chosen is asked for in four steps: the candidates, those that fit, what each costs, and the least
+//! ([`search`]).
 //!
 //! The model is a pure function of what all ranks know alike, and of the rank's own N (if rows are gathered) or K (if
 //! sums are made). Ranks whose N or K differ still agree on everything that they must agree on.
 
 pub mod choices;
 mod clocks;
+pub mod fitted;
 pub mod gather;
 mod search;
 pub mod sums;
@@ -81,11 +85,9 @@ pub fn pushed_over_hosts(
     numerics: Numerics,
     network: f64,
 ) -> Config {
-    /// If there are fewer rows, sums have low tiles.
-    const MANY_ROWS: usize = 4096;
     let m = problem.layout.m();
     let is_sent = problem.operation.sends_product();
-    let tile = if is_sent && m < MANY_ROWS {
+    let tile = if is_sent && m < fitted::search::MANY_ROWS_OVER_HOSTS {
         WIDEST.with_cluster(1, 1)
     } else {
         WIDEST
@@ -244,8 +246,8 @@ fn variant_of(problem: &Problem, config: &Config) -> Variant {
     }
 }
 
-/// Chooses the tiles of partial sums that are moved as in `base`, if moving them takes as long with any tiles. The cost is
-/// the time of the product.
+/// Chooses the tiles of partial sums that are moved as in `base`, if moving them takes as long with any tiles. The cost
+/// is the time of the product.
 fn tiled(rates: &Rates, problem: &Problem, numerics: Numerics, base: Config) -> Least {
     Search::new(rates, problem, numerics, base).least(|tiles, config, _| {
         // Pieces that are sent are cut by tiles. Ranks must agree on them, although their K may differ.

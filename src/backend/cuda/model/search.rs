@@ -1,20 +1,13 @@
-//! Chooses a product's kernel and its slices of K: [candidates], those that [fit](fits), what each costs, and the one that
-//! costs the [least](Least).
+//! Chooses a product's kernel and its slices of K: [candidates], those that [fit](fits), what each costs, and the one
+//! that costs the [least](Least).
 
+use super::fitted::search as fitted;
 use super::tiles::{self, Tiles};
 use super::variant_of;
 use crate::backend::cuda::gpu::kernels::{self, Variant, WIDEST, swaps_ab};
 use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::program::k_slices;
 use crate::schedule::{Config, Form, Numerics, Problem};
-
-/// The most slices. Adding more takes longer than they save.
-const MOST_SLICES: usize = 8;
-/// The rows of one low tile.
-const FEW_ROWS: usize = 64;
-/// Neighbouring tiles whose loads count once. This, and that few rows of tiles are better walked together, were measured
-/// on 2989 products (benches/NOTES.md).
-const MERGED_TILES: f64 = 12.0;
 
 /// `base` with the shape of each kernel of this variant that multiplies the problem's types in this form.
 pub fn candidates(
@@ -26,8 +19,8 @@ pub fn candidates(
     kernels::configs(base, variant, problem.dtypes.multiplied(), form)
 }
 
-/// Whether the device has multiprocessors for a cluster of the kernel, and whether the kernel's bits depend only on what
-/// they may.
+/// Whether the device has multiprocessors for a cluster of the kernel, and whether the kernel's bits depend only on
+/// what they may.
 pub fn fits(rates: &Rates, numerics: Numerics, config: &Config) -> bool {
     config.tile.ctas() <= rates.multiprocessors && config.check_numerics(numerics).is_ok()
 }
@@ -110,26 +103,26 @@ impl<'a> Search<'a> {
         least
     }
 
-    /// Whether a candidate can be used, and its tiles are not at least half empty. Ranks may have to agree on the height
-    /// of the tiles of `base`.
+    /// Whether a candidate can be used, and its tiles are not at least half empty. Ranks may have to agree on the
+    /// height of the tiles of `base`.
     fn fits(&self, config: &Config) -> bool {
-        let highest = 2 * self.problem.layout.m().max(FEW_ROWS);
+        let highest = 2 * self.problem.layout.m().max(fitted::FEW_ROWS);
         config.entry_rows() <= highest.max(self.base.entry_rows())
             && fits(self.rates, self.numerics, config)
     }
 
     /// The most slices into which the K of a candidate may be cut.
     ///
-    /// Kernels that add partials have none. With few rows, CTAs that share K are as fast as slices in a product alone, and
-    /// faster while rows arrive. But clusters leave multiprocessors idle, which costs more if kernels begin early.
+    /// Kernels that add partials have none. With few rows, CTAs that share K are as fast as slices in a product alone,
+    /// and faster while rows arrive. But clusters leave multiprocessors idle, which costs more if kernels begin early.
     fn most_slices(&self, config: &Config) -> usize {
         let problem = self.problem;
         let can = self.numerics != Numerics::Invariant
             && self.variant == Variant::Forms
             && config.tile.split_k == 1
             && !(problem.form.gated && swaps_ab(config));
-        if can && (problem.layout.m() > FEW_ROWS || tiles::begins_early(problem)) {
-            MOST_SLICES
+        if can && (problem.layout.m() > fitted::FEW_ROWS || tiles::begins_early(problem)) {
+            fitted::MOST_SLICES
         } else {
             1
         }
@@ -147,7 +140,7 @@ fn group_m(config: &Config, m: usize) -> usize {
     if tile.ctas() > 1 || m.div_ceil(tile.m) <= most {
         return most;
     }
-    let square = (MERGED_TILES * tile.n as f64 / tile.m as f64).sqrt();
+    let square = (fitted::MERGED_TILES * tile.n as f64 / tile.m as f64).sqrt();
     let power = square.log2().round();
     (power.exp2() as usize).clamp(1, most)
 }

@@ -4,12 +4,13 @@
 //! end later. The model sees the operation as rank 0 does.
 //!
 //! What ranks must agree on must be the same on every rank, but K may differ between ranks. So that choice suits a small
-//! and a large K ([`DEPTHS`]), and only the rest uses the rank's own K.
+//! and a large K ([`DEPTHS`](fitted::DEPTHS)), and only the rest uses the rank's own K.
 
 mod timeline;
 
 use std::ops::Range;
 
+use super::fitted::sums as fitted;
 use super::search::Least;
 use super::tiles::{Arithmetic, Tiles};
 use super::{search, tiled};
@@ -21,39 +22,6 @@ use crate::schedule::plan::partial_sums::{agree, pieces};
 use crate::schedule::plan::partials::{LOW_ROWS, Piece, is_one_shot};
 use crate::schedule::{Chunking, Config, Form, Numerics, Problem, Route};
 
-/// Microseconds, and bytes per microsecond. Measured on two H200s; benches/NOTES.md has the traces.
-pub mod rate {
-    /// What adding to a tile takes.
-    pub const ADD: f64 = 1.2;
-    /// From the end of a block's last tile until an idle copy engine moves its first byte.
-    pub const COPY_START: f64 = 12.0;
-    /// From the end of one copy to the beginning of the next.
-    pub const COPY_NEXT: f64 = 1.0;
-    /// Bytes that the copy engine moves to a peer while kernels run.
-    pub const COPIED: f64 = 300e3;
-    /// What a copied flag takes.
-    pub const COPY_FLAG: f64 = 5.0;
-    /// What a kernel's start and end take.
-    pub const KERNEL: f64 = 10.0;
-    /// The same for a kernel with copies beside it.
-    pub const COPIES: f64 = 13.0;
-    /// What a second kernel takes, which adds one-shot partials.
-    pub const REDUCED: f64 = 4.5;
-    /// How kernels store.
-    pub const STORES: super::Stores = super::Stores {
-        bytes: 330e3,
-        low_latency: 14.0,
-    };
-    /// The share of the stores' time in which nothing is multiplied, because loads wait behind them.
-    pub const STORE_HINDERS: f64 = 0.6;
-    /// What the flag behind stores takes.
-    pub const STORE_FLAG: f64 = 4.0;
-    /// What a second kernel takes that stores partials and adds those that come, with the ways of flags.
-    pub const BEHIND: f64 = 10.5;
-    /// Bytes that it stores to a peer.
-    pub const BEHIND_STORED: f64 = 280e3;
-}
-
 /// How kernels store partials.
 #[derive(Clone, Copy)]
 pub struct Stores {
@@ -63,6 +31,12 @@ pub struct Stores {
     pub low_latency: f64,
 }
 
+/// How this library's kernels do.
+const STORES: Stores = Stores {
+    bytes: fitted::STORE_BYTES,
+    low_latency: fitted::LOW_LATENCY,
+};
+
 /// Predicts an operation. Empty if partials are pulled, because their time is not known.
 pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Prediction> {
     let alone = Prediction {
@@ -71,7 +45,7 @@ pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Predict
     };
     let whole = || Prediction {
         what: "until the operation is complete",
-        micros: time(rates, rate::STORES, problem, config),
+        micros: time(rates, STORES, problem, config),
     };
     match config.route {
         Route::Pull => Vec::new(),
@@ -85,7 +59,7 @@ fn behind(problem: &Problem) -> f64 {
     let row = (n * problem.dtypes.partials.bytes()) as f64;
     let share = m.div_ceil(world) as f64 * row;
     let others = (world - 1) as f64;
-    let step = |bytes: f64| rate::BEHIND + bytes / rate::BEHIND_STORED;
+    let step = |bytes: f64| fitted::FOLLOWING_KERNEL + bytes / fitted::FOLLOWING_BYTES;
     if !problem.operation.result.is_for_all() {
         step(others * share)
     } else if is_one_shot(problem, &BEHIND) {
@@ -141,15 +115,6 @@ fn candidates(
     of(Variant::Sums).chain(of(Variant::LowLatency).filter(swaps_ab))
 }
 
-/// Sums follow the product only if they take less than this share of the time. A rank's K may be shorter than is assumed,
-/// and what is hidden behind a short product counts more.
-const WORTH: f64 = 0.95;
-
-/// The K for which ranks choose what they must agree on, because theirs may differ. They take what is the fastest in the
-/// geometric mean of both. On random shapes that is predicted to take 1.02 times as long as what the very K would choose,
-/// and the choice for one K 1.04.
-const DEPTHS: [usize; 2] = [2048, 16384];
-
 /// The routes, panels and chunks of the last panel that are considered.
 fn cuts(problem: &Problem) -> &'static [(Route, usize, usize)] {
     let is_for_all = problem.operation.result.is_for_all();
@@ -179,7 +144,7 @@ fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config
     // The choice does not depend on the layout of a rank's weight either.
     let kernels: Vec<[KernelModel; 2]> = candidates(problem, &Form::default(), WHOLE)
         .filter(|config| search::fits(rates, numerics, config))
-        .map(|config| DEPTHS.map(|depth| KernelModel::new(rates, problem, depth, config)))
+        .map(|config| fitted::DEPTHS.map(|depth| KernelModel::new(rates, problem, depth, config)))
         .collect();
     let models = || {
         cuts(problem).iter().flat_map(|&(route, count, last)| {
@@ -201,8 +166,8 @@ fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config
         }
     }
     let least = least(models(), WHOLE);
-    let behind = mean(DEPTHS.map(|depth| time_behind(rates, problem, numerics, depth)));
-    if behind < WORTH * least.cost {
+    let behind = mean(fitted::DEPTHS.map(|depth| time_behind(rates, problem, numerics, depth)));
+    if behind < fitted::FOLLOWING_WORTH * least.cost {
         BEHIND
     } else {
         least.config
@@ -221,8 +186,8 @@ fn time_behind(rates: &Rates, problem: &Problem, numerics: Numerics, depth: usiz
     tiled(rates, &problem, numerics, BEHIND).cost + behind(&problem)
 }
 
-/// The configuration with the shortest time, or `base` if there is none. Each is given by its models for several K, and its
-/// time is their geometric mean.
+/// The configuration with the shortest time, or `base` if there is none. Each is given by its models for several K, and
+/// its time is their geometric mean.
 ///
 /// Most models are too slow already by their lower bound, and are not played through.
 fn least<'a, const N: usize>(models: impl Iterator<Item = [Model<'a>; N]>, base: Config) -> Least {
@@ -293,7 +258,7 @@ impl KernelModel {
             columns: tiles.columns,
             of_tile,
             of_tiles: tiles.entries.div_ceil(tiles.slots) as f64 * of_tile,
-            stores: rate::STORES,
+            stores: STORES,
         }
     }
 }
@@ -342,9 +307,9 @@ impl<'a> Model<'a> {
     /// The time around all tiles and transfers.
     fn around(&self) -> f64 {
         match self.config.route {
-            Route::Store if self.one_shot => rate::KERNEL + rate::REDUCED,
-            Route::Store => rate::KERNEL,
-            _ => rate::COPIES,
+            Route::Store if self.one_shot => fitted::AROUND_STORES + fitted::SECOND_KERNEL,
+            Route::Store => fitted::AROUND_STORES,
+            _ => fitted::AROUND_COPIES,
         }
     }
 
@@ -377,8 +342,12 @@ impl<'a> Model<'a> {
         let bytes = sent as f64 * problem.n as f64 * problem.dtypes.partials.bytes() as f64;
         let moved = match self.config.route {
             _ if sent == 0 => 0.0,
-            Route::Store => made.max(of_tile + bytes / stores.bytes) + rate::STORE_FLAG,
-            _ => made.max(of_tile + bytes / rate::COPIED) + rate::COPY_START + rate::COPY_FLAG,
+            Route::Store => made.max(of_tile + bytes / stores.bytes) + fitted::STORE_FLAG,
+            _ => {
+                made.max(of_tile + bytes / fitted::COPY_BYTES)
+                    + fitted::COPY_START
+                    + fitted::COPY_FLAG
+            }
         };
         of_tiles.max(moved) + self.around()
     }
@@ -485,7 +454,7 @@ mod tests {
             let chunking = Chunking::new(count).with_last(last);
             let [columns, cluster, split_k] = of_shape;
             let config = config([128, columns, cluster, split_k], route, chunking);
-            let time = time(&H200, rate::STORES, &problem, &config);
+            let time = time(&H200, STORES, &problem, &config);
             let off = measured / time - 1.0;
             assert!(
                 off.abs() < 1.0 / 7.0,

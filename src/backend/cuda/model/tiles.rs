@@ -1,25 +1,12 @@
 //! Predicts how long the tiles of a product take, wave by wave.
 
+use super::fitted::{fp8, search, tiles as fitted};
 use super::variant_of;
 use crate::backend::cuda::gpu::kernels::{self, Variant};
 use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::program::quantized::{fit, result_bytes};
 use crate::schedule::{Config, Problem, TileShape};
 
-/// The most waves for which slices are considered. With more waves, the last one matters little.
-const MOST_WAVES: usize = 12;
-/// More slices are considered only if they take less than this share of the time of fewer slices.
-const WORTH: f64 = 0.95;
-/// Reads take longer by this factor times the share of multiprocessors that are idle, if these do not lie evenly: those of
-/// a kernel that begins early, whose CTAs lie where others became free, and those of a gather by single CTAs, of which some
-/// read at half the speed of others. Measured on an H200 in chains of products, and in a trace on two.
-const UNEVEN: f64 = 0.4;
-/// The fewest steps through K of a slice.
-const LEAST_STEPS: f64 = 4.0;
-/// What the first reads from device memory take at the most, until as many are under way as it has bandwidth for, and
-/// after how many bytes it is about that. Measured on an H200.
-const FIRST_READS: f64 = 1.0;
-const SOON: f64 = 10e6;
 /// Bytes of a line of the L2 cache.
 const LINE: usize = 128;
 
@@ -68,42 +55,34 @@ impl Arithmetic {
                 let beside = rates.promoted_step + scales_of_small(tile);
                 (operations / rates.scaled + beside) * mixed(tile)
             }
-            Arithmetic::Fast => operations / (0.975 * rates.promoted) + rates.step,
+            Arithmetic::Fast => operations / (fp8::FAST * rates.promoted) + rates.step,
         }
     }
 }
 
-/// How much less time tiles take that have registers for two parts of a step, so that one is promoted while the other is
-/// multiplied. Measured on an H100.
+/// The part of a step's time, because some tiles have registers for two parts of a step.
 fn hidden(tile: &TileShape) -> f64 {
     if (144..=192).contains(&tile.n) {
-        0.945
+        fp8::TWO_PARTS
     } else {
         1.0
     }
 }
 
-/// How much longer a step of a small tile takes if blocks have scales, for fewer products hide the same reads of these.
-/// Microseconds, measured on an H100.
+/// How much longer a step takes if blocks have scales, in microseconds.
 fn scales_of_small(tile: &TileShape) -> f64 {
-    match (tile.m, tile.m * tile.n) {
-        (_, 16384..) => 0.0,
-        (64, _) => 0.05,
-        _ => 0.08,
+    match tile.m {
+        _ if tile.m * tile.n >= fp8::SMALL_TILE => 0.0,
+        64 => fp8::SCALES_OF_64_ROWS,
+        _ => fp8::SCALES_OF_SMALL,
     }
 }
 
-/// How much more time tiles take whose parts have columns of several blocks, each with a scale of its own. Measured on an
-/// H100.
+/// The part of a step's time, if columns of a tile have scales of several blocks.
 fn mixed(tile: &TileShape) -> f64 {
-    match tile.n {
-        144 => 1.24,
-        160 => 1.12,
-        176 => 1.18,
-        208 => 1.14,
-        192 | 224 => 1.04,
-        _ => 1.0,
-    }
+    let blocks = fp8::MIXED_BLOCKS.iter();
+    let found = blocks.copied().find(|(columns, _)| *columns == tile.n);
+    found.map_or(1.0, |(_, factor)| factor)
 }
 
 /// The tiles of a product of M rows, N columns and depth K.
@@ -129,7 +108,7 @@ pub struct Tiles<'a> {
     step_of_cached: f64,
     /// The time in device memory that a step takes, for each entry that is made at the same time.
     step_of_read: f64,
-    /// [`UNEVEN`] or 0.
+    /// [`UNEVEN_READS`](fitted::UNEVEN_READS) or 0.
     uneven: f64,
     /// The share of multiprocessors that an entry takes.
     share: f64,
@@ -180,8 +159,6 @@ pub fn begins_early(problem: &Problem) -> bool {
 
 /// The time of the kernel that quantises a product's results, if its own kernel does not. Without end if it cannot.
 fn quantized_behind(rates: &Rates, problem: &Problem, config: &Config) -> f64 {
-    /// A launch on a stream that is busy.
-    const LAUNCH: f64 = 2.0;
     /// Results are written and read.
     const TWICE: f64 = 2.0;
     let Problem {
@@ -196,20 +173,18 @@ fn quantized_behind(rates: &Rates, problem: &Problem, config: &Config) -> f64 {
     match result_bytes(config, gated, of, layout.m(), widths.iter().copied()) {
         None => 0.0,
         Some(bytes) if !fit(config, bytes) => f64::INFINITY,
-        Some(bytes) => LAUNCH + TWICE * bytes as f64 / rates.read,
+        Some(bytes) => fitted::QUANTIZE_LAUNCH + TWICE * bytes as f64 / rates.read,
     }
 }
 
 /// How many clusters of `ctas` CTAs run at the same time on this many multiprocessors.
-///
-/// Some multiprocessors have too few neighbours for a large cluster.
 fn slots(multiprocessors: usize, ctas: usize) -> usize {
-    let slots = match (multiprocessors / ctas, ctas) {
-        (slots, ..=2) => slots,
-        (slots, 3..=4) => slots * 10 / 11,
-        (slots, _) => slots * 7 / 8,
+    let [part, of] = match ctas {
+        ..=2 => [1, 1],
+        3..=4 => fitted::CLUSTERS_OF_FOUR,
+        _ => fitted::LARGER_CLUSTERS,
     };
-    slots.max(1)
+    (multiprocessors / ctas * part / of).max(1)
 }
 
 /// How many single CTAs' loads count once, if each makes this many steps through K.
@@ -244,7 +219,7 @@ fn loaded_rows(tile: &TileShape, [rows, columns]: [usize; 2], merged: f64) -> f6
 }
 
 /// About the longer of two times. Each is hidden behind the other, the better the shorter it is.
-fn longer(one: f64, other: f64) -> f64 {
+fn smooth_max(one: f64, other: f64) -> f64 {
     let eighth = |time: f64| time.powi(8);
     (eighth(one) + eighth(other)).sqrt().sqrt().sqrt()
 }
@@ -270,7 +245,7 @@ impl<'a> Tiles<'a> {
         Tiles {
             start: tiles.start + quantized_behind(rates, problem, config),
             uneven: if begins_early(problem) || (gathered && config.tile.ctas() == 1) {
-                UNEVEN
+                fitted::UNEVEN_READS
             } else {
                 0.0
             },
@@ -338,7 +313,8 @@ impl<'a> Tiles<'a> {
             step_of_cached: step_of_cached(rates, tile, bytes, counts, merged),
             step_of_read: read / rates.read,
             uneven: 0.0,
-            first_reads: FIRST_READS * (1.0 - (-(((m + n) * k * bytes) as f64) / SOON).exp()),
+            first_reads: fitted::FIRST_READS
+                * (1.0 - (-(((m + n) * k * bytes) as f64) / fitted::FIRST_READ_BYTES).exp()),
             share: ctas as f64 / multiprocessors as f64,
             beside,
             by_turns,
@@ -357,7 +333,7 @@ impl<'a> Tiles<'a> {
     /// The time of `count` entries that are made at the same time.
     pub fn wave(&self, count: usize) -> f64 {
         let count = count as f64;
-        let step = longer(self.step, count * self.step_of_cached);
+        let step = smooth_max(self.step, count * self.step_of_cached);
         // Reads from memory are hidden behind the rest, the better the fewer there are.
         let idle = 1.0 - (count * self.share).min(1.0);
         let read = count * self.step_of_read * (1.0 + self.uneven * idle);
@@ -394,8 +370,8 @@ impl<'a> Tiles<'a> {
 
     /// Numbers of slices into which an uncut K may be worth cutting: those that fill whole waves.
     pub fn slices(&self, most: usize) -> impl Iterator<Item = usize> {
-        let most = most.min((self.steps / LEAST_STEPS) as usize);
-        let waves = if most > 1 { MOST_WAVES } else { 0 };
+        let most = most.min((self.steps / search::LEAST_STEPS) as usize);
+        let waves = if most > 1 { search::MOST_WAVES } else { 0 };
         let (slots, entries) = (self.slots, self.entries.max(1));
         // The time of the best number of slices so far, in waves of whole tiles.
         let mut least = entries.div_ceil(slots) as f64;
@@ -403,7 +379,7 @@ impl<'a> Tiles<'a> {
             .map(move |waves| (waves, most.min(waves * slots / entries)))
             .filter(move |&(waves, slices)| {
                 let share = waves as f64 / slices as f64;
-                let pays = slices > 1 && share < WORTH * least;
+                let pays = slices > 1 && share < search::SLICES_WORTH * least;
                 least = if pays { share } else { least };
                 pays
             })

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{KernelModel, Model, rate};
+use super::{KernelModel, Model, fitted};
 use crate::backend::cuda::model::clocks::Clocks;
 use crate::schedule::Route;
 use crate::schedule::plan::partials::Piece;
@@ -47,11 +47,11 @@ impl SendTimeline<'_> {
             return;
         }
         match model.config.route {
-            Route::Store => self.wire += rate::STORE_FLAG,
+            Route::Store => self.wire += fitted::STORE_FLAG,
             _ => {
-                let begin = (self.wire + rate::COPY_NEXT).max(made + rate::COPY_START);
-                let copied = model.bytes(rows.len(), to) / rate::COPIED;
-                self.wire = begin + (copied + rate::COPY_FLAG * to as f64);
+                let begin = (self.wire + fitted::COPY_NEXT).max(made + fitted::COPY_START);
+                let copied = model.bytes(rows.len(), to) / fitted::COPY_BYTES;
+                self.wire = begin + (copied + fitted::COPY_FLAG * to as f64);
             }
         }
         self.complete = self.complete.max(self.wire);
@@ -98,14 +98,14 @@ impl SendTimeline<'_> {
             clocks.take(end.min(tiles) - taken, |count, mut clock| {
                 clock += of_tile;
                 if adds {
-                    clock = clock.max(latest) + rate::ADD;
+                    clock = clock.max(latest) + fitted::ADD;
                 }
                 made = made.max(clock);
                 if is_stored {
                     *wire = wire.max(clock) + count as f64 * moved / stores.bytes;
                     // Stores hold up the next tile of this cluster, and those of all clusters that store at the same
                     // time.
-                    clock += rate::STORE_HINDERS * moved * slots as f64 / stores.bytes;
+                    clock += fitted::STORE_HINDERS * moved * slots as f64 / stores.bytes;
                 }
                 clock
             });
