@@ -249,12 +249,12 @@ mod tests {
 
     /// A transport of its own: channels between threads, by sender and receiver.
     #[derive(Clone, Debug, Default)]
-    struct Channels(Arc<Mutex<HashMap<[usize; 2], Channel>>>);
+    struct Channels(Arc<Mutex<HashMap<[usize; 2], MessageChannel>>>);
 
-    type Channel = (Sender<Vec<u8>>, Arc<Mutex<Receiver<Vec<u8>>>>);
+    type MessageChannel = (Sender<Vec<u8>>, Arc<Mutex<Receiver<Vec<u8>>>>);
 
     impl Channels {
-        fn between(&self, ends: [usize; 2]) -> Channel {
+        fn between(&self, ends: [usize; 2]) -> MessageChannel {
             let new = || {
                 let (sender, receiver) = channel();
                 (sender, Arc::new(Mutex::new(receiver)))

@@ -1,7 +1,7 @@
 //! Transports: what carries rows between the hosts of a group.
 //!
 //! A transport is a file of this room, its line here, and the place that chooses it. On the host backend that is a door
-//! of the group, which hands the transport over by `Builder::over`. Between GPUs it is [`device`]. Engines know the
+//! of the group, which hands the transport over by `Builder::over`. Between GPUs it is `device`. Engines know the
 //! trait alone.
 
 #[cfg(feature = "cuda")]

@@ -46,7 +46,7 @@ pub struct DeviceMessage {
 /// This rank's ends of the transports to other hosts.
 #[derive(Debug)]
 pub struct Lanes {
-    lanes: Vec<Lane>,
+    lanes: Vec<LaneTransport>,
     /// By lane: the turns of all operations that were enqueued.
     turns: [AtomicU32; LANES],
     /// By rank: bytes per microsecond that it sends and receives at the same time, as measured.
@@ -55,7 +55,7 @@ pub struct Lanes {
 
 /// A transport. None once it was closed or aborted.
 #[derive(Debug)]
-struct Lane(Mutex<Option<Box<DeviceTransport>>>);
+struct LaneTransport(Mutex<Option<Box<DeviceTransport>>>);
 
 impl Lanes {
     /// Opens the transports, and connects this rank with all ranks of other hosts, because the first message between
@@ -134,7 +134,8 @@ impl Lanes {
         const PERIOD: Duration = Duration::from_millis(2);
         std::thread::scope(|scope| {
             // Another thread may hold a lane until the streams are released.
-            let abort = |lane: &Lane| lane.take().map_or((), |transport| transport.abort());
+            let abort =
+                |lane: &LaneTransport| lane.take().map_or((), |transport| transport.abort());
             let aborts = self
                 .lanes
                 .iter()
@@ -150,7 +151,7 @@ impl Lanes {
     /// Closes the transports when what they have sent has gone. Waits for that no longer than `longest`. No message is
     /// under way on this rank's streams.
     pub fn close(&self, rank: usize, longest: Duration) {
-        let lanes: Vec<_> = self.lanes.iter().filter_map(Lane::take).collect();
+        let lanes: Vec<_> = self.lanes.iter().filter_map(LaneTransport::take).collect();
         let close = move || lanes.into_iter().for_each(|transport| transport.close());
         // If there is no thread, the transports live as long as the process.
         if let Ok(closed) = begin(rank, close) {
@@ -179,8 +180,8 @@ impl Opening {
     const LONG: usize = 4 << 20;
 
     /// Waits for the other ranks. Returns the lanes, and how many bytes per microsecond they send and receive together.
-    fn open(&self, openers: Vec<Opener>) -> Result<(Vec<Lane>, f64)> {
-        let open = |open: Opener| open(&self.device).map(Lane::new);
+    fn open(&self, openers: Vec<Opener>) -> Result<(Vec<LaneTransport>, f64)> {
+        let open = |open: Opener| open(&self.device).map(LaneTransport::new);
         let lanes = openers.into_iter().map(open).collect::<Result<Vec<_>>>()?;
         let (rank, world) = self.ends;
         let others: Vec<usize> = (0..world)
@@ -192,7 +193,7 @@ impl Opening {
     }
 
     /// Times messages along the rail, from the next host and to the one before.
-    fn time(&self, lanes: &[Lane]) -> Result<f64> {
+    fn time(&self, lanes: &[LaneTransport]) -> Result<f64> {
         let rank = self.ends.0;
         let next: Vec<usize> = self.hosts.rail(rank).take(1).collect();
         let before: Vec<usize> = self.hosts.rail(rank).rev().take(1).collect();
@@ -207,7 +208,12 @@ impl Opening {
     }
 
     /// Sends a message of so many bytes to some ranks and receives one from some, on all lanes.
-    fn exchange(&self, lanes: &[Lane], [to, from]: [&[usize]; 2], bytes: usize) -> Result<()> {
+    fn exchange(
+        &self,
+        lanes: &[LaneTransport],
+        [to, from]: [&[usize]; 2],
+        bytes: usize,
+    ) -> Result<()> {
         let rank = self.ends.0;
         let streams = &self.reclaimer.streams.lanes;
         for (index, (lane, stream)) in lanes.iter().zip(streams).enumerate() {
@@ -312,9 +318,9 @@ fn aborted(members: &Members) -> Error {
     })
 }
 
-impl Lane {
-    fn new(transport: Box<DeviceTransport>) -> Lane {
-        Lane(Mutex::new(Some(transport)))
+impl LaneTransport {
+    fn new(transport: Box<DeviceTransport>) -> LaneTransport {
+        LaneTransport(Mutex::new(Some(transport)))
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Box<DeviceTransport>>> {
@@ -353,7 +359,7 @@ impl Lane {
     }
 }
 
-impl Drop for Lane {
+impl Drop for LaneTransport {
     fn drop(&mut self) {
         if let Some(transport) = self.take() {
             transport.abort();
@@ -374,9 +380,9 @@ mod tests {
 
     /// Moves nothing. Notes how it ends; an abort waits for a release.
     #[derive(Debug)]
-    struct Noted(Ends, Arc<AtomicUsize>);
+    struct EndRecorder(Ends, Arc<AtomicUsize>);
 
-    impl Transport<DeviceBytes> for Noted {
+    impl Transport<DeviceBytes> for EndRecorder {
         fn send(&self, _: [usize; 2], _: DeviceBytes) -> Result<()> {
             Ok(())
         }
@@ -403,9 +409,12 @@ mod tests {
 
     fn lanes() -> (Lanes, Ends, Arc<AtomicUsize>) {
         let (ends, releases) = (Ends::default(), Arc::<AtomicUsize>::default());
-        let noted = || Noted(ends.clone(), releases.clone());
+        let recorder = || EndRecorder(ends.clone(), releases.clone());
         let lanes = Lanes {
-            lanes: vec![Lane::new(Box::new(noted())), Lane::new(Box::new(noted()))],
+            lanes: vec![
+                LaneTransport::new(Box::new(recorder())),
+                LaneTransport::new(Box::new(recorder())),
+            ],
             turns: Default::default(),
             rates: vec![3.0, 2.0],
         };
