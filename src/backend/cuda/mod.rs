@@ -23,7 +23,6 @@ pub use shared::symmetric::fuzzing as peer;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use driver::Device;
 use engine::context::{EnqueueContext, ProgramCall};
 use engine::{align, check_peers, wait, warm_up};
 use gpu::Gpu;
@@ -478,7 +477,7 @@ impl Cuda {
     /// The library's rates for this GPU.
     #[cfg(feature = "unstable-tools")]
     pub(crate) fn library_rates(&self) -> Rates {
-        let device: &Device = &self.gpu.device;
+        let device = &self.gpu.device;
         Rates {
             multiprocessors: device.multiprocessors(),
             ..Rates::of(device.name())

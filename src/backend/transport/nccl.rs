@@ -79,6 +79,7 @@ struct Nccl {
     functions: Functions,
     version: c_int,
     /// Keeps the functions loaded.
+    #[cfg_attr(not(feature = "unstable-tools"), allow(dead_code))]
     library: Library,
 }
 
