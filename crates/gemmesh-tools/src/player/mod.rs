@@ -2,7 +2,7 @@
 //!
 //! A rank has a copy engine, a network card if there are several hosts, and slots for tiles. Each takes its work in the
 //! order of the schedule, and begins it when what it waits for is there. Nothing else limits a link, so hosts' switches
-//! are taken to be as fast as their cards. The library's model chooses configurations, and [`rates`] says by which rates
+//! are taken to be as fast as their cards. The library's model chooses configurations, and `rates` says by which rates
 //! they are played.
 //!
 //! Groups have at most [`MAX_WORLD`] ranks. Of more ranks one is played: if rows are split evenly, all do the same.

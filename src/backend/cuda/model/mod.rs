@@ -65,7 +65,7 @@ pub fn choose(
 }
 
 /// Chooses the tiles of an operation over several hosts. Within a host its rows are pushed, unless a sum has so few that
-/// its product is better made first: see [`is_better_first`].
+/// its product is better made first: see `is_better_first`.
 ///
 /// `network`: the bytes per microsecond that a rank sends and receives. If that takes as long as the product, the
 /// tiles of a chunk are left to make when the last rows have come, or a row of tiles has to be made before the first
