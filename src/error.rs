@@ -265,7 +265,7 @@ impl Error {
     #[track_caller]
     pub(crate) fn of(rank: impl Into<Option<usize>>, call: &str) -> impl Fn(Error) -> Error + Copy {
         let (rank, place) = (rank.into(), Location::caller());
-        move |mut error| {
+        move |mut error: Error| {
             let parts = &mut *error.0;
             if parts.kind.class() == Class::Argument && parts.call.is_none() {
                 parts.call = Some(Call::at(call, place));
@@ -299,7 +299,7 @@ impl Error {
     /// For `map_err`: names the argument's place if it is one of several. `unit` is the name of one.
     pub(crate) fn one_of(unit: &str, number: usize, count: usize) -> impl FnOnce(Error) -> Error {
         let place = move || format!(" ({unit} {} of {count})", number + 1);
-        move |mut error| {
+        move |mut error: Error| {
             if let Kind::Shape { argument: what, .. } | Kind::Unsuitable { what, .. } =
                 &mut error.0.kind
                 && count > 1
