@@ -453,7 +453,7 @@ pub mod fuzzing {
 
     /// Reports as ranks write them.
     pub fn seeds() -> Vec<Vec<u8>> {
-        let left = Kind::RankLeft {
+        let left = crate::error::Kind::RankLeft {
             waiting: 0,
             what: "barrier()".into(),
         }

@@ -201,7 +201,7 @@ fn shapes_that_do_not_fit() -> Result<(), Failure> {
         let flat = ones(1, K)?.squeeze(0)?;
         assert_says(
             RowParallelLinear::new(ranks, flat, None).unwrap_err(),
-            "a parallel layer: the number of dimensions of this one is 1 and must be 2, that of a weight [N, K]",
+            "a parallel layer: the number of dimensions of a weight [N, K] is 1 and must be 2",
         );
         assert_says(
             ranks.set_tokens(7).unwrap_err(),
