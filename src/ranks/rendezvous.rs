@@ -44,7 +44,7 @@ use crate::json;
 use crate::ranks::memfd::{Mapping, memfd};
 
 /// Changes whenever ranks of older builds cannot work with ranks of this build.
-pub const PROTOCOL_VERSION: u32 = 9;
+pub const PROTOCOL_VERSION: u32 = 10;
 /// The longest answer: an error.
 pub const MAX_VERDICT: usize = 64 << 10;
 /// If there can be no group, rank 0 listens this long for late ranks, to tell them, and a rank waits this long for
