@@ -15,8 +15,8 @@ use candle_core::{
     CpuStorage, CudaStorage, Device, InplaceOp1, Layout, Module, Storage, Tensor,
     backend::BackendStorage,
 };
+use gemmesh::bf16;
 use gemmesh::error::{Class, Kind};
-use gemmesh::{Error, bf16};
 use gemmesh_candle::{
     ColumnParallelLinear, Cuda, GatedParallelLinear, Group, QkvParallelLinear, RowParallelLinear,
     TensorParallel, gemmesh_error, launch,
