@@ -35,7 +35,7 @@ int main(void) {
     run_with(group);
     uint16_t values[4] = {0};
     gemmesh_memory memory = {values, GEMMESH_BF16, 2, 2, 0};
-    refused(gemmesh_copy_from_host(group, &memory, values, 7), "has 8 bytes");
+    refused(gemmesh_copy_from_host(group, &memory, values, 7), "is 7 and must be 8");
     memory.pitch = 2;
     refused(gemmesh_copy_from_host(group, &memory, values, 8), "the pitch of");
     refused(gemmesh_copy_from_host(group, &memory, NULL, 8), "the pointer of from is null");

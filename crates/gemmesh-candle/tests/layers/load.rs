@@ -344,7 +344,7 @@ impl File {
     pub fn new(tensors: &HashMap<String, Tensor>) -> Result<File> {
         static NUMBER: AtomicUsize = AtomicUsize::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let name = format!("gemmesh-candle-{}-{number}.safetensors", std::process::id());
+        let name = format!("candle-layers-{}-{number}.safetensors", std::process::id());
         let path = std::env::temp_dir().join(name);
         candle_core::safetensors::save(tensors, &path)?;
         Ok(File {
