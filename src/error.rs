@@ -265,16 +265,23 @@ impl Error {
     #[track_caller]
     pub(crate) fn of(rank: impl Into<Option<usize>>, call: &str) -> impl Fn(Error) -> Error + Copy {
         let (rank, place) = (rank.into(), Location::caller());
-        move |mut error: Error| {
-            let parts = &mut *error.0;
-            if parts.kind.class() == Class::Argument && parts.call.is_none() {
-                parts.call = Some(Call::at(call, place));
-            }
-            if parts.rank.is_none() && parts.kind.ranks()[0].is_empty() {
-                parts.rank = rank;
-            }
-            error
+        move |error| error.filled(rank, call, place)
+    }
+
+    fn filled(
+        mut self,
+        rank: Option<usize>,
+        call: &str,
+        place: &'static Location<'static>,
+    ) -> Error {
+        let parts = &mut *self.0;
+        if parts.kind.class() == Class::Argument && parts.call.is_none() {
+            parts.call = Some(Call::at(call, place));
         }
+        if parts.rank.is_none() && parts.kind.ranks()[0].is_empty() {
+            parts.rank = rank;
+        }
+        self
     }
 
     /// The error of `rank`.
