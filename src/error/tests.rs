@@ -411,9 +411,9 @@ fn names_are_those_of_the_language() {
             "set weight_layout GEMMESH_WEIGHTS_KN, GEMMESH_ROUTE_PUSH (route of gemmesh_product)",
         ),
         (
-            "std::fs::read, a::Config::route",
-            "std::fs::read, a::Config::route",
-            "std::fs::read, a::Config::route",
+            "std::fs::read, a::Config::route, Config::route::of",
+            "std::fs::read, a::Config::route, Config::route::of",
+            "std::fs::read, a::Config::route, Config::route::of",
         ),
     ] {
         assert_eq!(Dialect::Python.of(rust), python);
