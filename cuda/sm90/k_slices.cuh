@@ -47,17 +47,7 @@ struct SliceSum {
         if (lane == 0) *arrived = 0;
         if (!has_rows) return true;
 
-        if (slice > 0) {
-#pragma unroll
-            for (int i = 0; i < kPieces; ++i) {
-                const float4 sums = __ldcg(parts + i * 32);
-                float* d = &accumulators.d[4 * i];
-                d[0] = sums.x;
-                d[1] = sums.y;
-                d[2] = sums.z;
-                d[3] = sums.w;
-            }
-        }
+        if (slice > 0) load_part(accumulators, parts);
 #pragma unroll 1
         for (uint32_t of = 1; of < count; of += kSlices) {
             const float4* of_slice = parts + of * kNext;
@@ -90,6 +80,20 @@ struct SliceSum {
     }
 
 private:
+    // One lane: loads its pieces of an entry's part.
+    template <int N>
+    __device__ static __forceinline__ void load_part(Accumulators<N>& accumulators, const float4* part) {
+#pragma unroll
+        for (int i = 0; i < N / 8; ++i) {
+            const float4 sums = __ldcg(part + i * 32);
+            float* d = &accumulators.d[4 * i];
+            d[0] = sums.x;
+            d[1] = sums.y;
+            d[2] = sums.z;
+            d[3] = sums.w;
+        }
+    }
+
     // One lane: stores its pieces of its entry's part.
     template <int N>
     __device__ static __forceinline__ void store_part(const Accumulators<N>& accumulators, float4* part) {

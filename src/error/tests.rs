@@ -37,7 +37,8 @@ pub(crate) fn examples() -> Vec<Error> {
         named("tp 1", &[2, 3]).again(),
     ];
     let of_no_rank = of_no_rank().into_iter().map(Error::of_kind);
-    let of_ranks = of_ranks().into_iter().map(|kind| kind.on(3));
+    let of_ranks = [of_calls(), of_meetings(), of_ends(), of_machines()].into_iter();
+    let of_ranks = of_ranks.flatten().map(|kind| kind.on(3));
     of_arguments
         .chain(of_no_rank)
         .chain(of_ranks)
@@ -115,17 +116,13 @@ fn of_no_rank() -> Vec<Kind> {
     ]
 }
 
-fn of_ranks() -> Vec<Kind> {
+/// Of a rank and its calls.
+fn of_calls() -> Vec<Kind> {
     let timeout = |deadline| Kind::Timeout {
         waiting: 0,
         what: "barrier()".into(),
         waited_ms: 500,
         deadline,
-    };
-    let failed = |status: &str, cause, killed: &[usize]| Kind::RankFailed {
-        status: status.into(),
-        cause,
-        killed: killed.into(),
     };
     let calls = |theirs, number, refused| Kind::CallMismatch {
         theirs,
@@ -134,13 +131,9 @@ fn of_ranks() -> Vec<Kind> {
         number,
         refused,
     };
-    let program = |function_of: Option<&str>| Kind::ProgramFailed {
-        function_of: function_of.map(Into::into),
-        reason: "no more data".into(),
-    };
     let gathers = MadeCall::new("all_gather", ["M = 8".into()]);
     let refused = arguments().remove(0).on(3).in_call(call());
-    let mut kinds = vec![
+    vec![
         Kind::Misuse {
             what: "a function makes another call of the same group; return from it first".into(),
         },
@@ -149,6 +142,16 @@ fn of_ranks() -> Vec<Kind> {
             waited_ms: 500,
         },
         Kind::Capturing,
+        calls(MadeCall::named("barrier"), 2, None),
+        calls(gathers, 11, Some(refused)),
+        timeout(Deadline::Call),
+        timeout(Deadline::Arrival),
+    ]
+}
+
+/// Of ranks that meet.
+fn of_meetings() -> Vec<Kind> {
+    vec![
         Kind::NeverJoined,
         Kind::AddressTaken {
             address: "job".into(),
@@ -165,12 +168,21 @@ fn of_ranks() -> Vec<Kind> {
             other: 0,
             expected: "8".into(),
         },
-        calls(MadeCall::named("barrier"), 2, None),
-        calls(gathers, 11, Some(refused)),
-        Kind::OutOfMemory {
-            bytes: 4096,
-            reason: reason(),
-        },
+    ]
+}
+
+/// Of ranks that have ended.
+fn of_ends() -> Vec<Kind> {
+    let failed = |status: &str, cause, killed: &[usize]| Kind::RankFailed {
+        status: status.into(),
+        cause,
+        killed: killed.into(),
+    };
+    let program = |function_of: Option<&str>| Kind::ProgramFailed {
+        function_of: function_of.map(Into::into),
+        reason: "no more data".into(),
+    };
+    vec![
         Kind::RankLost { noticed_by: 0 },
         Kind::HostLost {
             noticed_by: 0,
@@ -189,10 +201,16 @@ fn of_ranks() -> Vec<Kind> {
         failed("exit status: 1", None, &[]),
         failed("exit status: 0", None, &[1]),
         failed("exit status: 1", Some(Kind::Capturing.on(0)), &[1, 2]),
-        timeout(Deadline::Call),
-        timeout(Deadline::Arrival),
-    ];
-    kinds.extend([
+    ]
+}
+
+/// Of what a rank's machine lacks or refuses, and of messages that cannot be.
+fn of_machines() -> Vec<Kind> {
+    vec![
+        Kind::OutOfMemory {
+            bytes: 4096,
+            reason: reason(),
+        },
         Kind::Device {
             what: "no GPU is found: CUDA_VISIBLE_DEVICES is empty".into(),
         },
@@ -212,10 +230,9 @@ fn of_ranks() -> Vec<Kind> {
             reason: "it ends early".into(),
         },
         Kind::Internal {
-            what: "nobody makes block 7".into(),
+            what: "no one makes block 7".into(),
         },
-    ]);
-    kinds
+    ]
 }
 
 /// Whether `sentence` says "rank N", or N after "ranks".
@@ -242,7 +259,7 @@ fn every_kind_has_an_example() {
         .split_once("/// A deadline of a group")
         .expect("kinds come first");
     for kind in source.lines().filter_map(|line| line.strip_prefix("    ")) {
-        let kind = kind.trim_end_matches([' ', '{', ',']);
+        let kind = kind.trim_end_matches(|end: char| !end.is_alphabetic());
         if kind.starts_with(char::is_uppercase) && kind.chars().all(char::is_alphabetic) {
             assert!(shown.contains(&Some(kind.into())), "{kind} has no example");
         }
@@ -326,7 +343,7 @@ fn an_error_of_an_argument_takes_its_rank_and_its_call_once() {
     let again = Error::of(2, "prepare")(first.clone());
     assert_eq!(again, first);
     // A failure of the system is none of the call's arguments.
-    let failed = Error::of(1, "matmul")(Error::of_kind(of_ranks().remove(10)));
+    let failed = Error::of(1, "matmul")(Error::of_kind(of_machines().remove(0)));
     assert_eq!((failed.rank(), failed.call()), (Some(1), None));
     let missing = Error::of(1, "matmul")(Error::of_kind(of_no_rank().remove(2)));
     assert_eq!(missing.at_fault(), [3]);

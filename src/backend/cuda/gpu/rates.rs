@@ -103,6 +103,27 @@ pub struct Field<'a> {
     pub value: &'a mut f64,
 }
 
+impl<'a> Field<'a> {
+    fn new(name: &'static str, quantity: Quantity, value: &'a mut f64) -> Field<'a> {
+        Field {
+            name,
+            quantity,
+            value,
+        }
+    }
+}
+
+impl Link {
+    fn fields(&mut self, [around, start, bytes, chunk]: [&'static str; 4]) -> [Field<'_>; 4] {
+        [
+            Field::new(around, Quantity::Time, &mut self.around),
+            Field::new(start, Quantity::Time, &mut self.start),
+            Field::new(bytes, Quantity::Rate, &mut self.bytes),
+            Field::new(chunk, Quantity::Time, &mut self.chunk),
+        ]
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 pub enum Quantity {
     /// Per microsecond, or a number of CTAs or steps: above 0.
@@ -234,15 +255,8 @@ impl Rates {
     }
 
     /// All rates, without the number of multiprocessors.
-    pub fn fields(&mut self) -> [Field<'_>; 31] {
+    pub fn fields(&mut self) -> Vec<Field<'_>> {
         use Quantity::{Rate, Time};
-        fn field<'a>(name: &'static str, quantity: Quantity, value: &'a mut f64) -> Field<'a> {
-            Field {
-                name,
-                quantity,
-                value,
-            }
-        }
         let Rates {
             multiprocessors: _,
             start,
@@ -268,39 +282,33 @@ impl Rates {
             push,
             store,
         } = self;
-        [
-            field("start", Time, start),
-            field("cluster", Time, cluster),
-            field("operations", Rate, operations),
-            field("step", Time, step),
-            field("promoted", Rate, promoted),
-            field("scaled", Rate, scaled),
-            field("promoted_step", Time, promoted_step),
-            field("loaded", Rate, loaded),
-            field("cached", Rate, cached),
-            field("merged", Rate, merged),
-            field("drift", Rate, drift),
-            field("read", Rate, read),
-            field("column", Time, column),
-            field("swap_ab_column", Time, swap_ab_column),
-            field("join", Time, join),
-            field("split", Time, split),
-            field("slice_join", Time, slice_join),
-            field("summed", Rate, summed),
-            field("summed_cached", Rate, summed_cached),
-            field("pull.around", Time, &mut pull.around),
-            field("pull.start", Time, &mut pull.start),
-            field("pull.bytes", Rate, &mut pull.bytes),
-            field("pull.chunk", Time, &mut pull.chunk),
-            field("push.around", Time, &mut push.around),
-            field("push.start", Time, &mut push.start),
-            field("push.bytes", Rate, &mut push.bytes),
-            field("push.chunk", Time, &mut push.chunk),
-            field("store.around", Time, &mut store.around),
-            field("store.start", Time, &mut store.start),
-            field("store.bytes", Rate, &mut store.bytes),
-            field("store.chunk", Time, &mut store.chunk),
-        ]
+        let own = [
+            Field::new("start", Time, start),
+            Field::new("cluster", Time, cluster),
+            Field::new("operations", Rate, operations),
+            Field::new("step", Time, step),
+            Field::new("promoted", Rate, promoted),
+            Field::new("scaled", Rate, scaled),
+            Field::new("promoted_step", Time, promoted_step),
+            Field::new("loaded", Rate, loaded),
+            Field::new("cached", Rate, cached),
+            Field::new("merged", Rate, merged),
+            Field::new("drift", Rate, drift),
+            Field::new("read", Rate, read),
+            Field::new("column", Time, column),
+            Field::new("swap_ab_column", Time, swap_ab_column),
+            Field::new("join", Time, join),
+            Field::new("split", Time, split),
+            Field::new("slice_join", Time, slice_join),
+            Field::new("summed", Rate, summed),
+            Field::new("summed_cached", Rate, summed_cached),
+        ];
+        let links = [
+            pull.fields(["pull.around", "pull.start", "pull.bytes", "pull.chunk"]),
+            push.fields(["push.around", "push.start", "push.bytes", "push.chunk"]),
+            store.fields(["store.around", "store.start", "store.bytes", "store.chunk"]),
+        ];
+        own.into_iter().chain(links.into_iter().flatten()).collect()
     }
 
     /// The link of a route.

@@ -64,8 +64,7 @@ pub struct Chosen<'a> {
 /// Finds the kernel that a product of `schedule` needs.
 ///
 /// # Errors
-/// [`Kind::Unsupported`](crate::error::Kind::Unsupported); `Kind::Limit`;
-/// `Kind::Unsupported`.
+/// [`Kind::Unsupported`](crate::error::Kind::Unsupported), `Kind::Limit`.
 pub fn choose<'a>(
     gpu: &Gpu,
     schedule: &Schedule,
@@ -101,10 +100,11 @@ pub fn choose<'a>(
 
 /// Clusters of a kernel that run at the same time. `most`: the most CTAs.
 fn clusters(instance: &Instance, shared: &Shared, most: usize) -> usize {
-    let clusters = match shared.peers.distinct {
-        true => instance.resident,
+    let clusters = if shared.peers.distinct {
+        instance.resident
+    } else {
         // A copy between ranks that share a GPU may be a kernel of the driver's, and needs some room.
-        false => (instance.resident * 3 / 4).max(1),
+        (instance.resident * 3 / 4).max(1)
     };
     clusters.min(most / instance.ctas())
 }
@@ -173,33 +173,46 @@ impl ProductKernel {
         if !schedule.is_pushed() || tables.task_count == 0 {
             kernel.clusters = kernel.clusters.min(count);
         }
-        let finished = kernel.finished(schedule, product);
+        kernel.set_params(gpu, shared, schedule, product, tables, count);
+        kernel
+    }
+
+    /// Fills in the parameters of a kernel that has `count` entries, and the type that it stores.
+    fn set_params(
+        &mut self,
+        gpu: &Gpu,
+        shared: &Shared,
+        schedule: &Schedule,
+        product: &Product,
+        tables: &ProgramTables,
+        count: usize,
+    ) {
+        let finished = self.finished(schedule, product);
         let first = finished.first();
         let activation = first.map_or(GEMMESH_IDENTITY, |of| function(of.sum.activation));
         // Without a sum that is finished, the kernel stores partials.
         let output = product.blocks.first().map(|block| block.sum.out);
         let stored = first.map(|of| of.sum.out).or(output);
-        let stored = match kernel.quantized {
+        let stored = match self.quantized {
             Some(_) => DType::F32,
             None => stored.map_or(DType::Bf16, |number| schedule.matrices()[number].dtype),
         };
         drop(finished);
-        kernel.stored = stored;
-        let params = &mut kernel.params.0;
+        self.stored = stored;
+        let params = &mut self.params.0;
         describe(params, product, activation, stored);
         params.tiles = tables.tiles as *const GemmeshTile;
         params.tile_count = count as u32;
-        if kernel.entries.is_empty() {
+        if self.entries.is_empty() {
             describe_tiles(params, schedule.tiles(), product)
         } else {
             params.slices = tables.slices as *const GemmeshSlice
         }
         params.partials = gpu.workspace.partials() as *mut f32;
         params.arrived = gpu.workspace.arrived() as *mut u32;
-        if let Some(low_latency) = &kernel.low_latency {
+        if let Some(low_latency) = &self.low_latency {
             params.low_latency = low_latency.of_kernel(&shared.control);
         }
-        kernel
     }
 
     /// The sums that a product's kernel finishes.

@@ -46,37 +46,8 @@ impl CollectivePlan<'_> {
             return self.broadcast_over_hosts();
         }
         let &CollectivePlan { problem, rank, .. } = self;
-        let (layout, world) = (&problem.layout, self.world());
-        let root = self.root();
+        let (root, world) = (self.root(), self.world());
         let stored = self.config.route == Route::Store;
-        // The share of each other rank, in ring order, chunk by chunk. Stored rows go to all ranks at once.
-        let count = world - 1;
-        let share = |number: usize| {
-            if stored {
-                0..layout.m()
-            } else {
-                layout.m() * number / count..layout.m() * (number + 1) / count
-            }
-        };
-        let chunks: Vec<Vec<Part>> = (0..count).map(|number| self.cut(share(number))).collect();
-        let first = |share: usize| {
-            if stored {
-                0
-            } else {
-                chunks[..share].iter().map(Vec::len).sum::<usize>()
-            }
-        };
-        let receivers: Vec<usize> = ring(root, world).collect();
-        let most = chunks.iter().map(Vec::len).max().unwrap_or(0);
-        // All chunks in the order in which they are sent: the first chunk of every share, then the second, and so on.
-        let mut all = Vec::new();
-        for number in 0..most {
-            for (share, chunks) in chunks.iter().enumerate() {
-                if let Some(chunk) = chunks.get(number) {
-                    all.push((receivers[share], chunk, first(share) + number));
-                }
-            }
-        }
         let transfer = |from: usize, to: usize, chunk: &Part, flag: usize| Transfer {
             source: root,
             after: if from == root { 0..0 } else { flag..flag + 1 },
@@ -88,8 +59,8 @@ impl CollectivePlan<'_> {
             )
         };
         let room = Partials::of_callers(problem, 0, 0);
-        let mut parts = self.parts([layout.m(); 2], &room);
-        for &(receiver, chunk, flag) in &all {
+        let mut parts = self.parts([problem.layout.m(); 2], &room);
+        for &(receiver, ref chunk, flag) in &self.chunks_of_root() {
             if rank == root {
                 parts.departures.push(transfer(root, receiver, chunk, flag));
             } else if receiver == rank {
@@ -104,6 +75,32 @@ impl CollectivePlan<'_> {
             }
         }
         Schedule::new(parts)
+    }
+
+    /// The chunks that a root sends, each with its receiver and its flag, in the order in which they are sent: the first
+    /// chunk of the share of every other rank, then the second, and so on. Stored rows go to all ranks at once.
+    fn chunks_of_root(&self) -> Vec<(usize, Part, usize)> {
+        let (layout, stored) = (&self.problem.layout, self.config.route == Route::Store);
+        let count = self.world() - 1;
+        let share = |number: usize| {
+            if stored {
+                0..layout.m()
+            } else {
+                layout.m() * number / count..layout.m() * (number + 1) / count
+            }
+        };
+        let (mut all, mut first) = (Vec::new(), 0);
+        for (number, receiver) in ring(self.root(), self.world()).enumerate() {
+            let chunks = self.cut(share(number)).into_iter().enumerate();
+            let end = first + chunks.len();
+            all.extend(chunks.map(|(number, chunk)| (number, receiver, chunk, first + number)));
+            first = if stored { 0 } else { end };
+        }
+        all.sort_by_key(|&(number, ..)| number);
+        let chunks = all.into_iter();
+        chunks
+            .map(|(_, receiver, chunk, flag)| (receiver, chunk, flag))
+            .collect()
     }
 }
 
