@@ -32,34 +32,34 @@ pub(crate) use self::made_call::{Difference, Ordinal, of_configuration};
 /// ```
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(transparent)]
-pub struct Call(Box<Named>);
+pub struct Call(Box<NamedCall>);
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Named {
+struct NamedCall {
     name: String,
     place: Option<String>,
 }
 
 thread_local! {
     /// The place of the call that [`called_at`] runs on this thread.
-    static PLACE: Cell<Option<Place>> = const { Cell::new(None) };
+    static PLACE: Cell<Option<SourceLine>> = const { Cell::new(None) };
 }
 
 /// A line of the source, if it is known.
-pub(crate) type Place = Option<&'static Location<'static>>;
+pub(crate) type SourceLine = Option<&'static Location<'static>>;
 
 /// The place of a call: `place`, or that of [`called_at`].
-pub(crate) fn place_of(place: &'static Location<'static>) -> Place {
+pub(crate) fn place_of(place: &'static Location<'static>) -> SourceLine {
     PLACE.get().unwrap_or(Some(place))
 }
 
 /// The place of [`called_at`], if it runs a call on this thread.
-pub(crate) fn place_of_outer() -> Place {
+pub(crate) fn place_of_outer() -> SourceLine {
     PLACE.get().flatten()
 }
 
 /// The file and the line of a place.
-pub(crate) fn in_words(place: Place) -> Option<String> {
+pub(crate) fn in_words(place: SourceLine) -> Option<String> {
     place.map(|place| format!("{}:{}", place.file(), place.line()))
 }
 
@@ -91,7 +91,7 @@ pub(crate) fn in_words(place: Place) -> Option<String> {
 /// ```
 pub fn called_at<R>(place: Option<&'static Location<'static>>, f: impl FnOnce() -> R) -> R {
     /// Sets the place back, also after a panic.
-    struct Before(Option<Place>);
+    struct Before(Option<SourceLine>);
 
     impl Drop for Before {
         fn drop(&mut self) {
@@ -118,7 +118,7 @@ impl Call {
     }
 
     pub(crate) fn new(name: String, place: Option<String>) -> Call {
-        Call(Box::new(Named { name, place }))
+        Call(Box::new(NamedCall { name, place }))
     }
 
     /// The call's name, such as `all_gather_matmul`.

@@ -13,11 +13,11 @@ use serde::{Deserialize, Serialize};
 
 pub use self::dialect::Dialect;
 pub use self::kind::{Class, Deadline, Kind};
-pub(crate) use self::require::{require_count, require_elements, require_shape};
-pub(crate) use self::words::Counted;
 #[cfg(not(loom))]
-pub(crate) use self::words::Listed;
+pub(crate) use self::require::{require_count, require_elements, require_shape};
 use self::words::of_ranks;
+#[cfg(not(loom))]
+pub(crate) use self::words::{Counted, Listed};
 pub use crate::call::{Call, MadeCall, called_at};
 use crate::resources::{self, Bytes};
 

@@ -17,7 +17,7 @@ use crate::ranks::address::Address;
 use crate::ranks::deadlines::Deadlines;
 use crate::ranks::env::{self, Described, NamedMeeting};
 use crate::ranks::identity::Identity;
-use crate::ranks::meeting::{Meeting, Place};
+use crate::ranks::meeting::{Meeting, MeetingPlace};
 use crate::ranks::members::Members;
 use crate::ranks::naming::{self, Arrival, JobRank, Naming};
 use crate::ranks::rendezvous;
@@ -341,7 +341,7 @@ impl<B: Backend> Builder<B> {
             .meeting
             .clone()
             .map(|NamedMeeting { name, port, key }| {
-                let place = Place::Named(name, port);
+                let place = MeetingPlace::Named(name, port);
                 Arc::new(Meeting { key, place })
             });
         let (rank, address) = (described.rank, &described.address);

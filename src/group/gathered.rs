@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr, TcpListener};
 use super::GATHERED_BYTES;
 use crate::error::{Error, Kind, Result};
 use crate::ranks::address::{self, Address};
-use crate::ranks::meeting::{Key, Meeting, Place};
+use crate::ranks::meeting::{Key, Meeting, MeetingPlace};
 use crate::ranks::{host, tcp};
 
 /// What rank 0 listens with for leaders of other hosts, or why it can't.
@@ -82,7 +82,7 @@ impl Gathered {
     pub fn meeting(&self, listener: Listening) -> Result<Meeting> {
         const LISTEN: &str = "listen for the other hosts' ranks";
         let place = match listener {
-            Some(listener) => Place::Listening(listener.map_err(Error::system(0, LISTEN))?),
+            Some(listener) => MeetingPlace::Listening(listener.map_err(Error::system(0, LISTEN))?),
             None if self.port == 0 => {
                 return Err(Kind::System {
                     action: LISTEN.into(),
@@ -92,7 +92,7 @@ impl Gathered {
             }
             None => {
                 let places = self.places.iter();
-                Place::At(
+                MeetingPlace::At(
                     places
                         .map(|&place| SocketAddr::new(place, self.port))
                         .collect(),

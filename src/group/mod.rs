@@ -69,7 +69,7 @@ pub(crate) struct Inner<B: Backend> {
     pub members: Members,
     numerics: Numerics,
     /// Held while an operation runs.
-    state: Turns<State<B>>,
+    state: Turns<GroupState<B>>,
     /// Programs that are no longer kept. Dropping one takes a tenth of the time of planning one, so they are dropped
     /// while the host waits anyway.
     evicted: Mutex<Vec<Kept<B>>>,
@@ -109,7 +109,7 @@ impl<B: Backend> Drop for Inner<B> {
     }
 }
 
-struct State<B: Backend> {
+struct GroupState<B: Backend> {
     /// The next operation.
     epoch: Epoch,
     programs: LruCache<(Problem, Option<Config>), Kept<B>>,
@@ -479,7 +479,7 @@ impl<B: Backend> Group<B> {
                 backend,
                 members,
                 numerics,
-                state: Turns::new(State {
+                state: Turns::new(GroupState {
                     epoch: options.first_epoch,
                     programs: LruCache::new(KEPT),
                     recorded: Vec::new(),

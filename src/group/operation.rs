@@ -4,8 +4,8 @@ use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::turns::{Turn, Turns};
-use super::{Group, State};
+use super::turns::{ThreadTurn, Turns};
+use super::{Group, GroupState};
 use crate::backend::Backend;
 use crate::error::{Kind, Result};
 use crate::protocol::epoch::Epoch;
@@ -68,13 +68,16 @@ impl<B: Backend> Group<B> {
     }
 
     /// Waits for this thread's turn, which is for `operation` or for something else.
-    pub(super) fn state(&self, operation: Option<&Agreed>) -> Result<Turn<'_, State<B>>> {
+    pub(super) fn state(
+        &self,
+        operation: Option<&Agreed>,
+    ) -> Result<ThreadTurn<'_, GroupState<B>>> {
         self.turn(&self.inner.state, operation)
     }
 
     /// Waits for the turn of this thread to set the group's stream and to make a call there. Fails in a function that an
     /// operation has called: its own operation may have the turn.
-    pub(crate) fn stream_turn(&self) -> Result<Turn<'_, ()>> {
+    pub(crate) fn stream_turn(&self) -> Result<ThreadTurn<'_, ()>> {
         self.refuse_misplaced()?;
         self.turn(&self.inner.stream_turns, None)
     }
@@ -83,7 +86,7 @@ impl<B: Backend> Group<B> {
         &'a self,
         turns: &'a Turns<T>,
         operation: Option<&Agreed>,
-    ) -> Result<Turn<'a, T>> {
+    ) -> Result<ThreadTurn<'a, T>> {
         let members = &self.inner.members;
         let (rank, longest) = (members.rank, members.deadlines.call());
         // How long this thread had waited when a rank was last seen not to have come to the other thread's operation.

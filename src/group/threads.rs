@@ -10,7 +10,7 @@ use crate::backend::Backend;
 use crate::error::{Error, Kind, Result};
 use crate::ranks::members::{Connections, Members};
 use crate::ranks::memfd::{Mapping, memfd};
-use crate::ranks::mirror::{Link, Mirror};
+use crate::ranks::mirror::{HostLink, Mirror};
 use crate::ranks::naming::Naming;
 use crate::ranks::pidfd::PeerProcess;
 use crate::ranks::shared_state::SharedState;
@@ -75,7 +75,7 @@ fn start<B: Backend>(
     let group = shared_state(0)?;
     let ranks = ends.into_iter().enumerate().map(|(rank, ends)| {
         let parts = (shared_state(rank)?, ends);
-        Ok(Joining(Mutex::new(Some(parts))))
+        Ok(JoiningRank(Mutex::new(Some(parts))))
     });
     let ranks = ranks.collect::<Result<Vec<_>>>()?;
     std::thread::scope(|scope| {
@@ -118,9 +118,9 @@ fn start<B: Backend>(
 
 /// What a rank joins its group with, until its thread takes it. If no thread takes it, its connections close after the
 /// other ranks know why.
-struct Joining(Mutex<Option<(SharedState, Connections)>>);
+struct JoiningRank(Mutex<Option<(SharedState, Connections)>>);
 
-impl Joining {
+impl JoiningRank {
     fn take(&self) -> Option<(SharedState, Connections)> {
         let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         parts.take()
@@ -194,7 +194,7 @@ fn connect(world: usize, hosts: &Hosts) -> Result<Vec<Connections>> {
                     });
                 }
             } else {
-                let links = Link::pair([rank, child]);
+                let links = HostLink::pair([rank, child]);
                 let links = links.map_err(Error::system(child, "open a pair of TCP sockets"))?;
                 for (rank, link) in [rank, child].into_iter().zip(links) {
                     ends[rank].links.push(link);

@@ -19,7 +19,7 @@ const EXPECTED: usize = 16;
 /// that waits for its turn. Then neither would go on. So unlike a mutex, a thread that waits for its turn checks from
 /// time to time, and can give up.
 pub struct Turns<T> {
-    line: Mutex<Line>,
+    line: Mutex<Tickets>,
     moved: Condvar,
     /// Locked by the thread whose turn it is.
     value: Mutex<T>,
@@ -27,7 +27,7 @@ pub struct Turns<T> {
     process: Process,
 }
 
-struct Line {
+struct Tickets {
     /// The ticket of the thread whose turn it is, then those of the threads that wait.
     tickets: VecDeque<u64>,
     next: u64,
@@ -36,18 +36,18 @@ struct Line {
 }
 
 /// A thread's turn, which ends when this is dropped.
-pub struct Turn<'a, T> {
+pub struct ThreadTurn<'a, T> {
     // Unlocked before the next thread's turn begins.
     value: MutexGuard<'a, T>,
-    _place: Place<'a, T>,
+    _place: FirstInLine<'a, T>,
 }
 
 /// The first place in the line.
-struct Place<'a, T>(&'a Turns<T>);
+struct FirstInLine<'a, T>(&'a Turns<T>);
 
 impl<T> Turns<T> {
     pub fn new(value: T) -> Turns<T> {
-        let line = Line {
+        let line = Tickets {
             tickets: VecDeque::with_capacity(EXPECTED),
             next: 0,
             operation: None,
@@ -68,7 +68,7 @@ impl<T> Turns<T> {
         &self,
         operation: Option<&Agreed>,
         look: impl Fn(Duration, Option<&Agreed>) -> Result<(), E>,
-    ) -> Result<Turn<'_, T>, E> {
+    ) -> Result<ThreadTurn<'_, T>, E> {
         let begin = Instant::now();
         let mut line = lock(&self.line);
         let ticket = line.next;
@@ -84,14 +84,14 @@ impl<T> Turns<T> {
         }
         line.operation = operation.cloned();
         drop(line);
-        Ok(Turn {
+        Ok(ThreadTurn {
             value: lock(&self.value),
-            _place: Place(self),
+            _place: FirstInLine(self),
         })
     }
 }
 
-impl<T> Drop for Place<'_, T> {
+impl<T> Drop for FirstInLine<'_, T> {
     fn drop(&mut self) {
         // In a fork, a thread that the fork lacks may hold the lock. No other thread of the fork waits for a turn.
         if !self.0.process.is_this() {
@@ -108,7 +108,7 @@ impl<T> Drop for Place<'_, T> {
     }
 }
 
-impl<T> Deref for Turn<'_, T> {
+impl<T> Deref for ThreadTurn<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -116,7 +116,7 @@ impl<T> Deref for Turn<'_, T> {
     }
 }
 
-impl<T> DerefMut for Turn<'_, T> {
+impl<T> DerefMut for ThreadTurn<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
         &mut self.value
     }

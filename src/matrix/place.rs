@@ -50,7 +50,7 @@ impl Place {
     /// less time than a call takes to read the row.
     #[cold]
     fn has_common_byte(&self, other: &Place) -> bool {
-        let [own, its] = [self, other].map(Rows::of);
+        let [own, its] = [self, other].map(WideRows::of);
         let (few, many) = if own.rows <= its.rows {
             (own, its)
         } else {
@@ -60,7 +60,7 @@ impl Place {
             // Row i of one meets row j of the other if row 0 meets row j - i. So the other gets rows with the numbers
             // from -(rows - 1) on.
             let before = few.rows - 1;
-            let all = Rows {
+            let all = WideRows {
                 first: many.first - before * many.pitch,
                 rows: before + many.rows,
                 ..many
@@ -73,15 +73,15 @@ impl Place {
 
 /// A [`Place`] in numbers that are wide enough for all sums.
 #[derive(Clone, Copy)]
-struct Rows {
+struct WideRows {
     first: i128,
     rows: i128,
     width: i128,
     pitch: i128,
 }
 
-impl Rows {
-    fn of(place: &Place) -> Rows {
+impl WideRows {
+    fn of(place: &Place) -> WideRows {
         let Place {
             address,
             rows,
@@ -95,7 +95,7 @@ impl Rows {
         } else {
             (rows, width)
         };
-        Rows {
+        WideRows {
             first: i128::from(address),
             rows,
             width,

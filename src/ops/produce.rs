@@ -332,9 +332,9 @@ impl<'a> ProduceAndReduceScatter<'a> {
         group: &Group<B>,
         layout: &Layout,
         dtype: DType,
-    ) -> Result<Planned<B>> {
+    ) -> Result<PlannedProduction<B>> {
         require_float("out", dtype)?;
-        Planned::new(group, REDUCE, layout, dtype, self.chunks)
+        PlannedProduction::new(group, REDUCE, layout, dtype, self.chunks)
     }
 }
 
@@ -409,21 +409,21 @@ impl ProduceAndAllToAll {
         let (group, layout) = (out.group, out.layout);
         let planned = out
             .require_by_rank("out")
-            .and_then(|()| Planned::new(group, EXCHANGE, layout, out.dtype, self.chunks));
+            .and_then(|()| PlannedProduction::new(group, EXCHANGE, layout, out.dtype, self.chunks));
         let planned = planned.map_err(group.refusal(EXCHANGE.name()))?;
         planned.run(out.bound(), &[out.id], None, produce)
     }
 }
 
 /// A planned operation whose rows the caller makes.
-struct Planned<B: Backend> {
+struct PlannedProduction<B: Backend> {
     // Freed before the group that it belongs to can end.
     program: Arc<B::Program>,
     group: Group<B>,
     operation: Operation,
 }
 
-impl<B: Backend> Planned<B> {
+impl<B: Backend> PlannedProduction<B> {
     /// `layout` has as many columns as the rows.
     fn new(
         group: &Group<B>,
@@ -440,7 +440,7 @@ impl<B: Backend> Planned<B> {
             MAX_CHUNKS,
         )?;
         let problem = Problem::new(operation, dtype, layout.clone(), layout.k());
-        Ok(Planned {
+        Ok(PlannedProduction {
             program: group.program(problem, Some(chunked(chunks)))?,
             group: group.clone(),
             operation,

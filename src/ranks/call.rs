@@ -1,7 +1,7 @@
 //! The words in which a rank posts a collective call, for the other ranks to compare and to read.
 
 use crate::call::Ordinal;
-use crate::call::{self, Place};
+use crate::call::{self, SourceLine};
 use crate::error::MadeCall;
 use crate::protocol::epoch::Epoch;
 use crate::schedule::Agreed;
@@ -41,7 +41,7 @@ pub struct PostedCall<'a> {
     /// True if it adds a residual. All ranks give one or none does.
     pub residual: bool,
     /// Where the program makes the call. It is not posted, because there is no room.
-    pub place: Place,
+    pub place: SourceLine,
 }
 
 impl PostedCall<'_> {

@@ -14,7 +14,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::address::{self, Address};
 use super::children::Child;
-use super::output::Outputs;
+use super::output::RankOutputs;
 use super::reports::{FailureReport, ReportReceiver};
 use super::{env, poll};
 use crate::error::{Error, Kind, Result};
@@ -235,10 +235,10 @@ impl Launch {
         world.map_err(Error::of(None, "launch"))?;
         let address = address::draw().map_err(Error::system(None, "draw a random address"))?;
         let receiver = ReportReceiver::new(&address, self.world)?;
-        let mut outputs = Outputs::default();
+        let mut outputs = RankOutputs::default();
         let ranks = (0..self.world).map(|rank| self.start(rank, &address, &mut outputs));
         let ranks = ranks.collect::<Result<_>>();
-        let wait = |ranks| Wait {
+        let wait = |ranks| LaunchWait {
             ranks,
             receiver,
             goes_on,
@@ -254,7 +254,7 @@ impl Launch {
         written.map_err(Error::system(None, "write all that ranks printed"))
     }
 
-    fn start(&self, rank: usize, address: &Address, outputs: &mut Outputs) -> Result<Rank> {
+    fn start(&self, rank: usize, address: &Address, outputs: &mut RankOutputs) -> Result<Rank> {
         let launcher = rustix::process::getpid();
         let mut own = std::env::args_os();
         let mut command = Command::new(this_program());
@@ -362,18 +362,18 @@ fn stopped(ranks: &[Rank]) -> Option<usize> {
 }
 
 /// A launcher's wait for its ranks.
-struct Wait<'a> {
+struct LaunchWait<'a> {
     ranks: Vec<Rank>,
     receiver: ReportReceiver,
     goes_on: Option<&'a mut dyn FnMut() -> bool>,
-    failure: Option<Failure>,
+    failure: Option<RankFailure>,
     /// Since when all ranks that have not ended are stopped, of a group that has failed.
     stopped_since: Option<Instant>,
     /// When `goes_on` first returned false.
     given_up: Option<Instant>,
 }
 
-impl Wait<'_> {
+impl LaunchWait<'_> {
     /// Waits until all ranks have ended, or one has failed and the others have had time to report why, or `goes_on` has
     /// returned false and they have had time to end.
     fn finish(mut self) -> Result<()> {
@@ -402,9 +402,9 @@ impl Wait<'_> {
                 continue;
             };
             self.receiver.show_end(rank.rank);
-            let follows = |first: &Failure| first.follows(status);
+            let follows = |first: &RankFailure| first.follows(status);
             if !status.success() && self.failure.as_ref().is_none_or(follows) {
-                self.failure = Some(Failure {
+                self.failure = Some(RankFailure {
                     rank: rank.rank,
                     status: Some(status),
                     since: Instant::now(),
@@ -416,10 +416,10 @@ impl Wait<'_> {
 
     /// The failure of a stopped rank. Nothing else ends it if its group has failed and the others have ended, in whatever
     /// way.
-    fn hang(&mut self) -> Option<Failure> {
+    fn hang(&mut self) -> Option<RankFailure> {
         let stopped = stopped(&self.ranks).filter(|_| self.has_failed());
         self.stopped_since = stopped.and(self.stopped_since.or_else(|| Some(Instant::now())));
-        Some(Failure {
+        Some(RankFailure {
             rank: stopped?,
             status: None,
             since: self.stopped_since?,
@@ -451,7 +451,7 @@ impl Wait<'_> {
     }
 
     /// Kills the ranks that still run.
-    fn end(self, failure: Option<Failure>) -> Result<()> {
+    fn end(self, failure: Option<RankFailure>) -> Result<()> {
         // All are killed at once. Each is waited for when it is dropped.
         self.ranks.iter().for_each(|rank| rank.process.kill());
         let ends: Vec<_> = self.ranks.iter().map(|rank| rank.ended).collect();
@@ -463,14 +463,14 @@ impl Wait<'_> {
 
 /// How a rank failed.
 #[derive(Clone)]
-struct Failure {
+struct RankFailure {
     rank: usize,
     /// None if the rank hangs.
     status: Option<ExitStatus>,
     since: Instant,
 }
 
-impl Failure {
+impl RankFailure {
     /// True if a failure that is seen later has caused this one.
     ///
     /// The system closes the connections of a rank that is killed, which ends the other ranks, before it tells of its
@@ -550,7 +550,7 @@ mod tests {
         ends: &[Option<ExitStatus>],
         reports: &[FailureReport],
     ) -> (usize, String, Option<Error>) {
-        let failure = Failure {
+        let failure = RankFailure {
             rank: 0,
             status: Some(ExitStatus::from_raw(ONE)),
             since: Instant::now(),

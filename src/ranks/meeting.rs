@@ -42,11 +42,11 @@ pub const MAX_REPORT: usize = 64 << 10;
 #[derive(Debug)]
 pub struct Meeting {
     pub key: Key,
-    pub place: Place,
+    pub place: MeetingPlace,
 }
 
 #[derive(Debug)]
-pub enum Place {
+pub enum MeetingPlace {
     /// This process is rank 0, and listens.
     Listening(TcpListener),
     /// Rank 0 listens at this port, of this name's addresses.
@@ -59,20 +59,22 @@ impl Meeting {
     /// What rank 0 listens with.
     pub fn listener(&self) -> io::Result<TcpListener> {
         match &self.place {
-            Place::Listening(listener) => listener.try_clone(),
-            Place::Named(_, port) => tcp::listen(*port),
-            Place::At(addresses) => tcp::listen(addresses.first().map_or(0, SocketAddr::port)),
+            MeetingPlace::Listening(listener) => listener.try_clone(),
+            MeetingPlace::Named(_, port) => tcp::listen(*port),
+            MeetingPlace::At(addresses) => {
+                tcp::listen(addresses.first().map_or(0, SocketAddr::port))
+            }
         }
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for MeetingPlace {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self {
-            Place::Listening(_) => f.write_str("this process"),
-            Place::Named(name, port) if name.contains(':') => write!(f, "[{name}]:{port}"),
-            Place::Named(name, port) => write!(f, "{name}:{port}"),
-            Place::At(addresses) => {
+            MeetingPlace::Listening(_) => f.write_str("this process"),
+            MeetingPlace::Named(name, port) if name.contains(':') => write!(f, "[{name}]:{port}"),
+            MeetingPlace::Named(name, port) => write!(f, "{name}:{port}"),
+            MeetingPlace::At(addresses) => {
                 let words: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
                 f.write_str(&words.join(" or "))
             }

@@ -12,7 +12,7 @@ use super::call::PostedCall;
 use super::deadlines::{Clock, Deadlines};
 #[cfg(feature = "cuda")]
 use super::failure_reporter::FailureReporter;
-use super::mirror::{Link, Mirror};
+use super::mirror::{HostLink, Mirror};
 use super::naming::Naming;
 use super::reports::ReportSender;
 use super::shared_state::SharedState;
@@ -86,7 +86,7 @@ pub struct Connections {
     /// Those within its host.
     pub near: Vec<Watched>,
     /// Those between leaders.
-    pub links: Vec<Link>,
+    pub links: Vec<HostLink>,
 }
 
 impl Members {

@@ -39,7 +39,7 @@ const PARTING: Duration = Duration::from_secs(1);
 
 /// A leader's connections to the leader of another host.
 #[derive(Debug)]
-pub struct Link {
+pub struct HostLink {
     pub rank: usize,
     /// For calls that exchange messages. Non-blocking.
     pub messages: Arc<Connection>,
@@ -47,12 +47,12 @@ pub struct Link {
     pub mirror: Connection,
 }
 
-impl Link {
+impl HostLink {
     /// Both ends of a link between the leaders `ranks`, which are threads of this process.
-    pub fn pair(ranks: [usize; 2]) -> io::Result<[Link; 2]> {
+    pub fn pair(ranks: [usize; 2]) -> io::Result<[HostLink; 2]> {
         let (messages, mirrors) = (tcp::pair()?, tcp::pair()?);
         let [one, other] = ranks;
-        let link = |(rank, messages, mirror)| Link {
+        let link = |(rank, messages, mirror)| HostLink {
             rank,
             messages: Arc::new(messages),
             mirror,
@@ -75,7 +75,11 @@ pub struct Mirror {
 impl Mirror {
     /// Starts the thread of the leader whose view is `shared`. A host whose system has acknowledged nothing for `longest`
     /// is lost.
-    pub fn spawn(shared: Arc<SharedState>, links: Vec<Link>, longest: Duration) -> Result<Mirror> {
+    pub fn spawn(
+        shared: Arc<SharedState>,
+        links: Vec<HostLink>,
+        longest: Duration,
+    ) -> Result<Mirror> {
         let rank = shared.rank();
         let (stop, stopped) = wire::pair().map_err(Error::system(rank, "open a socket pair"))?;
         let mut relay = Relay::new(shared, links, longest);
@@ -116,7 +120,7 @@ struct Relay {
 }
 
 impl Relay {
-    fn new(shared: Arc<SharedState>, links: Vec<Link>, longest: Duration) -> Relay {
+    fn new(shared: Arc<SharedState>, links: Vec<HostLink>, longest: Duration) -> Relay {
         Relay {
             known: Known::new(&shared),
             peers: links.into_iter().map(PeerLeader::new).collect(),

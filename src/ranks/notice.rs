@@ -26,15 +26,15 @@ fn write(to: BorrowedFd, line: &str) {
 }
 
 /// A wait that is told of once.
-pub struct Wait {
+pub struct LongWait {
     begin: Instant,
     is_told: bool,
 }
 
-impl Wait {
-    pub fn since(begin: Instant) -> Wait {
+impl LongWait {
+    pub fn since(begin: Instant) -> LongWait {
         let is_told = false;
-        Wait { begin, is_told }
+        LongWait { begin, is_told }
     }
 
     /// True once, when the wait has become long.
@@ -54,7 +54,7 @@ mod tests {
     #[test]
     fn a_long_wait_is_told_of_once() {
         let begin = Instant::now();
-        let mut wait = Wait::since(begin);
+        let mut wait = LongWait::since(begin);
         let after = |ms| begin + Duration::from_millis(ms);
         let told = [0, 9_999, 10_000, 10_001, 60_000].map(|ms| wait.is_to_be_told(after(ms)));
         assert_eq!(told, [false, false, true, false, false]);

@@ -25,12 +25,12 @@ const PAUSE: Duration = Duration::from_secs(3600);
 
 /// The outputs of launched ranks.
 #[derive(Default)]
-pub struct Outputs {
+pub struct RankOutputs {
     out: Vec<Pipe>,
     err: Vec<Pipe>,
 }
 
-impl Outputs {
+impl RankOutputs {
     /// Takes the output of `rank`, which `command` is going to start.
     pub fn take(&mut self, rank: usize, command: &mut Command) -> io::Result<()> {
         let (out, of_rank) = io::pipe()?;
@@ -203,8 +203,8 @@ mod tests {
     use super::*;
 
     /// The outputs of `world` ranks, and where those write to: first standard output, then the error output.
-    fn ranks(world: usize) -> (Outputs, Vec<[PipeWriter; 2]>) {
-        let mut outputs = Outputs::default();
+    fn ranks(world: usize) -> (RankOutputs, Vec<[PipeWriter; 2]>) {
+        let mut outputs = RankOutputs::default();
         let writers = (0..world).map(|rank| {
             let (out, to_out) = io::pipe().unwrap();
             let (err, to_err) = io::pipe().unwrap();

@@ -32,10 +32,10 @@ use self::introduction::Prefix;
 use super::address;
 use super::identity::Identity;
 use super::members::{Connections, Members, opening};
-use super::mirror::Link;
+use super::mirror::HostLink;
 use super::naming::{Arrival, Naming};
 use super::pidfd::{self, Ended};
-use super::search::{ACCEPT, Found, Search};
+use super::search::{ACCEPT, Found, HostSearch};
 use super::shared_state::SharedState;
 use super::watcher::Watched;
 use super::wire::{Channel, Connection, Frame, WireError};
@@ -62,7 +62,7 @@ pub fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
     }
     // This opens a file. What follows opens files only when rank 0 can be told of a failure.
     let hello = Hello::new(identity)?;
-    let mut search = Search::new(identity)?;
+    let mut search = HostSearch::new(identity)?;
     loop {
         let (stream, peer) = match search.look()? {
             Found::Here(listener) => {
@@ -106,7 +106,7 @@ fn with_one_descriptor(
     error: Error,
     identity: &Identity,
     hello: &Hello,
-    search: &Search,
+    search: &HostSearch,
     version: u32,
 ) -> Error {
     if let Some(meeting) = identity.meeting.as_ref().filter(|_| identity.rank != 0) {
@@ -194,7 +194,7 @@ fn members(
     identity: &Identity,
     memory: Mapping,
     connections: Vec<Arc<Connection>>,
-    links: Vec<Link>,
+    links: Vec<HostLink>,
 ) -> Result<Members> {
     let &Identity {
         rank,

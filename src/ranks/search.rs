@@ -14,7 +14,7 @@ use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::address::{self, NAMES};
 use super::identity::Identity;
-use super::notice::{self, Wait};
+use super::notice::{self, LongWait};
 use super::peer::{Peer, User, user_of};
 use super::pidfd;
 use super::rendezvous::LINGER;
@@ -51,13 +51,13 @@ enum Holder {
 }
 
 /// This rank's search, from its first try to its deadline.
-pub struct Search<'a> {
+pub struct HostSearch<'a> {
     identity: &'a Identity,
     names: Vec<SocketAddr>,
     /// Where rank 0 says that it can accept no connection.
     last_descriptor: SocketAddr,
     begin: Instant,
-    wait: Wait,
+    wait: LongWait,
     /// A process that is in the way.
     holder: Option<Peer>,
     /// True if a process that accepts no connections is in the way.
@@ -70,17 +70,17 @@ pub struct Search<'a> {
     closed: bool,
 }
 
-impl<'a> Search<'a> {
-    pub fn new(identity: &'a Identity) -> Result<Search<'a>> {
+impl<'a> HostSearch<'a> {
+    pub fn new(identity: &'a Identity) -> Result<HostSearch<'a>> {
         let address = identity.local_address();
         let system = || Error::system(identity.rank, "name a socket");
         let begin = Instant::now();
-        Ok(Search {
+        Ok(HostSearch {
             identity,
             names: address::meeting_names(&address).map_err(system())?,
             last_descriptor: address::last_descriptor_name(&address).map_err(system())?,
             begin,
-            wait: Wait::since(begin),
+            wait: LongWait::since(begin),
             holder: None,
             full: false,
             untrusted: None,

@@ -27,7 +27,7 @@ use super::family::{Family, GotError};
 use super::last_panic;
 use super::naming::Naming;
 use super::reports::ReportSender;
-use crate::call::Place;
+use crate::call::SourceLine;
 use crate::error::{Error, Kind, Result};
 use crate::json;
 use crate::process::Process;
@@ -114,7 +114,7 @@ pub struct SharedState {
     /// By call, how often this rank was refused it.
     refused: Mutex<BTreeMap<u64, u64>>,
     /// Where this rank's program makes its latest calls.
-    places: Mutex<Places>,
+    places: Mutex<OwnCalls>,
     /// How many of the program's collective calls this rank has made. A call has one number or several.
     made: AtomicU64,
     departure: Mutex<Departure>,
@@ -130,14 +130,14 @@ pub struct SharedState {
 }
 
 /// This rank's latest calls.
-type Places = Box<[Placed]>;
+type OwnCalls = Box<[OwnCall]>;
 
 /// A call of this rank.
 #[derive(Clone, Copy, Debug, Default)]
-struct Placed {
+struct OwnCall {
     /// Its number. The first is 1.
     number: u64,
-    place: Place,
+    place: SourceLine,
     /// How many collective calls the program had made before.
     made: u64,
 }
@@ -164,7 +164,7 @@ impl SharedState {
             hosts: Hosts::default(),
             leaders: Mutex::default(),
             refused: Mutex::default(),
-            places: Mutex::new([Placed::default(); POSTS as usize].into()),
+            places: Mutex::new([OwnCall::default(); POSTS as usize].into()),
             made: AtomicU64::new(0),
             departure: Mutex::default(),
             family: Arc::default(),

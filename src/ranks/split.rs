@@ -47,7 +47,7 @@ pub struct Claim {
 }
 
 /// The part of a group to which a rank goes.
-struct Part {
+struct GroupPart {
     /// This rank's number in it.
     rank: usize,
     /// By rank in the part: the ranks of the whole group.
@@ -61,7 +61,7 @@ struct Part {
 /// The same on every rank of `whole`, which goes on: [`Kind::Mismatch`] if ranks of a color give different names, and
 /// errors of a rank that has no descriptors or memory left. If `whole` fails, its failure.
 pub fn split(whole: &Members, claim: Result<Claim>, deadlines: Deadlines) -> Result<Members> {
-    let part = Part::of(whole, &claims(whole, claim)?)?;
+    let part = GroupPart::of(whole, &claims(whole, claim)?)?;
     // All ranks are here, so reports about earlier groups are void.
     let launcher = whole.launcher().map(ReportSender::for_next_group);
     if let Some(launcher) = &launcher {
@@ -115,9 +115,9 @@ fn claims(whole: &Members, own: Result<Claim>) -> Result<Vec<Claim>> {
         .map_err(|error| whole.fail(error))
 }
 
-impl Part {
+impl GroupPart {
     /// The part of the calling rank. All names are checked, so that every rank gets the same error.
-    fn of(whole: &Members, claims: &[Claim]) -> Result<Part> {
+    fn of(whole: &Members, claims: &[Claim]) -> Result<GroupPart> {
         let of_color = |color| {
             let ranks = (0..claims.len()).filter(move |&rank| claims[rank].color == color);
             ranks.map(|rank| (rank, &claims[rank].name))
@@ -149,7 +149,7 @@ impl Part {
             is_of_one_job: above.is_of_one_job,
         };
         let rank = ranks.iter().position(|&rank| rank == whole.rank);
-        Ok(Part {
+        Ok(GroupPart {
             rank: rank.unwrap_or(0),
             ranks,
             naming,
@@ -185,7 +185,7 @@ fn in_split(error: Error, claims: &[Claim]) -> Error {
 }
 
 /// The memory of this rank's part, and this rank's control connections in it.
-fn share_memory(whole: &Members, part: &Part) -> Result<(Mapping, Vec<Arc<Connection>>)> {
+fn share_memory(whole: &Members, part: &GroupPart) -> Result<(Mapping, Vec<Arc<Connection>>)> {
     let lacking = || Error::out_of_memory(whole.rank, SharedState::BYTES);
     let mut connection = None;
     let own = match part.rank {
@@ -230,7 +230,7 @@ fn taken(mut fds: Vec<Option<OwnedFd>>, ranks: &[usize]) -> impl Iterator<Item =
 }
 
 /// The processes at the other ends of this rank's control connections in its part.
-fn share_processes(whole: &Members, part: &Part) -> Result<Vec<PeerProcess>> {
+fn share_processes(whole: &Members, part: &GroupPart) -> Result<Vec<PeerProcess>> {
     // Threads of one process end with it.
     if whole.in_process {
         return Ok(part.peers().iter().map(|_| PeerProcess::Unknown).collect());

@@ -16,13 +16,13 @@ use crate::ops::scales::{Placed as PlacedScales, RawOperand, RawShardedOperand, 
 use crate::schedule::Quantization;
 
 /// The arguments of a call as its group takes them. They have the safety of the call that gives them.
-pub(super) struct Arguments<'g, 'c, B: Backend> {
+pub(super) struct CallArguments<'g, 'c, B: Backend> {
     pub group: &'g Group<B>,
     pub call: &'c ProductCall<'c>,
 }
 
 // Operands are large, and returning one moves it. So those that make one are inlined where it is kept, and lists are lent.
-impl<'g, 'c: 'g, B: AnyBackend> Arguments<'g, 'c, B> {
+impl<'g, 'c: 'g, B: AnyBackend> CallArguments<'g, 'c, B> {
     fn view(&self, name: &str, memory: Memory) -> Result<RawView<'g, B>> {
         // SAFETY: as that of the call.
         unsafe { RawView::at(self.group, name, memory) }

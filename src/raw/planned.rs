@@ -1,6 +1,6 @@
 //! Products that have been planned.
 
-use super::arguments::Arguments;
+use super::arguments::CallArguments;
 use super::group::{AnyBackend, AnyGroup};
 use super::product::{Outputs, Prepared, ProductCall, ProductKind, refused};
 use crate::backend::Backend;
@@ -16,13 +16,13 @@ use crate::schedule::Config;
 use crate::trace::Trace;
 
 /// A planned product with the group whose calls it makes.
-pub(super) struct Bound<B: Backend, P>(pub Group<B>, pub ProductKind, pub P);
+pub(super) struct BoundProduct<B: Backend, P>(pub Group<B>, pub ProductKind, pub P);
 
 /// A product that has been planned, as it takes arguments.
 pub(super) trait Planned<B: Backend>: Send + Sync {
     fn run(
         &self,
-        arguments: &Arguments<'_, '_, B>,
+        arguments: &CallArguments<'_, '_, B>,
         refuse: &dyn Fn(Error) -> Error,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()>;
@@ -30,17 +30,17 @@ pub(super) trait Planned<B: Backend>: Send + Sync {
     fn config(&self) -> Config;
 }
 
-impl<B: AnyBackend, P: Planned<B>> Bound<B, P> {
+impl<B: AnyBackend, P: Planned<B>> BoundProduct<B, P> {
     /// # Safety
     /// As the calls of [`AnyGroup`].
     unsafe fn call(&self, call: &ProductCall, trace: Option<&mut Vec<Span>>) -> Result<()> {
-        let Bound(group, kind, planned) = self;
+        let BoundProduct(group, kind, planned) = self;
         let refuse = |refusal| refused(group, *kind, refusal);
-        planned.run(&Arguments { group, call }, &refuse, trace)
+        planned.run(&CallArguments { group, call }, &refuse, trace)
     }
 }
 
-impl<B: AnyBackend, P: Planned<B>> Prepared for Bound<B, P> {
+impl<B: AnyBackend, P: Planned<B>> Prepared for BoundProduct<B, P> {
     unsafe fn run(&self, call: &ProductCall) -> Result<()> {
         // SAFETY: as this function's.
         unsafe { self.call(call, None) }
@@ -65,7 +65,7 @@ impl<B: AnyBackend, P: Planned<B>> Prepared for Bound<B, P> {
 impl<B: AnyBackend> Planned<B> for PlannedProduct<B> {
     fn run(
         &self,
-        arguments: &Arguments<'_, '_, B>,
+        arguments: &CallArguments<'_, '_, B>,
         refuse: &dyn Fn(Error) -> Error,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
@@ -90,7 +90,7 @@ impl<B: AnyBackend> Planned<B> for PlannedProduct<B> {
 impl<B: AnyBackend> Planned<B> for PlannedGather<B> {
     fn run(
         &self,
-        arguments: &Arguments<'_, '_, B>,
+        arguments: &CallArguments<'_, '_, B>,
         refuse: &dyn Fn(Error) -> Error,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
@@ -111,7 +111,7 @@ impl<B: AnyBackend> Planned<B> for PlannedGather<B> {
 impl<B: AnyBackend> Planned<B> for PlannedSums<B> {
     fn run(
         &self,
-        arguments: &Arguments<'_, '_, B>,
+        arguments: &CallArguments<'_, '_, B>,
         refuse: &dyn Fn(Error) -> Error,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
@@ -141,7 +141,7 @@ impl<B: AnyBackend> Planned<B> for PlannedSums<B> {
 impl<B: AnyBackend> Planned<B> for PlannedAllReduce<B> {
     fn run(
         &self,
-        arguments: &Arguments<'_, '_, B>,
+        arguments: &CallArguments<'_, '_, B>,
         refuse: &dyn Fn(Error) -> Error,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {

@@ -1,11 +1,11 @@
 //! Products of any kind, type and backend.
 
 use super::Memory;
-use super::arguments::{Arguments, misplaced};
+use super::arguments::{CallArguments, misplaced};
 use super::group::AnyBackend;
 #[cfg(doc)]
 use super::group::AnyGroup;
-use super::planned::Bound;
+use super::planned::BoundProduct;
 use super::shards::AnyShards;
 use crate::backend::Backend;
 use crate::element::DType;
@@ -234,7 +234,7 @@ pub(super) unsafe fn run<B: AnyBackend>(
     let refuse = |refusal| refused(group, product.kind, refusal);
     product.check().map_err(refuse)?;
     let options = product.options();
-    let arguments = Arguments { group, call };
+    let arguments = CallArguments { group, call };
     match product.kind {
         ProductKind::Matmul => {
             let a = arguments.own().map_err(refuse)?;
@@ -322,7 +322,7 @@ fn plan<B: AnyBackend>(
     match (product.kind, rows) {
         (ProductKind::Matmul, PreparedFor::Own(shape)) => {
             let planned = own_product::prepare(&options, group, &addends, shape, &widths)?;
-            Ok(Box::new(Bound(group.clone(), product.kind, planned)))
+            Ok(Box::new(BoundProduct(group.clone(), product.kind, planned)))
         }
         (ProductKind::AllGatherMatmul, PreparedFor::Sharded(a)) => {
             let a = a.raw("a").map_err(judge)?;
@@ -332,7 +332,7 @@ fn plan<B: AnyBackend>(
                 stages: product.stages,
             };
             let planned = gather.prepare(&addends, a, &widths)?;
-            Ok(Box::new(Bound(group.clone(), product.kind, planned)))
+            Ok(Box::new(BoundProduct(group.clone(), product.kind, planned)))
         }
         (ProductKind::MatmulReduceScatter, PreparedFor::Own(shape)) => {
             let n = only_width(&widths).map_err(judge)?;
@@ -341,12 +341,12 @@ fn plan<B: AnyBackend>(
                 rows: product.rows.as_deref(),
             };
             let planned = scatter.prepare(group, &addends, shape, n)?;
-            Ok(Box::new(Bound(group.clone(), product.kind, planned)))
+            Ok(Box::new(BoundProduct(group.clone(), product.kind, planned)))
         }
         (ProductKind::MatmulAllReduce, PreparedFor::OwnInto(shape, out)) => {
             let out = out.raw("out").map_err(judge)?;
             let planned = sum_product::prepare_all_reduce(&options, group, &addends, shape, out)?;
-            Ok(Box::new(Bound(group.clone(), product.kind, planned)))
+            Ok(Box::new(BoundProduct(group.clone(), product.kind, planned)))
         }
         (kind, _) => Err(judge(planned_for(kind))),
     }

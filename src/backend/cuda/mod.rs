@@ -31,7 +31,7 @@ use gpu::kernels;
 use gpu::rates::Rates;
 use model::choices::Choices;
 use model::tuned;
-use program::operands::{Operand, Operands};
+use program::operands::{CallMatrix, Operands};
 use program::{Program, Selected};
 use shared::Shared;
 use shared::lanes::{self, Lanes};
@@ -391,7 +391,7 @@ fn bind<'a>(rank: usize, schedule: &Schedule, matrices: &'a [Bound<Cuda>]) -> Op
 }
 
 /// The address of a bound matrix. `shared`: bytes from row to row of symmetric memory.
-fn operand<'a>(bound: &Bound<'a, Cuda>, shared: usize) -> Option<Operand<'a>> {
+fn operand<'a>(bound: &Bound<'a, Cuda>, shared: usize) -> Option<CallMatrix<'a>> {
     let (ptr, pitch) = match bound {
         Bound::Nothing => return None,
         Bound::Symmetric(memory) => (memory.own(), shared),
@@ -403,7 +403,7 @@ fn operand<'a>(bound: &Bound<'a, Cuda>, shared: usize) -> Option<Operand<'a>> {
         }
     };
     let symmetric = bound.symmetric();
-    Some(Operand {
+    Some(CallMatrix {
         ptr,
         pitch,
         symmetric,

@@ -7,14 +7,14 @@ use super::{Message, Transport};
 use crate::error::Result;
 
 /// Messages by sender and receiver, in the order in which they were sent.
-type Messages = BTreeMap<[usize; 2], VecDeque<Vec<u8>>>;
+type Queues = BTreeMap<[usize; 2], VecDeque<Vec<u8>>>;
 
 /// What has been sent and not received.
 #[derive(Clone, Debug, Default)]
-pub struct Mailboxes(Arc<Mutex<Messages>>);
+pub struct Mailboxes(Arc<Mutex<Queues>>);
 
 impl Mailboxes {
-    fn lock(&self) -> MutexGuard<'_, Messages> {
+    fn lock(&self) -> MutexGuard<'_, Queues> {
         // Each change is one call.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -31,7 +31,7 @@ impl Transport<Vec<u8>, Box<dyn Message>> for Mailboxes {
 
     fn receive(&self, ends: [usize; 2], _: Vec<u8>) -> Result<Box<dyn Message>> {
         let mailboxes = self.clone();
-        Ok(Box::new(Awaited { ends, mailboxes }))
+        Ok(Box::new(AwaitedMessage { ends, mailboxes }))
     }
 }
 
@@ -45,12 +45,12 @@ impl Message for Sent {
 }
 
 /// A message that may not have been sent.
-struct Awaited {
+struct AwaitedMessage {
     ends: [usize; 2],
     mailboxes: Mailboxes,
 }
 
-impl Message for Awaited {
+impl Message for AwaitedMessage {
     fn take_if_ended(&mut self) -> Result<Option<Vec<u8>>> {
         let mut messages = self.mailboxes.lock();
         Ok(messages.get_mut(&self.ends).and_then(VecDeque::pop_front))

@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 use super::handshake::{self, Proof};
 use super::lookup::{self, Lookup};
 use super::reach::{Answered, Reach, Reached};
-use super::{Meeting, Place, Report};
+use super::{Meeting, MeetingPlace, Report};
 use crate::error::{Error, Kind, Result};
 use crate::json;
 use crate::protocol::seat::{Line, Visit};
 use crate::ranks::identity::Identity;
-use crate::ranks::mirror::Link;
-use crate::ranks::notice::{self, Wait};
+use crate::ranks::mirror::HostLink;
+use crate::ranks::notice::{self, LongWait};
 use crate::ranks::rendezvous::{Hello, MAX_VERDICT};
 use crate::ranks::wire::{self, Channel, Connection, WireError};
 use crate::resources;
@@ -47,7 +47,7 @@ pub fn report(
     version: u32,
     outcome: &Result<()>,
     limits: Limits,
-) -> Result<Link> {
+) -> Result<HostLink> {
     let system = |action| Error::system(identity.rank, action);
     let drawn = handshake::nonce().map_err(system("draw a random number"))?;
     let caller = Caller {
@@ -65,7 +65,7 @@ pub fn report(
     let mut lookup =
         Lookup::of(&meeting.place, lookup::resolve).map_err(system("look for rank 0"))?;
     let mut reach = Reach::new(&meeting.key, version, identity.rank);
-    let mut wait = Wait::since(Instant::now());
+    let mut wait = LongWait::since(Instant::now());
     loop {
         let reached = reach.reach(&mut lookup, limits.reach, |reach| {
             caller.tell_of_wait(&mut wait, reach);
@@ -122,7 +122,7 @@ impl From<WireError<MirrorEnded>> for Left {
 
 impl Caller<'_> {
     /// Visits rank 0, which has `answered`. Returns the verdict.
-    fn visit(&self, answered: Answered, visit: Visit) -> Result<Result<Link>, Left> {
+    fn visit(&self, answered: Answered, visit: Visit) -> Result<Result<HostLink>, Left> {
         // Rank 0 may have begun later than this rank, and it knows which ranks are missing.
         let until = Instant::now() + self.limits.verdict;
         let address = answered.address;
@@ -132,7 +132,7 @@ impl Caller<'_> {
             Ok(()) => {
                 // Rank 0 may have a verdict before.
                 let mut reach = Reach::new(&self.meeting.key, self.version, self.identity.rank);
-                let place = Place::At(vec![address]);
+                let place = MeetingPlace::At(vec![address]);
                 let mut lookup = Lookup::of(&place, lookup::resolve).map_err(WireError::Io)?;
                 let is_heard = |_: &Reach| wire::has_something(&messages);
                 match reach.reach(&mut lookup, until, is_heard) {
@@ -189,7 +189,7 @@ impl Caller<'_> {
         messages: Connection,
         mirror: Option<Connection>,
         until: Instant,
-    ) -> Result<Result<Link>, Left> {
+    ) -> Result<Result<HostLink>, Left> {
         let since = Cell::new(None);
         let check = || {
             if !mirror
@@ -217,7 +217,7 @@ impl Caller<'_> {
         let verdict = verdict.map_err(|error| unexpected(error.to_string()));
         Ok(verdict.and_then(|verdict| verdict).and_then(|()| {
             let reason = || unexpected("a good verdict before both connections".into());
-            Ok(Link {
+            Ok(HostLink {
                 rank: 0,
                 mirror: mirror.ok_or_else(reason)?,
                 messages: Arc::new(messages),
@@ -226,7 +226,7 @@ impl Caller<'_> {
     }
 
     /// Says once, after a long wait, that rank 0 is waited for.
-    fn tell_of_wait(&self, wait: &mut Wait, reach: &Reach) {
+    fn tell_of_wait(&self, wait: &mut LongWait, reach: &Reach) {
         if wait.is_to_be_told(Instant::now()) {
             let (rank, place) = (self.identity.rank, &self.meeting.place);
             let failures = reach.failures().map(|words| format!(" ({words})"));
@@ -259,8 +259,8 @@ impl Caller<'_> {
     /// The error that the name of rank 0's host has no address.
     fn nameless(&self, error: io::Error) -> Error {
         let name = match &self.meeting.place {
-            Place::Named(name, _) => name.as_str(),
-            Place::Listening(_) | Place::At(_) => "rank 0's host",
+            MeetingPlace::Named(name, _) => name.as_str(),
+            MeetingPlace::Listening(_) | MeetingPlace::At(_) => "rank 0's host",
         };
         let action = format!("find the address of {name:?}, which MASTER_ADDR names");
         Error::system(self.identity.rank, action)(error)

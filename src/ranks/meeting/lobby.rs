@@ -32,7 +32,7 @@ pub const ANOTHER_KEY: &str = "it does not have this job's key (GEMMESH_KEY)";
 pub struct Lobby {
     listener: TcpListener,
     key: Key,
-    strangers: Vec<Stranger>,
+    strangers: Vec<UnknownVisitor>,
     /// The first process that greeted with another key.
     turned_away: Option<SocketAddr>,
 }
@@ -47,7 +47,7 @@ pub struct Visitor {
 }
 
 /// A connection that has not proved anything, or not all.
-struct Stranger {
+struct UnknownVisitor {
     stream: Connection,
     address: SocketAddr,
     since: Instant,
@@ -131,7 +131,7 @@ impl Lobby {
     /// Takes a connection as if it had come to the listener.
     #[cfg(fuzzing)]
     pub fn admit(&mut self, stream: Connection) {
-        self.strangers.push(Stranger {
+        self.strangers.push(UnknownVisitor {
             stream,
             address: ([127, 0, 0, 1], 1).into(),
             since: Instant::now(),
@@ -156,7 +156,7 @@ impl Lobby {
                 Ok((stream, from)) => {
                     // The calls fail only for sockets that are not connections.
                     if let Ok(stream) = tcp::connection(stream) {
-                        self.strangers.push(Stranger {
+                        self.strangers.push(UnknownVisitor {
                             stream,
                             address: SocketAddr::new(from.ip().to_canonical(), from.port()),
                             since: Instant::now(),
@@ -183,7 +183,7 @@ impl Lobby {
 
     /// Drops the oldest of the strangers that have greeted, or of those that have not, if they are too many.
     fn drop_oldest(&mut self, have_greeted: bool) {
-        let is_one = |stranger: &Stranger| stranger.greeted.is_some() == have_greeted;
+        let is_one = |stranger: &UnknownVisitor| stranger.greeted.is_some() == have_greeted;
         let count = self.strangers.iter().filter(|one| is_one(one)).count();
         let mut crowd = count.saturating_sub(MAX_STRANGERS);
         self.strangers.retain(|stranger| {
@@ -194,7 +194,7 @@ impl Lobby {
     }
 }
 
-impl Stranger {
+impl UnknownVisitor {
     /// Reads what has come, without waiting, and answers a greeting.
     fn listen(&mut self, key: &Key, version: u32) -> Seen {
         let mut piece = [0; 1024];

@@ -8,7 +8,7 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use super::Place;
+use super::MeetingPlace;
 
 /// The time between two look-ups of a name that has no address, and of one that has: its address may change.
 const AGAIN: Duration = Duration::from_millis(500);
@@ -39,16 +39,16 @@ struct LookupThread {
 impl Lookup {
     /// # Errors
     /// If a thread can't be started.
-    pub fn of(place: &Place, resolve: Resolve) -> io::Result<Lookup> {
+    pub fn of(place: &MeetingPlace, resolve: Resolve) -> io::Result<Lookup> {
         let fixed = |addresses| Lookup {
             addresses,
             failure: None,
             thread: None,
         };
         Ok(match place {
-            Place::Listening(listener) => fixed(vec![listener.local_addr()?]),
-            Place::At(addresses) => fixed(addresses.clone()),
-            Place::Named(name, port) => match name.parse::<IpAddr>() {
+            MeetingPlace::Listening(listener) => fixed(vec![listener.local_addr()?]),
+            MeetingPlace::At(addresses) => fixed(addresses.clone()),
+            MeetingPlace::Named(name, port) => match name.parse::<IpAddr>() {
                 Ok(address) => fixed(vec![(address, *port).into()]),
                 Err(_) => Lookup {
                     thread: Some(LookupThread::spawn(name.clone(), *port, resolve)?),

@@ -73,10 +73,10 @@ struct Try {
     turned_away: Option<Instant>,
     /// How the latest failed.
     failure: Option<String>,
-    state: State,
+    state: TryState,
 }
 
-enum State {
+enum TryState {
     Resting {
         until: Instant,
     },
@@ -93,7 +93,7 @@ enum State {
 }
 
 /// Why a try failed.
-enum Failure {
+enum TryFailure {
     System(io::Error),
     Unanswered(&'static str),
     TurnedAway(&'static str),
@@ -180,7 +180,7 @@ impl<'a> Reach<'a> {
                     unanswered: 0,
                     turned_away: None,
                     failure: None,
-                    state: State::resting(),
+                    state: TryState::resting(),
                 });
             }
         }
@@ -189,16 +189,16 @@ impl<'a> Reach<'a> {
     /// Ends all tries. The next begin after a pause.
     fn rest(&mut self) {
         for one in &mut self.tries {
-            (one.turned_away, one.state) = (None, State::resting_for(PAUSE));
+            (one.turned_away, one.state) = (None, TryState::resting_for(PAUSE));
         }
     }
 
     /// Waits until something happens, or for a turn.
     fn pause(&self) {
         let events = self.tries.iter().filter_map(|one| match &one.state {
-            State::Resting { .. } => None,
-            State::Connecting { stream, .. } => Some(PollFd::new(&**stream, PollFlags::OUT)),
-            State::Greeted { stream, .. } => Some(PollFd::new(&**stream, PollFlags::IN)),
+            TryState::Resting { .. } => None,
+            TryState::Connecting { stream, .. } => Some(PollFd::new(&**stream, PollFlags::OUT)),
+            TryState::Greeted { stream, .. } => Some(PollFd::new(&**stream, PollFlags::IN)),
         });
         // If the system can't wait, the next turn comes at once.
         let _ = poll(&mut events.collect::<Vec<_>>(), TURN);
@@ -208,16 +208,16 @@ impl<'a> Reach<'a> {
     fn advance(&mut self, place: usize, now: Instant, until: Instant) -> Option<Answered> {
         let (key, version, rank) = (self.key, self.version, self.rank);
         let one = &mut self.tries[place];
-        let next = match std::mem::replace(&mut one.state, State::resting()) {
-            State::Resting { until } if now < until => Ok(State::Resting { until }),
-            State::Resting { .. } => one.begin(now, until),
-            State::Connecting { stream, limit } => match is_connected(&stream) {
+        let next = match std::mem::replace(&mut one.state, TryState::resting()) {
+            TryState::Resting { until } if now < until => Ok(TryState::Resting { until }),
+            TryState::Resting { .. } => one.begin(now, until),
+            TryState::Connecting { stream, limit } => match is_connected(&stream) {
                 Ok(true) => greet(stream, limit, key, version, rank),
-                Ok(false) if now < limit => Ok(State::Connecting { stream, limit }),
-                Ok(false) => Err(Failure::Unanswered("no answer to a connection")),
-                Err(error) => Err(Failure::System(error)),
+                Ok(false) if now < limit => Ok(TryState::Connecting { stream, limit }),
+                Ok(false) => Err(TryFailure::Unanswered("no answer to a connection")),
+                Err(error) => Err(TryFailure::System(error)),
             },
-            State::Greeted {
+            TryState::Greeted {
                 stream,
                 nonce,
                 mut answer,
@@ -231,13 +231,13 @@ impl<'a> Reach<'a> {
                         address,
                     });
                 }
-                Ok(None) if now < limit => Ok(State::Greeted {
+                Ok(None) if now < limit => Ok(TryState::Greeted {
                     stream,
                     nonce,
                     answer,
                     limit,
                 }),
-                Ok(None) => Err(Failure::Unanswered("the process there does not answer")),
+                Ok(None) => Err(TryFailure::Unanswered("the process there does not answer")),
                 Err(failure) => Err(failure),
             },
         };
@@ -246,42 +246,42 @@ impl<'a> Reach<'a> {
     }
 }
 
-impl State {
-    fn resting() -> State {
-        State::resting_for(Duration::ZERO)
+impl TryState {
+    fn resting() -> TryState {
+        TryState::resting_for(Duration::ZERO)
     }
 
-    fn resting_for(pause: Duration) -> State {
+    fn resting_for(pause: Duration) -> TryState {
         let until = Instant::now() + pause;
-        State::Resting { until }
+        TryState::Resting { until }
     }
 }
 
 impl Try {
-    fn begin(&self, now: Instant, until: Instant) -> Result<State, Failure> {
+    fn begin(&self, now: Instant, until: Instant) -> Result<TryState, TryFailure> {
         let time = time_for_try(self.unanswered, until.saturating_duration_since(now));
-        let stream = tcp::begin_to_connect(self.address).map_err(Failure::System)?;
+        let stream = tcp::begin_to_connect(self.address).map_err(TryFailure::System)?;
         let limit = now + time;
-        Ok(State::Connecting { stream, limit })
+        Ok(TryState::Connecting { stream, limit })
     }
 
     /// Notes a failure. The next try begins after a pause.
-    fn fail(&mut self, failure: Failure, now: Instant) -> State {
+    fn fail(&mut self, failure: TryFailure, now: Instant) -> TryState {
         let (turned_away, unanswered) = (self.turned_away, self.unanswered);
         (self.turned_away, self.unanswered) = (None, 0);
         self.failure = Some(match failure {
-            Failure::System(error) => resources::explain(&error),
-            Failure::Unanswered(words) => {
+            TryFailure::System(error) => resources::explain(&error),
+            TryFailure::Unanswered(words) => {
                 self.unanswered = unanswered + 1;
                 words.into()
             }
-            Failure::TurnedAway(words) => {
+            TryFailure::TurnedAway(words) => {
                 self.turned_away = turned_away.or(Some(now));
                 words.into()
             }
         });
         let until = now + PAUSE;
-        State::Resting { until }
+        TryState::Resting { until }
     }
 }
 
@@ -303,8 +303,8 @@ fn greet(
     key: &Key,
     version: u32,
     rank: usize,
-) -> Result<State, Failure> {
-    let nonce = nonce().map_err(Failure::System)?;
+) -> Result<TryState, TryFailure> {
+    let nonce = nonce().map_err(TryFailure::System)?;
     let rank = rank as u32;
     let greeting = Greeting {
         version,
@@ -314,13 +314,13 @@ fn greet(
     let greeting = greeting.encode(key);
     // A new connection has room for so few bytes.
     match send(&*stream, &greeting, SendFlags::NOSIGNAL) {
-        Ok(sent) if sent == greeting.len() => Ok(State::Greeted {
+        Ok(sent) if sent == greeting.len() => Ok(TryState::Greeted {
             stream,
             nonce,
             answer: Vec::new(),
             limit,
         }),
-        _ => Err(Failure::TurnedAway(TURNED_AWAY)),
+        _ => Err(TryFailure::TurnedAway(TURNED_AWAY)),
     }
 }
 
@@ -332,23 +332,23 @@ fn hear(
     nonce: Nonce,
     answer: &mut Vec<u8>,
     key: &Key,
-) -> Result<Option<Nonces>, Failure> {
+) -> Result<Option<Nonces>, TryFailure> {
     let mut bytes = [0; Nonces::ANSWER_BYTES];
     while answer.len() < Nonces::ANSWER_BYTES {
         let room = Nonces::ANSWER_BYTES - answer.len();
         match (&**stream).read(&mut bytes[..room]) {
-            Ok(0) => return Err(Failure::TurnedAway(TURNED_AWAY)),
+            Ok(0) => return Err(TryFailure::TurnedAway(TURNED_AWAY)),
             Ok(count) => answer.extend(&bytes[..count]),
             Err(error) => match error.kind() {
                 io::ErrorKind::Interrupted => {}
                 io::ErrorKind::WouldBlock => return Ok(None),
-                _ => return Err(Failure::TurnedAway(TURNED_AWAY)),
+                _ => return Err(TryFailure::TurnedAway(TURNED_AWAY)),
             },
         }
     }
     let whole = answer.first_chunk();
     let nonces = whole.and_then(|answer| Nonces::of_answer(nonce, answer, key));
-    nonces.map(Some).ok_or(Failure::TurnedAway(
+    nonces.map(Some).ok_or(TryFailure::TurnedAway(
         "the process there does not have this rank's key",
     ))
 }
@@ -369,7 +369,7 @@ mod tests {
     use std::net::TcpListener;
     use std::sync::{Mutex, PoisonError};
 
-    use super::super::Place;
+    use super::super::MeetingPlace;
     use super::*;
 
     const LONG: Duration = Duration::from_secs(600);
@@ -390,13 +390,13 @@ mod tests {
         // Their queues take connections, which no one accepts.
         let silent = [(); 8].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
         let addresses = silent.each_ref().map(|one| one.local_addr().unwrap());
-        let mut lookup = Lookup::of(&Place::At(addresses.to_vec()), no_names).unwrap();
+        let mut lookup = Lookup::of(&MeetingPlace::At(addresses.to_vec()), no_names).unwrap();
         let mut reach = Reach::new(&key, 1, 2);
         let begin = Instant::now();
         let mut most = 0;
         let deadline = begin + Duration::from_millis(700);
         let reached = reach.reach(&mut lookup, deadline, |reach| {
-            let is_greeted = |one: &&Try| matches!(one.state, State::Greeted { .. });
+            let is_greeted = |one: &&Try| matches!(one.state, TryState::Greeted { .. });
             most = most.max(reach.tries.iter().filter(is_greeted).count());
             false
         });
@@ -417,7 +417,7 @@ mod tests {
         let free = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = free.local_addr().unwrap();
         drop(free);
-        let mut lookup = Lookup::of(&Place::At(vec![address]), no_names).unwrap();
+        let mut lookup = Lookup::of(&MeetingPlace::At(vec![address]), no_names).unwrap();
         let mut reach = Reach::new(&key, 1, 2);
         let deadline = Instant::now() + Duration::from_millis(100);
         let reached = reach.reach(&mut lookup, deadline, |_| false);
@@ -441,7 +441,7 @@ mod tests {
             Ok(Vec::new())
         };
         let key = Key::of("secret", "job");
-        let place = Place::Named("node1".into(), 7000);
+        let place = MeetingPlace::Named("node1".into(), 7000);
         let mut lookup = Lookup::of(&place, resolve).unwrap();
         let mut reach = Reach::new(&key, 1, 2);
         let deadline = Instant::now() + Duration::from_millis(200);
@@ -455,7 +455,7 @@ mod tests {
     #[test]
     fn an_address_as_a_name_needs_no_name_service() {
         for (name, shown) in [("fd00::1", "[fd00::1]:7"), ("10.0.0.1", "10.0.0.1:7")] {
-            let place = Place::Named(name.into(), 7);
+            let place = MeetingPlace::Named(name.into(), 7);
             let mut lookup = Lookup::of(&place, no_names).unwrap();
             assert_eq!(lookup.addresses(), [shown.parse().unwrap()]);
             assert!(lookup.failure().is_none());

@@ -28,7 +28,7 @@ fn relay(of_rank_0: bool) -> Option<(Relay, Connection, Vec<Connection>)> {
     for &rank in peers {
         let (other, mirror) = wire::pair().ok()?;
         let messages = Arc::new(wire::pair().ok()?.0);
-        links.push(Link {
+        links.push(HostLink {
             rank,
             messages,
             mirror,

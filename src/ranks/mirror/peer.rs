@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use rustix::net::{self, SendFlags};
 
 use super::record::Record;
-use super::{BEAT, Link};
+use super::{BEAT, HostLink};
 use crate::ranks::acknowledged::Acknowledged;
 use crate::ranks::wire::Connection;
 
@@ -54,7 +54,7 @@ pub enum End {
 }
 
 impl PeerLeader {
-    pub fn new(link: Link) -> PeerLeader {
+    pub fn new(link: HostLink) -> PeerLeader {
         PeerLeader {
             rank: link.rank,
             stream: link.mirror,

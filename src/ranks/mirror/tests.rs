@@ -21,14 +21,14 @@ fn relay() -> (Relay, [Connection; 2]) {
     let link = |rank| {
         let (other, mirror) = wire::pair().unwrap();
         let messages = Arc::new(wire::pair().unwrap().0);
-        let link = Link {
+        let link = HostLink {
             rank,
             messages,
             mirror,
         };
         (link, other)
     };
-    let (links, others): (Vec<Link>, Vec<Connection>) = [2, 4].map(link).into_iter().unzip();
+    let (links, others): (Vec<HostLink>, Vec<Connection>) = [2, 4].map(link).into_iter().unzip();
     let others = others.try_into().expect("two lines");
     (Relay::new(Arc::new(shared), links, Duration::MAX), others)
 }

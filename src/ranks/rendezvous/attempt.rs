@@ -19,8 +19,8 @@ use crate::ranks::identity::Identity;
 use crate::ranks::meeting::Lobby;
 use crate::ranks::members::Members;
 use crate::ranks::memfd::Mapping;
-use crate::ranks::mirror::Link;
-use crate::ranks::notice::Wait;
+use crate::ranks::mirror::HostLink;
+use crate::ranks::notice::LongWait;
 use crate::ranks::peer::{Peer, User, user_of};
 use crate::ranks::poll;
 use crate::ranks::search::{ACCEPT, RETRY};
@@ -138,7 +138,7 @@ impl<'a> Rendezvous<'a> {
                     let rank = leader.rank;
                     if let (Some(messages), Some(mirror)) = leader.into_connections() {
                         tell(&messages, &Ok(()), &[]);
-                        links.push(Link {
+                        links.push(HostLink {
                             rank,
                             messages: Arc::new(messages),
                             mirror,
@@ -182,7 +182,7 @@ impl<'a> Rendezvous<'a> {
         };
         let deadline = begin + self.identity.deadlines.rendezvous() + grace;
         let mut turns = 0;
-        let mut wait = Wait::since(begin);
+        let mut wait = LongWait::since(begin);
         let mut last_call = None;
         loop {
             if self.complete() {
@@ -474,7 +474,7 @@ impl<'a> Rendezvous<'a> {
 }
 
 /// The group's memory with its descriptor, and links to other leaders.
-pub type Outcome = ((Mapping, OwnedFd), Vec<Link>);
+pub type Outcome = ((Mapping, OwnedFd), Vec<HostLink>);
 
 /// Stops listening, also if a forked child has the socket too. Ranks that have connected and were not heard go on
 /// searching.

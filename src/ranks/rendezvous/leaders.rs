@@ -10,7 +10,7 @@ use crate::protocol::seat::{Line, Seat, Seating};
 use crate::ranks::address;
 use crate::ranks::identity::Identity;
 use crate::ranks::meeting::{ANOTHER_KEY, Limits, Lobby, Meeting, Visitor, report};
-use crate::ranks::mirror::Link;
+use crate::ranks::mirror::HostLink;
 use crate::ranks::notice;
 use crate::ranks::search::RETRY;
 use crate::ranks::wire::{self, Connection};
@@ -116,7 +116,7 @@ pub fn report_to_rank_0(
     version: u32,
     outcome: &Result<()>,
     begin: Instant,
-) -> Result<Link> {
+) -> Result<HostLink> {
     let now = Instant::now();
     let longest = identity.deadlines.rendezvous();
     let limits = match outcome {

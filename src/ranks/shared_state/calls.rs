@@ -4,8 +4,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{POSTS, Placed, Places, SharedState};
-use crate::call::{self, Place};
+use super::{OwnCall, OwnCalls, POSTS, SharedState};
+use crate::call::{self, SourceLine};
 use crate::error::{Error, Kind, MadeCall, Result};
 use crate::protocol::board::Post;
 use crate::protocol::epoch::Epoch;
@@ -70,7 +70,7 @@ impl SharedState {
     }
 
     /// As [`SharedState::post_operation`], for an exchange of messages.
-    pub fn post_messages(&self, number: u64, call: &MadeCall, place: Place) -> Result<()> {
+    pub fn post_messages(&self, number: u64, call: &MadeCall, place: SourceLine) -> Result<()> {
         let lines = call.to_lines();
         let call = hash(lines.as_bytes());
         self.block().message_calls[self.rank].write(number, lines.as_bytes());
@@ -79,9 +79,9 @@ impl SharedState {
         self.post(number, post, place)
     }
 
-    fn post(&self, number: u64, words: [u64; WORDS], place: Place) -> Result<()> {
+    fn post(&self, number: u64, words: [u64; WORDS], place: SourceLine) -> Result<()> {
         let made = self.made.load(Ordering::Relaxed);
-        self.places()[(number % POSTS) as usize] = Placed {
+        self.places()[(number % POSTS) as usize] = OwnCall {
             number,
             place,
             made,
@@ -95,7 +95,7 @@ impl SharedState {
     }
 
     /// Where this rank's program makes its latest calls.
-    fn places(&self) -> MutexGuard<'_, Places> {
+    fn places(&self) -> MutexGuard<'_, OwnCalls> {
         // Each change is one assignment.
         self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -7,10 +7,10 @@ use crate::schedule::Hosts;
 
 /// The leaders of all hosts, if there are several.
 #[derive(Debug, Default)]
-pub struct Leaders(Vec<Leader>);
+pub struct Leaders(Vec<LeaderPulse>);
 
 #[derive(Debug)]
-struct Leader {
+struct LeaderPulse {
     rank: usize,
     /// When its mirror was last known to run, in ms. 0: it has not run yet, as far as is known.
     ran: u64,
@@ -21,7 +21,7 @@ impl Leaders {
     pub fn of(hosts: &Hosts, world: usize) -> Leaders {
         let several = if hosts.count() > 1 { world } else { 0 };
         let ranks = (0..several).filter(|&rank| hosts.leader_of(rank) == rank);
-        let leaders = ranks.map(|rank| Leader {
+        let leaders = ranks.map(|rank| LeaderPulse {
             rank,
             ran: 0,
             silence: Silence::new(),

@@ -80,7 +80,7 @@ struct StagedChunk {
 
 /// How rows come to a rank.
 #[derive(Clone, Copy)]
-struct Way {
+struct RowPath {
     from: usize,
     route: Route,
     /// The flag of the first chunk at `from`, if that passes them on.
@@ -90,7 +90,7 @@ struct Way {
     last_step: bool,
 }
 
-impl Way {
+impl RowPath {
     /// The flags that the mover waits for before it moves chunk `index`.
     fn after(&self, index: usize) -> Range<usize> {
         let come = self.come.map(|first| first + index);
@@ -228,7 +228,7 @@ impl<'a> Cutter<'a> {
     }
 
     /// How a stage's rows of `source` come to `peer`.
-    fn way(&self, source: usize, peer: usize, stage: usize) -> Way {
+    fn way(&self, source: usize, peer: usize, stage: usize) -> RowPath {
         // The rank of the peer's host to which the rail brings them.
         let gateway = self.hosts.beside(peer, source);
         let from = if gateway == peer { source } else { gateway };
@@ -242,7 +242,7 @@ impl<'a> Cutter<'a> {
         let hosts = self.hosts.count();
         let step = stage * hosts + self.hosts.steps(peer, from);
         let route = self.hosts.route(from, peer, near);
-        Way {
+        RowPath {
             from,
             route,
             come,

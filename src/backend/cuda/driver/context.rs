@@ -23,7 +23,7 @@ const HOPPER: (i32, i32) = (9, 0);
 /// would keep even this library's own threads from releasing the stream. So objects that need such calls are made once
 /// for all groups of the process, and kept as long as the context lives (see [`Lasting`]).
 #[derive(Debug)]
-pub(super) struct Context {
+pub(super) struct DeviceContext {
     pub(super) device: sys::CUdevice,
     pub(super) context: sys::CUcontext,
     pub(super) symbols: Symbols,
@@ -67,9 +67,9 @@ pub(super) type Pages = (usize, DevicePtr);
 pub type Uuid = [u8; 16];
 
 // SAFETY: a context may be used by any thread that makes it current.
-unsafe impl Send for Context {}
+unsafe impl Send for DeviceContext {}
 // SAFETY: the driver's calls are thread-safe.
-unsafe impl Sync for Context {}
+unsafe impl Sync for DeviceContext {}
 
 /// The lasting objects of this process's contexts.
 static LASTING: Mutex<Vec<Arc<Lasting>>> = Mutex::new(Vec::new());
@@ -100,8 +100,12 @@ impl Drop for BoundContext {
     }
 }
 
-impl Context {
-    pub(super) fn open(rank: usize, device: sys::CUdevice, symbols: Symbols) -> Result<Context> {
+impl DeviceContext {
+    pub(super) fn open(
+        rank: usize,
+        device: sys::CUdevice,
+        symbols: Symbols,
+    ) -> Result<DeviceContext> {
         let attribute = |attribute| -> Result<i32> {
             let mut value = 0;
             // SAFETY: writes the local.
@@ -143,7 +147,7 @@ impl Context {
             let _bound = bind(rank, context.context)?;
             (free_and_total(rank)?.1, Lasting::of_current(rank, device)?)
         };
-        Ok(Context {
+        Ok(DeviceContext {
             device,
             context: context.keep(),
             symbols,
@@ -272,7 +276,7 @@ pub(super) fn bind(rank: usize, context: sys::CUcontext) -> Result<BoundContext>
     }
 }
 
-impl Drop for Context {
+impl Drop for DeviceContext {
     fn drop(&mut self) {
         if is_fork() {
             return;

@@ -30,11 +30,11 @@ pub struct Device {
     /// True while an operation on this GPU waits for a rank that has not begun it. Such a wait has no end of its own.
     awaits_a_rank: AtomicBool,
     ordinal: usize,
-    gpu: Arc<Context>,
+    gpu: Arc<DeviceContext>,
 }
 
 /// The GPUs that this process uses.
-static CONTEXTS: Mutex<Vec<Weak<Context>>> = Mutex::new(Vec::new());
+static CONTEXTS: Mutex<Vec<Weak<DeviceContext>>> = Mutex::new(Vec::new());
 
 /// The process that has loaded the driver. The driver does not work in a fork of it.
 static LOADED: OnceLock<Process> = OnceLock::new();
@@ -92,7 +92,7 @@ mod stream;
 mod symbols;
 
 pub use context::{BoundContext, Uuid};
-use context::{Context, bind, free_and_total, uuid};
+use context::{DeviceContext, bind, free_and_total, uuid};
 pub use kernel::{DeviceMatrix, Function, LaunchShape, Module, TensorMap};
 pub use memory::{DeviceMapping, DeviceMemory, DeviceRegion, Pinned};
 pub use stream::{Event, Priority, Stream, StreamMemOp};
@@ -142,7 +142,7 @@ impl Device {
         let gpu = match known {
             Some(gpu) => gpu,
             None => {
-                let gpu = Arc::new(Context::open(rank, device, symbols)?);
+                let gpu = Arc::new(DeviceContext::open(rank, device, symbols)?);
                 gpus.push(Arc::downgrade(&gpu));
                 gpu
             }

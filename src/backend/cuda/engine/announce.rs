@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 use super::context::EnqueueContext;
 use crate::backend::cuda::driver::{LaunchShape, Stream, StreamMemOp};
 use crate::backend::cuda::program::Program;
-use crate::backend::cuda::program::operands::{Operand, Operands};
+use crate::backend::cuda::program::operands::{CallMatrix, Operands};
 use crate::backend::cuda::shared::words::Waits;
 use crate::backend::delays::chunk_delay;
 use crate::error::Result;
@@ -103,7 +103,7 @@ pub unsafe fn copy_regions(
         let place = |region: &Region, rank: usize| {
             let spec = schedule.matrices()[region.matrix];
             let (base, pitch) = if rank == operands.rank {
-                let Operand { ptr, pitch, .. } = operands.get(region.matrix)?;
+                let CallMatrix { ptr, pitch, .. } = operands.get(region.matrix)?;
                 (ptr, pitch)
             } else {
                 (operands.of_rank(region.matrix, rank)?, spec.row_bytes())

@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 use super::collective::reduce;
 use super::context::{EnqueueContext, ProgramCall};
 use super::copies::{self, Enqueued};
-use super::lanes::{self, Flags};
+use super::lanes::{self, ChunkFlags};
 use super::stamps::Stamps;
 use crate::backend::contract::sealed::{Consumer, Producer};
 use crate::backend::cuda::driver::{Event, Stream, StreamMemOp};
@@ -150,7 +150,7 @@ pub(super) fn produce(
         callers.precede(block, stream)
     };
     let copies = copies::enqueue(at, &streams.copies, schedule, call, Some(&mut up_to))?;
-    let flags = Flags::Streams(*signals);
+    let flags = ChunkFlags::Streams(*signals);
     let carried = lanes::enqueue(at, program, call, flags, Some(&mut up_to))?;
     let own = |request: &&Request| request.owner == rank;
     let first = requests.iter().find(own).map_or(0, |own| own.rows.start);

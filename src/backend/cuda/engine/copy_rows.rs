@@ -1,11 +1,17 @@
 //! Copies of rows that the caller moves within this rank's memory.
 
 use crate::backend::cuda::gpu::Gpu;
-use crate::backend::cuda::program::operands::Operand;
+use crate::backend::cuda::program::operands::CallMatrix;
 use crate::error::Result;
 
 /// Copies `rows` rows of `width` bytes on the main stream.
-pub fn copy_rows(gpu: &Gpu, from: Operand, to: Operand, rows: usize, width: usize) -> Result<()> {
+pub fn copy_rows(
+    gpu: &Gpu,
+    from: CallMatrix,
+    to: CallMatrix,
+    rows: usize,
+    width: usize,
+) -> Result<()> {
     let _bound = gpu.device.bind()?;
     let main = gpu.main();
     // SAFETY: the caller has checked that both matrices have these rows. Their memory is freed behind the mark. No peer

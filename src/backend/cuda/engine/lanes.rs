@@ -15,7 +15,7 @@ use crate::backend::cuda::abi::GemmeshPushEpoch;
 use crate::backend::cuda::driver::{DevicePtr, Stream, StreamMemOp};
 use crate::backend::cuda::gpu::streams::LANES;
 use crate::backend::cuda::program::Program;
-use crate::backend::cuda::program::operands::Operand;
+use crate::backend::cuda::program::operands::CallMatrix;
 use crate::backend::cuda::shared::lanes::{DeviceMessage, EXPLAINED, Lanes};
 use crate::backend::cuda::shared::words::Signals;
 use crate::backend::work::work_of;
@@ -26,7 +26,7 @@ use crate::schedule::{Extent, HostSum, Move, Schedule, Transfer, Turn};
 
 /// Whose flags say that chunks have come.
 #[derive(Clone, Copy)]
-pub enum Flags<'a> {
+pub enum ChunkFlags<'a> {
     /// Those of streams.
     Streams(Signals<'a>),
     /// Those in the mailbox, for which a kernel waits. The kernel counts the epochs itself.
@@ -62,7 +62,7 @@ pub fn enqueue<'a, 'm>(
     at: &'a EnqueueContext<'a>,
     program: &'a Program,
     call: &'a ProgramCall<'_>,
-    flags: Flags<'a>,
+    flags: ChunkFlags<'a>,
     make: Option<&'a mut Make<'m>>,
 ) -> Result<Stamps> {
     let schedule = &program.schedule;
@@ -89,7 +89,7 @@ pub fn enqueue<'a, 'm>(
 /// Addresses at whose multiples a transport moves bytes fast.
 const ALIGNMENT: usize = 256;
 
-type Messages = SmallVec<[DeviceMessage; 2]>;
+type DeviceMessages = SmallVec<[DeviceMessage; 2]>;
 type Gaps = SmallVec<[RowsWithGaps; 2]>;
 
 /// Rows with gaps between them, which a transport moves without the gaps.
@@ -125,9 +125,9 @@ const HALF: usize = 64 << 10;
 
 /// The two halves of messages, if `are_alone` and they are long. Otherwise the second half is empty. Both ranks of the
 /// messages cut them alike.
-fn halves(messages: &[DeviceMessage], are_alone: bool) -> [Messages; 2] {
+fn halves(messages: &[DeviceMessage], are_alone: bool) -> [DeviceMessages; 2] {
     let bytes: usize = messages.iter().map(|message| message.bytes).sum();
-    let mut halves = [Messages::new(), Messages::new()];
+    let mut halves = [DeviceMessages::new(), DeviceMessages::new()];
     let mut left = if are_alone && bytes >= 2 * HALF {
         (bytes / 2).next_multiple_of(ALIGNMENT)
     } else {
@@ -152,7 +152,7 @@ struct CallTurns<'a, 'm, 'c> {
     program: &'a Program,
     schedule: &'a Schedule,
     call: &'a ProgramCall<'c>,
-    flags: Flags<'a>,
+    flags: ChunkFlags<'a>,
     /// Makes the rows, if a producer does.
     make: Option<&'a mut Make<'m>>,
     stamps: Stamps,
@@ -187,7 +187,7 @@ impl CallTurns<'_, '_, '_> {
         }
         self.count(lanes, lane, turn.received)?;
         match (turn.received, self.flags) {
-            (Some(received), Flags::Mailbox) => self.signal_kernel(lane, received),
+            (Some(received), ChunkFlags::Mailbox) => self.signal_kernel(lane, received),
             _ => Ok(()),
         }
     }
@@ -275,7 +275,7 @@ impl CallTurns<'_, '_, '_> {
         let rank = self.at.members.rank;
         let stream = &self.at.gpu.streams().lanes[lane];
         let sum = self.schedule.host_sums().get(number);
-        let (Some(HostSum { sum, flags }), Some(kernel), Flags::Streams(signals)) =
+        let (Some(HostSum { sum, flags }), Some(kernel), ChunkFlags::Streams(signals)) =
             (sum, self.program.host_sums(), self.flags)
         else {
             let what = format!("a program cannot add up sum {number} for another host");
@@ -295,8 +295,8 @@ impl CallTurns<'_, '_, '_> {
     }
 
     /// This rank's side of a transfer: its messages, and the rows with gaps that they stand for.
-    fn messages(&self, lane: usize, moved: Option<&Transfer>) -> Result<(Messages, Gaps)> {
-        let (mut messages, mut gaps) = (Messages::new(), Gaps::new());
+    fn messages(&self, lane: usize, moved: Option<&Transfer>) -> Result<(DeviceMessages, Gaps)> {
+        let (mut messages, mut gaps) = (DeviceMessages::new(), Gaps::new());
         let Some(moved) = moved else {
             return Ok((messages, gaps));
         };
@@ -305,7 +305,7 @@ impl CallTurns<'_, '_, '_> {
         let mut room = self.program.staging.room(lane, is_sent);
         for Move { from, to } in &moved.regions {
             let region = if is_sent { from } else { to };
-            let Operand { ptr, pitch, .. } = self.call.operands.require(region.matrix)?;
+            let CallMatrix { ptr, pitch, .. } = self.call.operands.require(region.matrix)?;
             let extent = self.schedule.matrices()[region.matrix].extent_of(region, pitch);
             let mut place = ptr + extent.offset as u64;
             let bytes = extent.width * extent.rows;
@@ -328,7 +328,7 @@ impl CallTurns<'_, '_, '_> {
         let control = &self.at.shared.control;
         let count = StreamMemOp::Write(control.turns(lane), lanes.count_turn(lane));
         let mut words: SmallVec<[StreamMemOp; 2]> = SmallVec::from_slice(&[count]);
-        if let (Some(received), Flags::Streams(signals)) = (received, self.flags) {
+        if let (Some(received), ChunkFlags::Streams(signals)) = (received, self.flags) {
             let flag = signals.chunk(self.at.members.rank, received.flag);
             words.push(signals.signal(flag));
         }
@@ -385,7 +385,7 @@ impl CallTurns<'_, '_, '_> {
 mod tests {
     use super::*;
 
-    fn messages(lengths: &[usize]) -> Messages {
+    fn messages(lengths: &[usize]) -> DeviceMessages {
         let mut next = 1 << 40;
         let message = |&bytes: &usize| {
             let place = next;

@@ -2,7 +2,7 @@
 
 use super::announce::{announce, pause};
 use super::context::{EnqueueContext, ProgramCall};
-use super::lanes::{self, Flags};
+use super::lanes::{self, ChunkFlags};
 use super::stamps::stamp;
 use super::{ENQUEUED, align, collective, product, push, wait};
 use crate::backend::cuda::driver::StreamMemOp;
@@ -69,7 +69,7 @@ pub fn enqueue_product(
         None
     };
     product::launch(main, &launch)?;
-    let carried = lanes::enqueue(at, program, call, Flags::Mailbox, None)?;
+    let carried = lanes::enqueue(at, program, call, ChunkFlags::Mailbox, None)?;
     // The kernel has waited for the flags that no tile awaits, and copies only read the addends.
     collective::reduce(main, program, None, &call.operands)?;
     if by_copies {

@@ -6,7 +6,7 @@ use super::announce::{announce, announce_in_graph, pause};
 use super::callbacks::{Callers, consume, produce};
 use super::context::{EnqueueContext, ProgramCall};
 use super::copies::{self, Enqueued};
-use super::lanes::{self, Flags};
+use super::lanes::{self, ChunkFlags};
 use super::stamps::{Stamps, stamp};
 use super::{ENQUEUED, align, collective, product, wait};
 use crate::backend::contract::sealed::{Callback, Consumer};
@@ -166,7 +166,7 @@ impl<'a> Streamed<'a> {
         };
         let schedule = &self.program.schedule;
         let copies = copies::enqueue(at, stream, schedule, call, None)?;
-        let flags = Flags::Streams(self.signals);
+        let flags = ChunkFlags::Streams(self.signals);
         let carried = lanes::enqueue(at, self.program, call, flags, None)?;
         Ok((copies, carried, consumer))
     }

@@ -57,15 +57,15 @@ const BYTES: usize = begin(CLASSES.len());
 
 /// Page-locked memory that the host writes and the device copies, laid out as the slots.
 #[derive(Clone, Copy, Debug)]
-struct Staging(#[allow(dead_code)] [u8; BYTES]);
+struct StagedTables(#[allow(dead_code)] [u8; BYTES]);
 
 // SAFETY: plain bytes.
-unsafe impl bytemuck::Zeroable for Staging {}
+unsafe impl bytemuck::Zeroable for StagedTables {}
 
 /// The slots of one group.
 #[derive(Debug)]
 pub struct Tables {
-    memory: Deferred<(DeviceMemory, Pinned<Staging>)>,
+    memory: Deferred<(DeviceMemory, Pinned<StagedTables>)>,
     device: Arc<Device>,
     reclaimer: Arc<Reclaimer>,
     /// By class: the free slots, the longest free first.

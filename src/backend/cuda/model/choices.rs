@@ -12,11 +12,11 @@ use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::{Config, Layout, Numerics, Problem};
 
 /// Everything that a choice depends on, except the device.
-type Key = (Problem, Numerics, Option<Measured>);
+type ChoiceKey = (Problem, Numerics, Option<Measured>);
 
 /// The latest choices.
 #[derive(Debug)]
-pub struct Choices(Mutex<LruCache<Key, Config>>);
+pub struct Choices(Mutex<LruCache<ChoiceKey, Config>>);
 
 impl Choices {
     pub fn new() -> Choices {

@@ -274,10 +274,10 @@ mod tests {
     }
 
     /// M, N, K, the route, the chunks, whether the last is cut, the shape, and the microseconds that two H200s took.
-    type Gathered = ([usize; 3], Route, usize, bool, [usize; 4], f64);
+    type MeasuredGather = ([usize; 3], Route, usize, bool, [usize; 4], f64);
 
     #[rustfmt::skip]
-    const GATHERS: [Gathered; 33] = [
+    const GATHERS: [MeasuredGather; 33] = [
         ([2048, 512, 28672], Route::Pull, 1, false, [64, 256, 1, 2], 264.9),
         ([13129, 768, 1600], Route::Pull, 1, false, [128, 128, 2, 1], 110.5),
         ([11406, 8384, 1536], Route::Pull, 1, false, [128, 192, 2, 1], 414.0),

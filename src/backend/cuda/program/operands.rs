@@ -18,7 +18,7 @@ use crate::schedule::{
 
 /// A matrix of a call.
 #[derive(Clone, Copy, Debug)]
-pub struct Operand<'a> {
+pub struct CallMatrix<'a> {
     /// Its address in this rank's memory.
     pub ptr: DevicePtr,
     /// Bytes from row to row.
@@ -31,17 +31,17 @@ pub struct Operand<'a> {
 #[derive(Debug)]
 pub struct Operands<'a> {
     pub rank: usize,
-    pub all: SmallVec<[Option<Operand<'a>>; MATRICES]>,
+    pub all: SmallVec<[Option<CallMatrix<'a>>; MATRICES]>,
 }
 
 impl<'a> Operands<'a> {
     /// The matrix with this number, if the call has it.
-    pub fn get(&self, number: usize) -> Option<Operand<'a>> {
+    pub fn get(&self, number: usize) -> Option<CallMatrix<'a>> {
         self.all[number]
     }
 
     /// A matrix that every call of the schedule must have.
-    pub fn require(&self, number: usize) -> Result<Operand<'a>> {
+    pub fn require(&self, number: usize) -> Result<CallMatrix<'a>> {
         self.get(number).ok_or_else(|| {
             Kind::Internal {
                 what: format!("a call lacks matrix {number} of its schedule"),
@@ -64,7 +64,7 @@ impl<'a> Operands<'a> {
         rows: usize,
         columns: usize,
     ) -> Result<DeviceMatrix> {
-        let Operand { ptr, pitch, .. } = self.require(number)?;
+        let CallMatrix { ptr, pitch, .. } = self.require(number)?;
         Ok(part(ptr, pitch, first, rows, columns))
     }
 
@@ -183,7 +183,7 @@ fn targets(
     let mut add = |own: usize, number: usize, first, rows, columns| {
         targets[own] = operands
             .get(number)
-            .map(|Operand { ptr, pitch, .. }| part(ptr, pitch, first, rows, columns));
+            .map(|CallMatrix { ptr, pitch, .. }| part(ptr, pitch, first, rows, columns));
         let pitch = schedule.matrices()[number].row_bytes();
         for distance in 1..reached {
             let ptr = operands.of_rank(number, (rank + distance) % world);
@@ -227,7 +227,7 @@ pub fn finish(
 ) {
     for &Finished { weight, row, sum } in finished {
         let at = |number: usize, first: usize| {
-            let Operand { ptr, pitch, .. } = operands.get(number)?;
+            let CallMatrix { ptr, pitch, .. } = operands.get(number)?;
             // The kernel counts from row 0 of `a`, whose address may lie before the matrix.
             let before = (row as u64)
                 .wrapping_sub(first as u64)
@@ -248,7 +248,7 @@ pub fn finish(
             output.quantized = output_scales(scales, row, sum.first, place);
         }
         if let Some(Bias { matrix, first }) = sum.bias
-            && let Some(Operand { ptr, .. }) = operands.get(matrix)
+            && let Some(CallMatrix { ptr, .. }) = operands.get(matrix)
         {
             let bytes = schedule.matrices()[matrix].dtype.bytes();
             let column = |column: usize| (ptr + (column * bytes) as u64) as *const c_void;
@@ -265,9 +265,9 @@ pub fn output_scales(
     OutputScales { quantization, .. }: OutputScales,
     row: usize,
     first: usize,
-    place: Operand,
+    place: CallMatrix,
 ) -> GemmeshOutputScales {
-    let Operand { ptr, pitch, .. } = place;
+    let CallMatrix { ptr, pitch, .. } = place;
     let pitch = (pitch / size_of::<f32>()) as u32;
     let scaling = quantization.scaling;
     let distance = scaling.row_distance(pitch);
@@ -288,7 +288,7 @@ pub fn output_scales(
 pub fn scale(params: &mut GemmeshParams, product: &Product, operands: &Operands) {
     let of = |scales: Option<ScaleMatrix>| {
         let scales = scales?;
-        let Operand { ptr, pitch, .. } = operands.get(scales.matrix)?;
+        let CallMatrix { ptr, pitch, .. } = operands.get(scales.matrix)?;
         let pitch = (pitch / size_of::<f32>()) as u32;
         Some((scales.scaling, ptr as *const f32, pitch))
     };

@@ -4,7 +4,7 @@
 
 use smallvec::SmallVec;
 
-use super::operands::{Operand, Operands};
+use super::operands::{CallMatrix, Operands};
 use super::reduction::{ReductionKernel, quantized_rows};
 use crate::Result;
 use crate::backend::cuda::abi::GemmeshQuantization;
@@ -90,7 +90,7 @@ impl QuantizedBehind {
         let mut ptr = self.results;
         for block in &product.blocks {
             let pitch = pitch(product.weights[block.weight].n);
-            all[block.sum.out] = Some(Operand {
+            all[block.sum.out] = Some(CallMatrix {
                 ptr,
                 pitch,
                 symmetric: None,

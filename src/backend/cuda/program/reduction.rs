@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::ops::Range;
 
-use super::operands::{Operand, Operands, output_scales};
+use super::operands::{CallMatrix, Operands, output_scales};
 use super::params::function;
 use crate::backend::cuda::abi::{
     GEMMESH_IDENTITY, GEMMESH_REDUCE_THREADS, GEMMESH_SCALE_BLOCK, GEMMESH_STORED_E4M3,
@@ -85,7 +85,7 @@ pub fn sums(
     operands: &Operands,
 ) -> Result<GemmeshReduction> {
     let Reduction { n, sum, .. } = reduction;
-    let row = |Operand { ptr, pitch, .. }: Operand, first: usize| {
+    let row = |CallMatrix { ptr, pitch, .. }: CallMatrix, first: usize| {
         ptr + ((first + rows.start) * pitch) as u64
     };
     let mut told = NOTHING_ADDED;
@@ -159,7 +159,7 @@ pub fn quantized_rows(
     scales: OutputScales,
     operands: &Operands,
 ) -> Result<GemmeshQuantization> {
-    let at = |Operand { ptr, pitch, .. }: Operand, row: usize| ptr + (row * pitch) as u64;
+    let at = |CallMatrix { ptr, pitch, .. }: CallMatrix, row: usize| ptr + (row * pitch) as u64;
     let (from, to) = (from.require(matrix)?, operands.require(sum.out)?);
     Ok(GemmeshQuantization {
         from: at(from, first) as *const c_void,

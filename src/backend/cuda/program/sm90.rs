@@ -65,10 +65,10 @@ impl Maps {
 
 /// The maps of the last call. They are thousands of bytes, so they are shared and not copied.
 #[derive(Debug, Default)]
-pub struct KnownMaps(Mutex<Option<Box<Known>>>);
+pub struct KnownMaps(Mutex<Option<Box<MapsOfMatrices>>>);
 
 #[derive(Debug)]
-struct Known {
+struct MapsOfMatrices {
     matrices: Matrices,
     maps: Arc<Maps>,
 }
@@ -89,7 +89,7 @@ impl KnownMaps {
             matrices: &matrices,
         };
         let maps = Arc::new(encoder.maps()?);
-        let known = Known {
+        let known = MapsOfMatrices {
             matrices,
             maps: maps.clone(),
         };

@@ -23,12 +23,12 @@ use crate::schedule::Hosts;
 #[derive(Debug)]
 pub struct Symmetric {
     rank: usize,
-    maps: Deferred<Maps>,
+    maps: Deferred<PeerMappings>,
 }
 
 /// Every rank's memory as this rank has mapped it.
 #[derive(Debug)]
-struct Maps {
+struct PeerMappings {
     own: DeviceMapping,
     /// By rank. None for this rank, and for ranks of other hosts.
     peers: Vec<Option<DeviceMapping>>,
@@ -48,7 +48,7 @@ impl Symmetric {
         initialise: impl Fn(&mut DeviceRegion) -> Result<()>,
     ) -> Result<Symmetric> {
         let (device, reclaimer) = (&gpu.device, &gpu.reclaimer);
-        let attempt = || -> Result<Maps> {
+        let attempt = || -> Result<PeerMappings> {
             reclaimer.settle();
             let mut own = None;
             let mut offer = || -> Result<OwnedFd> {
@@ -74,7 +74,7 @@ impl Symmetric {
                 }
                 .on(rank)
             })?;
-            Ok(Maps { own, peers })
+            Ok(PeerMappings { own, peers })
         };
         let maps = match attempt() {
             // Every rank gets this error.

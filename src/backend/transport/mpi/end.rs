@@ -63,18 +63,18 @@ fn watch() -> Result<(), Unusable> {
     if mpi::is_finalized() {
         return Err(Unusable::Finalised);
     }
-    SimpleCommunicator::self_comm().set_attr(Watcher);
+    SimpleCommunicator::self_comm().set_attr(EndWatcher);
     *end = Finalization::Ahead;
     Ok(())
 }
 
 /// An attribute of MPI_COMM_SELF.
 #[derive(Clone)]
-struct Watcher;
+struct EndWatcher;
 
-impl CommAttribute for Watcher {}
+impl CommAttribute for EndWatcher {}
 
-impl Drop for Watcher {
+impl Drop for EndWatcher {
     fn drop(&mut self) {
         *FINALIZATION.write().unwrap_or_else(PoisonError::into_inner) = Finalization::Complete;
     }

@@ -11,7 +11,7 @@ use crate::error::{Error, Kind, Result};
 use crate::protocol::seat::Visit;
 use crate::ranks::address;
 use crate::ranks::deadlines::Deadlines;
-use crate::ranks::meeting::{Greeting, Key, Nonces, Place, Proof, Report};
+use crate::ranks::meeting::{Greeting, Key, MeetingPlace, Nonces, Proof, Report};
 use crate::ranks::rendezvous::{PROTOCOL_VERSION, meet_speaking};
 use crate::ranks::tcp;
 use crate::schedule::Hosts;
@@ -41,8 +41,8 @@ fn meet(
     let hosts: Vec<usize> = (0..world).collect();
     let identity = |place: usize| {
         let place_of_rank_0 = match ranks[place] {
-            0 => Place::Listening(listener.try_clone().unwrap()),
-            _ => Place::At(vec![rank_0]),
+            0 => MeetingPlace::Listening(listener.try_clone().unwrap()),
+            _ => MeetingPlace::At(vec![rank_0]),
         };
         let mut identity = Identity {
             hosts: Hosts::of(&hosts).unwrap(),
@@ -136,10 +136,10 @@ fn assert_meet(fates: &'static [Fate]) {
         |_| PROTOCOL_VERSION,
         |place, identity| {
             let meeting = identity.meeting.as_ref().unwrap();
-            if let (1, Place::At(addresses)) = (place, &meeting.place) {
+            if let (1, MeetingPlace::At(addresses)) = (place, &meeting.place) {
                 identity.meeting = Some(Arc::new(Meeting {
                     key: meeting.key.clone(),
-                    place: Place::At(vec![network(fates, addresses[0])]),
+                    place: MeetingPlace::At(vec![network(fates, addresses[0])]),
                 }));
             }
         },
@@ -183,7 +183,7 @@ fn rank_0(deadline: Duration) -> Identity {
         hosts: Hosts::of(&[0, 1]).unwrap(),
         meeting: Some(Arc::new(Meeting {
             key: Key::of("secret", "test"),
-            place: Place::Listening(tcp::listen(0).unwrap()),
+            place: MeetingPlace::Listening(tcp::listen(0).unwrap()),
         })),
         deadlines: Deadlines::new(deadline, Some(deadline)),
         ..Identity::of_test(0, 2, "")
@@ -361,7 +361,7 @@ fn rank_0_that_is_silent_at_all_of_its_addresses_is_missing_at_the_deadline() {
         identity.deadlines = Deadlines::new(deadline, Some(deadline));
         identity.meeting = Some(Arc::new(Meeting {
             key: Key::of("secret", "test"),
-            place: Place::At(addresses.to_vec()),
+            place: MeetingPlace::At(addresses.to_vec()),
         }));
     };
     let errors = errors(&[1], 2, |_| PROTOCOL_VERSION, change);
@@ -418,7 +418,7 @@ fn error_after(connections: usize, verdict: Option<Result<()>>) -> Error {
         identity.deadlines = Deadlines::new(deadline, Some(deadline));
         identity.meeting = Some(Arc::new(Meeting {
             key: key.clone(),
-            place: Place::At(vec![(Ipv4Addr::LOCALHOST, port).into()]),
+            place: MeetingPlace::At(vec![(Ipv4Addr::LOCALHOST, port).into()]),
         }));
     };
     errors(&[1], 2, |_| PROTOCOL_VERSION, change).remove(0)
