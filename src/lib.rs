@@ -183,6 +183,7 @@ pub mod testing {
     pub use crate::json::{of_outcome, outcome};
     pub use crate::ops::run_schedule;
     pub use crate::ranks::address::meeting_texts;
+    pub use crate::ranks::rendezvous::PROTOCOL_VERSION;
 }
 
 #[cfg(fuzzing)]

@@ -527,7 +527,10 @@ impl Members {
             if left && !call().is_some_and(began) {
                 return Err(self.fail(self.left(awaited.peer(), call(), what())));
             }
-            self.pause(&waiting)?;
+            if let Err(error) = self.pause(&waiting) {
+                // The rank may have signalled after the look above, and a failure that followed says nothing of this call.
+                return if is_there()? { Ok(()) } else { Err(error) };
+            }
             if yields > 0 {
                 yields -= 1;
                 std::thread::yield_now();

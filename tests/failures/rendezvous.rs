@@ -6,6 +6,7 @@ use std::os::unix::net::{SocketAddr, UnixStream};
 use std::time::{Duration, Instant};
 
 use gemmesh::error::Kind;
+use gemmesh::testing::PROTOCOL_VERSION;
 use gemmesh::{Error, Group, Host};
 
 use crate::support::errors::parts;
@@ -235,8 +236,10 @@ fn group_that_strangers_visit(
 }
 
 fn introduction(length: u32, words: &[u8]) -> Vec<u8> {
-    // The version that the library speaks, and a rank.
-    let numbers = [9, 1, length].map(u32::to_le_bytes).concat();
+    let rank = 1;
+    let numbers = [PROTOCOL_VERSION, rank, length]
+        .map(u32::to_le_bytes)
+        .concat();
     [b"gemmesh\0", numbers.as_slice(), words].concat()
 }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use gemmesh::error::Kind;
 use gemmesh::launch::{self, Launch};
-use gemmesh::testing::meeting_texts;
+use gemmesh::testing::{PROTOCOL_VERSION, meeting_texts};
 use gemmesh::{Error, Group, Host, all_gather_matmul};
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -63,7 +63,8 @@ fn introduction(rank: u32, world: usize) -> Vec<u8> {
     let (boot_id, pid) = (boot_id.trim(), std::process::id());
     let words =
         format!(r#"{{"world":{world},"backend":"host","boot_id":"{boot_id}","pid":{pid}}}"#);
-    let numbers = [9, rank, words.len() as u32].map(u32::to_le_bytes).concat();
+    let numbers = [PROTOCOL_VERSION, rank, words.len() as u32];
+    let numbers = numbers.map(u32::to_le_bytes).concat();
     [b"gemmesh\0", numbers.as_slice(), words.as_bytes()].concat()
 }
 
