@@ -85,7 +85,7 @@ impl Error {
         &self.0.kind
     }
 
-    /// The rank that has failed or is at fault. `None` if it is none, if there are several, or if there are no ranks yet.
+    /// The rank that has failed or is at fault. `None` if no rank is, if several are, or if there are no ranks yet.
     pub fn rank(&self) -> Option<usize> {
         self.0.rank
     }
@@ -198,7 +198,7 @@ impl Error {
     /// A number or an address must be a multiple on this backend.
     pub fn unaligned(what: impl Into<String>, value: usize, multiple: usize) -> Error {
         let expected = format!("a multiple of {multiple} on this backend");
-        // The multiples beside an address say nothing.
+        // The multiples next to an address say nothing.
         let is_extent = value <= i32::MAX as usize && multiple > 0;
         let nearest = || {
             let below = value / multiple * multiple;

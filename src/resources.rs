@@ -440,7 +440,7 @@ mod tests {
             ),
             expected(&["/sys/fs/cgroup"])
         );
-        // Version 1, in a container that has the host's paths, beside version 2 without controllers.
+        // Version 1, in a container that has the host's paths, next to version 2 without controllers.
         let mounts = "40 35 0:33 /docker/ab /sys/fs/cgroup/memory ro master:17 - cgroup cgroup rw,memory\n\
                       41 35 0:34 /docker/ab /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct\n\
                       42 35 0:35 / /sys/fs/cgroup/unified ro - cgroup2 cgroup2 rw\n";

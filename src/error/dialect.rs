@@ -81,7 +81,7 @@ impl Dialect {
             let begin = start_of_name(&rest[..colons]);
             let item = &rest[colons + "::".len()..];
             let (item, after) = item.split_at(item.find(|c| !is_of_name(c)).unwrap_or(item.len()));
-            // A longer path is none of this crate's names.
+            // A longer path is no name of this crate.
             let is_part = after.starts_with("::") || words.ends_with("::");
             let before = &rest[..begin];
             match self.name(&rest[begin..colons], item).filter(|_| !is_part) {

@@ -1,4 +1,4 @@
-//! The kinds of failures, each beside its sentence.
+//! The kinds of failures, each with its sentence.
 
 use std::fmt;
 
@@ -189,7 +189,7 @@ pub enum Kind {
         other: usize,
         /// The call that was expected.
         expected: MadeCall,
-        /// Which of the group's collective calls it is, counted from 1. Making the group is none.
+        /// Which of the group's collective calls it is, counted from 1. Making the group does not count.
         number: u64,
         /// Why the rank that differs was refused a call, if it then made this one instead.
         refused: Option<Error>,
@@ -411,7 +411,7 @@ impl Kind {
         )
     }
 
-    /// The ranks that are at fault beside the error's own, and the other ranks that the kind names.
+    /// The ranks that are at fault besides the error's own, and the other ranks that the kind names.
     pub(super) fn ranks(&mut self) -> [Vec<&mut usize>; 2] {
         match self {
             Kind::RanksMissing { ranks, .. } => [ranks.iter_mut().collect(), vec![]],

@@ -342,7 +342,7 @@ fn an_error_of_an_argument_takes_its_rank_and_its_call_once() {
     );
     let again = Error::of(2, "prepare")(first.clone());
     assert_eq!(again, first);
-    // A failure of the system is none of the call's arguments.
+    // A failure of the system is not one of the call's arguments.
     let failed = Error::of(1, "matmul")(Error::of_kind(of_machines().remove(0)));
     assert_eq!((failed.rank(), failed.call()), (Some(1), None));
     let missing = Error::of(1, "matmul")(Error::of_kind(of_no_rank().remove(2)));

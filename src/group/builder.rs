@@ -480,7 +480,7 @@ impl<B: Backend> Builder<B> {
         version: u32,
     ) -> Result<Group<B>> {
         naming::check(Some(rank), self.name.as_deref())?;
-        // A process whose environment is wrong is none of a job.
+        // A process whose environment is wrong belongs to no job.
         let described = env::describe_this_process().ok().flatten();
         let identity = self.identity(rank, world, Address::of(address), described.as_ref());
         self.meet(&identity, version)

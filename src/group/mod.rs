@@ -412,7 +412,7 @@ impl<B: Backend> Group<B> {
     ///
     /// Ranks that wait for this one in the call get `error` half a second later, unless this rank makes the call after
     /// all. A rank that was refused the call as often as this one, or more often, waits longer, because all ranks may
-    /// be about to try again: for [`Builder::arrival_timeout`] or, if there is none, for [`Builder::timeout`].
+    /// be about to try again: for [`Builder::arrival_timeout`] or, without one, for [`Builder::timeout`].
     #[track_caller]
     pub fn refuse(&self, call: &str, error: Error) -> Error {
         self.tell(error.in_call(Call::here(call)))

@@ -81,7 +81,7 @@ impl<B: Backend> Group<B> {
         Ok((schedule, config))
     }
 
-    /// The schedule of a problem, and its configuration. The backend chooses one if there is none.
+    /// The schedule of a problem, and its configuration. The backend chooses one that is not given.
     fn planned(&self, problem: &Problem, config: Option<Config>) -> Result<(Schedule, Config)> {
         let Inner {
             backend,

@@ -251,7 +251,7 @@ pub(super) fn dtype_of(of: DLDataType) -> Option<DType> {
     known.into_iter().find(|&dtype| data_type(dtype) == of)
 }
 
-/// This library's name of a DLPack type, or a description if there is none.
+/// This library's name of a DLPack type, or a description if it has none.
 pub(super) fn dtype(of: DLDataType) -> String {
     match dtype_of(of) {
         Some(dtype) => dtype.to_string(),

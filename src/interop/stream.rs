@@ -274,7 +274,7 @@ impl<T: Value> Matrix<Cuda, T> {
     ///
     /// let (rows, columns) = (4096, 1024);
     /// let pitch = columns * size_of::<bf16>();
-    /// // SAFETY: at `address` lie as many bf16 on the group's GPU, which nobody frees or writes before `synchronize`.
+    /// // SAFETY: at `address` lie as many bf16 on the group's GPU, which no one frees or writes before `synchronize`.
     /// # #[allow(unsafe_code)]
     /// let matrix =
     ///     unsafe { Matrix::<Cuda, bf16>::from_device_ptr(&group, address, rows, columns, pitch)? };

@@ -244,7 +244,7 @@ fn unplaced(memory: Memory, device: DLDevice) -> DLTensor {
     }
 }
 
-/// Puts a tensor where it stays, with its extents beside it.
+/// Puts a tensor where it stays, with its extents.
 fn place<H>(
     tensor: H,
     memory: Memory,

@@ -93,7 +93,7 @@ impl Drop for Child {
     }
 }
 
-/// A descriptor of a started process. If there is none left, the process is killed.
+/// A descriptor of a started process. If no descriptor is left, the process is killed.
 fn descriptor(mut started: process::Child) -> io::Result<OwnedFd> {
     let pid = Pid::from_child(&started);
     match pidfd_open(pid, PidfdFlags::empty()) {

@@ -155,7 +155,7 @@ pub struct Launch {
     /// The arguments of the ranks. If there are none, this process's.
     args: Option<Vec<OsString>>,
     envs: Vec<(OsString, OsString)>,
-    /// The name by which ranks are started. If there is none, this process's.
+    /// The name by which ranks are started. Without it, this process's.
     name: Option<OsString>,
     inherits_stdin: bool,
 }

@@ -285,7 +285,7 @@ pub fn turned_away(rank: usize, why: &str) -> String {
     format!("rank {rank} turned a process away: {why}")
 }
 
-/// Opens a socket that does not block, also when it connects. (A stopped rank 0 accepts only so many connections.)
+/// Opens a socket that does not block, also when it connects. (A stopped rank 0 accepts only a few connections.)
 fn open() -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;

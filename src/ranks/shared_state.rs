@@ -322,7 +322,7 @@ impl SharedState {
         self.block().fault.reporter()
     }
 
-    /// The group's first failure. Costs one load as long as there is none.
+    /// The group's first failure. Costs one load until there is one.
     pub fn fault(&self) -> Option<Error> {
         let by = self.reporter()?;
         let fault = self.placed(self.named(self.read_failure(&self.block().fault, by)));

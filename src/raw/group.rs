@@ -188,7 +188,7 @@ pub trait AnyGroup: Any + Send + Sync {
     fn backend(&self) -> BackendKind;
     /// Where the memory of matrices is.
     fn device(&self) -> DLDevice;
-    /// Rows begin at multiples of so many bytes.
+    /// Rows begin at multiples of this number of bytes.
     fn row_alignment(&self) -> usize;
     fn even_rows(&self, m: usize) -> Vec<usize>;
     /// The columns of sharded scales of rows [M, K], [`Scaling::ShardedRows`] or [`Scaling::ShardedBlocks`].

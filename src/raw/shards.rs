@@ -19,7 +19,7 @@ pub enum Split<'a> {
     ByRank(&'a [usize]),
     /// Evenly at first, with room for as many rows: [`Group::sharded_with_capacity`].
     Capacity(usize),
-    /// M rows in so many stages: [`Group::sharded_staged`].
+    /// M rows in this number of stages: [`Group::sharded_staged`].
     Staged(usize, usize),
 }
 

@@ -104,7 +104,7 @@ impl Parts {
         Ok(())
     }
 
-    /// Checks that there is room for the caller's blocks, and no product beside them.
+    /// Checks that there is room for the caller's blocks, and no product with them.
     fn check_requests(&self) -> Result<()> {
         let alone = self.product.is_none() || self.requests.is_empty();
         require("callers must make no rows beside a product", alone)?;

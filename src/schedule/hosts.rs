@@ -129,7 +129,7 @@ impl Hosts {
         (1..places).map(move |step| self.neighbour(rank, step, places))
     }
 
-    /// The rank `step` places on around the ring of the host of `rank`, which has so many places.
+    /// The rank `step` places on around the ring of the host of `rank`, which has this number of places.
     fn neighbour(&self, rank: usize, step: usize, places: usize) -> usize {
         match &self.several {
             None => (rank + step) % places,

@@ -390,7 +390,7 @@ impl Schedule {
         }
     }
 
-    /// The rank whose rows a tile waits for: the last one if there are several, and this rank if there is none.
+    /// The rank whose rows a tile waits for: the last one if there are several, and this rank if it waits for none.
     pub fn source_of_tile(&self, tile: &Tile) -> usize {
         let last = tile.flags().last();
         last.map_or(self.rank(), |flag| self.sources[flag])

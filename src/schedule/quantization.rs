@@ -186,7 +186,7 @@ impl OutputScales {
         Err(Error::unsupported(what))
     }
 
-    /// Checks that a product of N columns can be quantised tile by tile. A tile has so many columns.
+    /// Checks that a product of N columns can be quantised tile by tile. A tile has this number of columns.
     ///
     /// # Errors
     /// `Kind::Unsupported` if a block lies in several tiles.

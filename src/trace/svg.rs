@@ -104,7 +104,7 @@ impl<'a> Picture<'a> {
         self
     }
 
-    /// Adds a timeline below the others, with a heading. Its duration is written beside the heading. Without a heading
+    /// Adds a timeline below the others, with a heading. Its duration follows the heading. Without a heading
     /// neither is.
     pub fn timeline(mut self, heading: impl Into<String>, timeline: &'a Timeline) -> Picture<'a> {
         self.timelines.push((heading.into(), timeline));
@@ -372,7 +372,7 @@ impl Scale {
         LEFT + (time as f64 / self.nanos as f64 * width).round() as i32
     }
 
-    /// A time, with so many decimals.
+    /// A time, with this number of decimals.
     fn label(&self, nanos: f64, decimals: usize) -> String {
         if self.nanos >= 2_000_000 {
             format!("{:.decimals$} ms", nanos / 1e6)

@@ -54,9 +54,9 @@ pub(super) fn straight_transfer(
 /// that passing them on ends soon after the last have come.
 pub(super) const RAIL_BYTES: usize = 2 << 20;
 
-/// The most chunks of a shard on the network, if it goes to so many ranks. A rank then has about as many turns as a shard may
-/// have chunks. `copies`: how often a rank copies a chunk to its neighbours, for all shards. A copy takes about three
-/// commands, and a GPU's queue holds 1024.
+/// The most chunks of a shard on the network, if it goes to this number of ranks. A rank then has about as many turns
+/// as a shard may have chunks. `copies`: how often a rank copies a chunk to its neighbours, for all shards. A copy
+/// takes about three commands, and a GPU's queue holds 1024.
 pub(super) fn most_on_rail(ranks: usize, copies: usize) -> usize {
     const MOST_COPIES: usize = 160;
     let turns = MAX_CHUNKS / ranks.max(1);

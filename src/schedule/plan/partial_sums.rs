@@ -134,7 +134,7 @@ fn multiply_and_reduce(planner: &SumPlan) -> Result<Schedule> {
     Schedule::new(planner.parts(true, arrivals.collect(), departures, product, None))
 }
 
-/// The pieces that a rank makes and sends, in this order, if its kernel runs beside the transfers and the sum is not
+/// The pieces that a rank makes and sends, in this order, if its kernel runs during the transfers and the sum is not
 /// made in one step.
 ///
 /// # Errors

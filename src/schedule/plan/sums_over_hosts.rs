@@ -83,7 +83,7 @@ fn multiply_and_reduce(planner: &SumPlan) -> Result<Schedule> {
 /// Pushed pieces are blocks of the product. A rank makes its own rows as one. Of partials that are made before, each rank
 /// has chosen the tiles for itself, so the pieces do not depend on them.
 fn ways<'a>(planner: &SumPlan<'a>) -> Ways<'a> {
-    /// At multiples of so many rows partials are cut that are made before.
+    /// Partials that are made before are cut at multiples of this number of rows.
     const HEIGHT: usize = 64;
     let (layout, hosts) = (&planner.problem.layout, &planner.problem.hosts);
     let (height, count) = match planner.config.route {

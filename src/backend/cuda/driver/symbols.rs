@@ -5,7 +5,7 @@ use libloading::Library;
 
 use crate::error::{Error, Kind, Result};
 
-/// Every function of the driver that this folder calls, beside [`EVENT_ELAPSED_TIME`]. A test compares the list with
+/// Every function of the driver that this folder calls, besides [`EVENT_ELAPSED_TIME`]. A test compares the list with
 /// the calls.
 const CALLED: [&str; 60] = [
     "cuCtxGetCurrent",

@@ -35,7 +35,7 @@ pub fn announce(at: &EnqueueContext, epoch: Epoch, and: Option<StreamMemOp>) -> 
     } = *at;
     let (rank, flags) = (members.rank, shared.control.flags(epoch));
     if epoch.refreshes() {
-        // The fills stand ahead of the operation's kernel. A fill may run as a kernel, which might find no room beside
+        // The fills stand ahead of the operation's kernel. A fill may run as a kernel, which might find no room next to
         // a kernel that waits for it.
         // SAFETY: there are as many flags. Their other writers have ended earlier operations, because the main stream
         // has waited for this, and they go on after these fills.

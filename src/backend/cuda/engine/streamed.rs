@@ -119,7 +119,7 @@ impl<'a> Streamed<'a> {
         self.program.schedule.moves().next().is_some()
     }
 
-    /// Forks the copy stream from the main stream if a callback or a kernel runs beside copies. Returns true if so.
+    /// Forks the copy stream from the main stream if a callback or a kernel runs while copies do. Returns true if so.
     ///
     /// Otherwise the copies go on the main stream, because streams take a while to learn of one another's progress.
     ///

@@ -477,7 +477,7 @@ mod tests {
                 .map(|name| (name.clone(), elements.to_string()));
             assert_eq!(compiled(cubin), expected.collect::<Vec<_>>());
             for name in loaded {
-                // The section of the code. There is none if the build had no nvcc.
+                // The section of the code. It is missing if the build had no nvcc.
                 let section = format!(".text.{name}\0").into_bytes();
                 let image = cubin.image;
                 let has = image.windows(section.len()).any(|bytes| bytes == section);

@@ -20,7 +20,7 @@ pub struct Rates {
     pub cluster: f64,
     /// Operations of one multiprocessor, two a product.
     pub operations: f64,
-    /// What each step through K takes beside its operations.
+    /// What each step through K takes, apart from its operations.
     pub step: f64,
     /// Operations of one multiprocessor on fp8, with those that promote sums.
     #[serde(default = "default::promoted")]
@@ -28,7 +28,7 @@ pub struct Rates {
     /// The same, if blocks have scales.
     #[serde(default = "default::scaled")]
     pub scaled: f64,
-    /// What each step through K of fp8 takes beside these.
+    /// What each step through K of fp8 takes, apart from these.
     #[serde(default = "default::promoted_step")]
     pub promoted_step: f64,
     /// Bytes that one multiprocessor loads.
@@ -41,7 +41,7 @@ pub struct Rates {
     pub drift: f64,
     /// Bytes that come from device memory.
     pub read: f64,
-    /// What a tile takes beside its products, for each of its columns of 128 rows.
+    /// What a tile takes, apart from its products, for each of its columns of 128 rows.
     pub column: f64,
     /// The same for a tile of swapped operands, which is stored differently.
     #[serde(alias = "exchanged_column")]

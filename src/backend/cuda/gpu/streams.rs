@@ -14,7 +14,7 @@ pub struct Streams {
     /// Where operations are put; the caller may replace it.
     main: Mutex<Arc<Stream>>,
     pub copies: Stream,
-    /// For rows that tiles need late. They may arrive beside the rows that tiles need first.
+    /// For rows that tiles need late. They may arrive together with the rows that tiles need first.
     pub deferred_copies: Stream,
     /// For what goes over the network, a stream for each lane.
     pub lanes: [Stream; LANES],

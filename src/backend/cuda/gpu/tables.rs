@@ -24,7 +24,7 @@ struct SizeClass {
 /// page-locked memory can't be allocated while a kernel waits for another rank.
 const CLASSES: [SizeClass; 3] = [
     // For tables of 200 tiles, as for the few rows of a decoding step. A prepared gather has three programs, so about
-    // 150 of them have room beside the programs that a group keeps. If these slots are taken, larger ones are used.
+    // 150 of them have room with the programs that a group keeps. If these slots are taken, larger ones are used.
     SizeClass {
         bytes: 4 << 10,
         count: KEPT_PROGRAMS + 448,

@@ -13,7 +13,7 @@ pub mod tiles {
     pub const UNEVEN_READS: f64 = 0.4;
     /// µs. The most that first reads from device memory take, until the number under way fills its bandwidth.
     pub const FIRST_READS: f64 = 1.0;
-    /// Bytes. After so many reads it is about that.
+    /// Bytes. After this many reads it is about that.
     pub const FIRST_READ_BYTES: f64 = 10e6;
     /// Part of the clusters that fit by number, of three or four CTAs: some multiprocessors have too few neighbours.
     pub const CLUSTERS_OF_FOUR: [usize; 2] = [10, 11];

@@ -82,7 +82,7 @@ pub fn time(rates: &Rates, stores: Stores, problem: &Problem, config: &Config) -
     Model::new(problem, &kernel, config.route, config.chunking).time()
 }
 
-/// The base of all candidates, and the choice if there is none.
+/// The base of all candidates, and the choice if there are no candidates.
 const WHOLE: Config = Config::new(WIDEST, Chunking::new(1), Route::Push);
 
 /// The base of those whose partials are stored behind the product.
@@ -186,7 +186,7 @@ fn time_behind(rates: &Rates, problem: &Problem, numerics: Numerics, depth: usiz
     tiled(rates, &problem, numerics, BEHIND).cost + behind(&problem)
 }
 
-/// The configuration with the shortest time, or `base` if there is none. Each is given by its models for several K, and
+/// The configuration with the shortest time, or `base` without any. Each is given by its models for several K, and
 /// its time is their geometric mean.
 ///
 /// Most models are too slow already by their lower bound, and are not played through.

@@ -112,9 +112,9 @@ pub struct Tiles<'a> {
     uneven: f64,
     /// The share of multiprocessors that an entry takes.
     share: f64,
-    /// What the first reads from device memory take beside their bytes.
+    /// What the first reads from device memory take, apart from their bytes.
     first_reads: f64,
-    /// What an entry takes beside its steps.
+    /// What an entry takes, apart from its steps.
     beside: f64,
     /// Whether two consumers take entries by turns, so that an entry is stored while the next one is multiplied.
     by_turns: bool,
@@ -129,7 +129,7 @@ struct SliceSums {
     each: f64,
     /// The time in the L2 cache of an entry, for each entry at the same time.
     of_cached: f64,
-    /// What a tile's last slice takes beside that.
+    /// What a tile's last slice takes in addition.
     joined: f64,
 }
 
@@ -357,7 +357,7 @@ impl<'a> Tiles<'a> {
         waves(full, self.slots) + waves(1, rest) + self.joined()
     }
 
-    /// What the last tile takes if K is cut, beside the time of its entries.
+    /// What the last tile takes if K is cut, apart from its entries.
     pub fn joined(&self) -> f64 {
         self.sums.joined
     }

@@ -100,7 +100,7 @@ fn is_collective(schedule: &Schedule) -> bool {
     schedule.product().is_none() && schedule.is_pushed()
 }
 
-/// The kernel that runs beside copies.
+/// The kernel that runs while copies do.
 #[derive(Debug)]
 enum ProgramKernel {
     /// There is no product or it has no rows, and no kernel moves rows.
@@ -222,7 +222,7 @@ fn ends_with_kernel(schedule: &Schedule, reduction: Option<&ReductionKernel>) ->
     reduction.is_none() && !schedule.uses(Route::Net)
 }
 
-/// Checks that pushes can run beside the kernel that waits for them. Without a product, no kernel waits.
+/// Checks that pushes can run together with the kernel that waits for them. Without a product, no kernel waits.
 fn check_pushes(gpu: &Gpu, schedule: &Schedule) -> Result<()> {
     if !(schedule.is_pushed() && schedule.awaits_permit()) {
         return Ok(());

@@ -17,7 +17,7 @@ use crate::error;
 use crate::schedule::limits::limit;
 use crate::schedule::{Config, MAX_WEIGHTS, Product, Quantization, Schedule};
 
-/// The rows of results begin on a multiple of so many bytes.
+/// The rows of results begin on a multiple of this number of bytes.
 const ALIGNMENT: usize = 16;
 
 /// The kernel that quantises the results of a product, and their memory.

@@ -120,13 +120,13 @@ impl Encoder<'_> {
         })
     }
 
-    /// A map for loads of so many rows at a time.
+    /// A map for loads of this number of rows at a time.
     fn loaded(&self, matrix: DeviceMatrix, rows: u32) -> Result<TensorMap> {
         let columns = GEMMESH_STAGE_ROW / self.dtype.bytes() as u32;
         TensorMap::new(self.rank, self.dtype, matrix, rows, columns, true)
     }
 
-    /// A map for stores of so many columns at a time.
+    /// A map for stores of this number of columns at a time.
     fn stored(&self, matrix: DeviceMatrix, dtype: DType, columns: u32) -> Result<TensorMap> {
         TensorMap::new(self.rank, dtype, matrix, GEMMESH_STORE_ROWS, columns, false)
     }

@@ -94,7 +94,7 @@ pub(super) fn check_after(schedule: &Schedule, moved: &Transfer) -> Result<()> {
     require(what, moved.after.is_empty() || is_passed_on)
 }
 
-/// Checks rows that a product's kernel stores: those of the matrix that it multiplies, and of a second one beside it.
+/// Checks rows that a product's kernel stores: those of the matrix that it multiplies, and of a second one.
 fn check_stored(schedule: &Schedule, product: &Product, moved: &Transfer) -> Result<()> {
     limit("regions that a kernel stores", moved.regions.len(), 1, 2)?;
     for (Move { from: region, to }, matrix) in moved.regions.iter().zip([product.a, BESIDE]) {

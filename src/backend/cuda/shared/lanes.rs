@@ -207,7 +207,7 @@ impl Opening {
         Ok((lanes.len() * Self::LONG) as f64 / best)
     }
 
-    /// Sends a message of so many bytes to some ranks and receives one from some, on all lanes.
+    /// Sends a message of `bytes` bytes to some ranks and receives one from some, on all lanes.
     fn exchange(
         &self,
         lanes: &[LaneTransport],

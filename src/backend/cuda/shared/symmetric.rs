@@ -135,7 +135,7 @@ pub struct Introduction {
     /// Whether its GPU was chosen by the caller.
     chosen: bool,
     rates: Rates,
-    /// Whether its copies run beside its kernels.
+    /// Whether its copies run while its kernels do.
     pushes: bool,
 }
 
@@ -169,7 +169,7 @@ pub struct Peers {
     pub distinct: bool,
     /// Rank 0's rates. All ranks use them, because they must choose alike.
     pub rates: Rates,
-    /// Whether copies run beside kernels on all of them.
+    /// Whether copies run while kernels do, on all of them.
     push: bool,
 }
 

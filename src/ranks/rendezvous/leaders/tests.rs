@@ -382,7 +382,7 @@ fn rank_0_that_is_silent_at_all_of_its_addresses_is_missing_at_the_deadline() {
     assert_eq!(reason.as_ref().unwrap().matches(words).count(), 8);
 }
 
-/// The error of a leader that rank 0 answers on so many connections, and then sends this on the first.
+/// The error of a leader that rank 0 answers on this number of connections, and then sends this on the first.
 fn error_after(connections: usize, verdict: Option<Result<()>>) -> Error {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();

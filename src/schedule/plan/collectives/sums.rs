@@ -74,7 +74,7 @@ impl CollectivePlan<'_> {
         Schedule::new(parts)
     }
 
-    /// The sum of so many rows of these addends, which is stored from row `first` of OUT on.
+    /// The sum of this number of rows of these addends, which is stored from row `first` of OUT on.
     fn reduction(&self, rows: usize, first: usize, addends: Vec<Addend>) -> Reduction {
         Reduction {
             rows,

@@ -7,7 +7,7 @@ use crate::backend::cuda::model::clocks::Clocks;
 use crate::schedule::Route;
 use crate::schedule::plan::partials::Piece;
 
-/// Microseconds from the first product until all pieces are made and sent, each to so many ranks.
+/// Microseconds from the first product until all pieces are made and sent, each to this number of ranks.
 pub fn of(model: &Model, sent: &[(Piece, usize)]) -> f64 {
     let mut timeline = SendTimeline {
         model,
