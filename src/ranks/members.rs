@@ -544,6 +544,8 @@ impl Members {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ranks::identity::Identity;
+    use crate::ranks::rendezvous;
 
     #[test]
     fn a_long_wait_costs_few_looks_and_lasts_hardly_longer() {
@@ -555,5 +557,32 @@ mod tests {
             looks += 1;
         }
         assert!(looks < 500, "{looks} looks in a second");
+    }
+
+    /// Rank 0 of a group of its own.
+    fn alone() -> Members {
+        let identity = Identity::of_test(0, 1, "");
+        rendezvous::meet_speaking(&identity, rendezvous::PROTOCOL_VERSION).unwrap()
+    }
+
+    fn wait(members: &Members, is_there: impl FnMut() -> Result<bool>) -> Result<()> {
+        members.wait_until(is_there, Epoch::FIRST, Awaited::Ready { source: 0 })
+    }
+
+    #[test]
+    fn a_failure_that_follows_a_signal_fails_no_wait_for_the_signal() {
+        for signalled in [true, false] {
+            let members = alone();
+            let (mut looks, failed_at) = (0, 150);
+            let waited = wait(&members, || {
+                looks += 1;
+                if looks == failed_at {
+                    members.fail(Kind::RankPanicked { message: None }.on(0));
+                }
+                Ok(signalled && looks > failed_at)
+            });
+            assert_eq!(waited.is_ok(), signalled, "{waited:?}");
+            assert_eq!(looks, failed_at + 1);
+        }
     }
 }

@@ -62,7 +62,7 @@ pub enum RowResult {
 
 impl RowResult {
     /// True if ranks send it to each other.
-    pub const fn is_sent(self) -> bool {
+    pub fn is_sent(self) -> bool {
         match self {
             RowResult::Kept => false,
             RowResult::SumOfOwnRows | RowResult::SumOfAllRows | RowResult::Blocks => true,
@@ -70,7 +70,7 @@ impl RowResult {
     }
 
     /// True if all ranks get what becomes of a row. Otherwise only one rank does.
-    pub const fn is_for_all(self) -> bool {
+    pub fn is_for_all(self) -> bool {
         match self {
             RowResult::SumOfAllRows => true,
             RowResult::Kept | RowResult::SumOfOwnRows | RowResult::Blocks => false,
@@ -183,12 +183,12 @@ impl Operation {
         all.any(|operation| operation.gathers_sums() && operation.name == name)
     }
 
-    const fn gathers_sums(self) -> bool {
+    fn gathers_sums(self) -> bool {
         matches!(self.part, OperationPart::Gather) && self.result.is_for_all()
     }
 
     /// True if it has a product.
-    pub const fn multiplies(self) -> bool {
+    pub fn multiplies(self) -> bool {
         match self.part {
             OperationPart::Whole | OperationPart::Work => matches!(self.work, RowWork::Product),
             OperationPart::Copies | OperationPart::Gather => false,
@@ -196,13 +196,13 @@ impl Operation {
     }
 
     /// True if it has a product whose result ranks send to each other.
-    pub const fn sends_product(self) -> bool {
+    pub fn sends_product(self) -> bool {
         let is_whole = matches!(self.part, OperationPart::Whole);
         is_whole && self.multiplies() && self.result.is_sent()
     }
 
     /// True if a rank does it alone.
-    pub const fn is_alone(self) -> bool {
+    pub fn is_alone(self) -> bool {
         matches!((self.rows, self.result), (RowSource::Own, RowResult::Kept))
     }
 }
@@ -277,5 +277,30 @@ mod tests {
             ends,
             ["gather of matmul_all_reduce", "gather of all_reduce"]
         );
+    }
+
+    fn those(which: impl Fn(Operation) -> bool) -> Vec<Operation> {
+        let all = Operation::ALL.iter().copied();
+        all.filter(|&operation| which(operation)).collect()
+    }
+
+    #[test]
+    fn products_are_sent_where_sums_are_made_of_them() {
+        let multiply = [
+            Operation::ALL_GATHER_MATMUL,
+            Operation::MATMUL,
+            Operation::MATMUL_REDUCE_SCATTER,
+            Operation::MATMUL_ALL_REDUCE,
+            Operation::MULTIPLY,
+            Operation::MULTIPLY_PARTIALS,
+        ];
+        assert_eq!(those(Operation::multiplies), multiply);
+        assert_eq!(those(Operation::sends_product), Operation::SUMS);
+    }
+
+    #[test]
+    fn all_ranks_take_part_in_what_is_gathered_or_sent() {
+        let alone = [Operation::MATMUL, Operation::QUANTIZE];
+        assert_eq!(those(Operation::is_alone), alone);
     }
 }

@@ -56,3 +56,23 @@ impl Message for AwaitedMessage {
         Ok(messages.get_mut(&self.ends).and_then(VecDeque::pop_front))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_of_a_sender_arrive_in_the_order_in_which_they_were_sent() {
+        let mailboxes = Mailboxes::default();
+        let receive = |ends| mailboxes.receive(ends, Vec::new()).unwrap();
+        let (mut from_0, mut from_1) = (receive([0, 2]), receive([1, 2]));
+        for (ends, byte) in [([0, 2], 1), ([0, 2], 2), ([2, 1], 3)] {
+            let mut sent = mailboxes.send(ends, vec![byte]).unwrap();
+            assert_eq!(sent.take_if_ended(), Ok(Some(vec![byte])));
+        }
+        assert_eq!(from_0.take_if_ended(), Ok(Some(vec![1])));
+        assert_eq!(from_0.take_if_ended(), Ok(Some(vec![2])));
+        assert_eq!(from_0.take_if_ended(), Ok(None));
+        assert_eq!(from_1.take_if_ended(), Ok(None));
+    }
+}
