@@ -151,9 +151,7 @@ impl Explanation {
     }
 
     fn write_moves(&self, f: &mut Formatter<'_>) -> Result {
-        let Config {
-            chunking, route, ..
-        } = &self.config;
+        let route = &self.config.route;
         let what = match (self.moved, route) {
             (Moved::Nothing, _) => {
                 return f.write_str("\nNothing is moved, because one rank has all rows.");
@@ -197,6 +195,12 @@ impl Explanation {
             f.write_str(".")?;
             return self.write_hosts(f);
         }
+        self.write_chunks(f)?;
+        self.write_hosts(f)
+    }
+
+    fn write_chunks(&self, f: &mut Formatter<'_>) -> Result {
+        let chunking = &self.config.chunking;
         write!(f, ", in {}", Counted(chunking.count, "chunk"))?;
         if chunking.last != chunking.count {
             let last = Counted(chunking.last, "chunk");
@@ -210,7 +214,7 @@ impl Explanation {
         if chunking.cut_last {
             f.write_str("\nThe very last chunk comes in two parts, cut along K.")?;
         }
-        self.write_hosts(f)
+        Ok(())
     }
 
     fn write_hosts(&self, f: &mut Formatter<'_>) -> Result {

@@ -72,15 +72,7 @@ pub fn hosts(
             "each host must have as many of the {world} ranks as the others"
         ))
     })?;
-    let is_cyclic = launcher.name == SRUN
-        && text(process, DISTRIBUTION)?.is_some_and(|how| how.starts_with("cyclic"));
-    let host_and_place = |rank: usize| {
-        if is_cyclic {
-            [rank % (world / own), rank / (world / own)]
-        } else {
-            [rank / own, rank % own]
-        }
-    };
+    let host_and_place = places_of_ranks(process, launcher, world / own, own)?;
     let (place, found) = number(process, launcher.local_rank)?;
     let [_, expected] = host_and_place(rank);
     if found != expected {
@@ -95,6 +87,24 @@ pub fn hosts(
     let names: Vec<usize> = (0..world).map(|rank| host_and_place(rank)[0]).collect();
     // The numbers of ranks are equal.
     Ok(Hosts::of(&names).unwrap_or_default())
+}
+
+/// From a rank to its host and its place there. `own`: the ranks of each of the `hosts`.
+fn places_of_ranks(
+    process: &impl Surroundings,
+    launcher: &Launcher,
+    hosts: usize,
+    own: usize,
+) -> Result<impl Fn(usize) -> [usize; 2]> {
+    let is_cyclic = launcher.name == SRUN
+        && text(process, DISTRIBUTION)?.is_some_and(|how| how.starts_with("cyclic"));
+    Ok(move |rank| {
+        if is_cyclic {
+            [rank % hosts, rank / hosts]
+        } else {
+            [rank / own, rank % own]
+        }
+    })
 }
 
 /// The hosts of ranks that are not told how many share one: all of them, unless a rank's own numbers say that it is on

@@ -293,11 +293,7 @@ impl<'a> Tiles<'a> {
         } else {
             rates.column
         };
-        let split = match tile.split_k {
-            1 => 0.0,
-            _ => rates.join + rates.split * area / (128.0 * 256.0),
-        };
-        let beside = column * area / 128.0 + split;
+        let beside = column * area / 128.0 + joining(rates, tile.split_k, area);
         let by_turns = kernels::is_pingpong(config, variant);
         // The last entry's stores have no products to lie under.
         let last = if by_turns { beside } else { 0.0 };
@@ -313,8 +309,7 @@ impl<'a> Tiles<'a> {
             step_of_cached: step_of_cached(rates, tile, bytes, counts, merged),
             step_of_read: read / rates.read,
             uneven: 0.0,
-            first_reads: fitted::FIRST_READS
-                * (1.0 - (-(((m + n) * k * bytes) as f64) / fitted::FIRST_READ_BYTES).exp()),
+            first_reads: first_reads(((m + n) * k * bytes) as f64),
             share: ctas as f64 / multiprocessors as f64,
             beside,
             by_turns,
@@ -394,6 +389,20 @@ impl<'a> Tiles<'a> {
     /// The same if no operand is cached. What is added is the same for every kernel.
     pub fn cold(&self) -> f64 {
         self.alone() + self.first_reads
+    }
+}
+
+/// What the first reads of this number of bytes take, apart from their bytes.
+fn first_reads(bytes: f64) -> f64 {
+    fitted::FIRST_READS * (1.0 - (-bytes / fitted::FIRST_READ_BYTES).exp())
+}
+
+/// What a tile of `area` elements takes if `ctas` CTAs share its K, apart from their products.
+fn joining(rates: &Rates, ctas: usize, area: f64) -> f64 {
+    if ctas == 1 {
+        0.0
+    } else {
+        rates.join + rates.split * area / (128.0 * 256.0)
     }
 }
 

@@ -192,7 +192,6 @@ impl BlockTables {
             (Some((_, rows)), true) => (TARGETS, rows.start),
             _ => (0, 0),
         };
-        let (rank, world) = (schedule.rank(), schedule.world());
         let store_begin = self.stores.len();
         let is_copied = sent
             .iter()
@@ -203,7 +202,7 @@ impl BlockTables {
             self.stores.push(GemmeshStore {
                 map: own_map as u32,
                 row: (sum.first - origin) as u32,
-                to: rank as u32,
+                to: schedule.rank() as u32,
                 flag: if is_copied {
                     GEMMESH_COPIED
                 } else {
@@ -211,13 +210,7 @@ impl BlockTables {
                 },
             });
         }
-        let stored = sent.iter().filter(|moved| moved.route == Route::Store);
-        self.stores.extend(stored.map(|moved| GemmeshStore {
-            map: (own_map + (moved.to + world - rank) % world) as u32,
-            row: (moved.regions[0].to.rows.start - origin) as u32,
-            to: moved.to as u32,
-            flag: moved.flag as u32,
-        }));
+        self.add_stores_to_peers(schedule, sent, [own_map, origin]);
         let (addends, before) = addends(sum);
         let first = addends.first().copied().unwrap_or(0);
         self.blocks.push(GemmeshBlock {
@@ -240,6 +233,23 @@ impl BlockTables {
                 tiles * storing_warps(&product.config)
             },
         });
+    }
+
+    /// Adds the transfers of a block that the kernel stores. Maps are counted from this rank's, and rows from `origin`.
+    fn add_stores_to_peers(
+        &mut self,
+        schedule: &Schedule,
+        sent: &[&Transfer],
+        [own_map, origin]: [usize; 2],
+    ) {
+        let (rank, world) = (schedule.rank(), schedule.world());
+        let stored = sent.iter().filter(|moved| moved.route == Route::Store);
+        self.stores.extend(stored.map(|moved| GemmeshStore {
+            map: (own_map + (moved.to + world - rank) % world) as u32,
+            row: (moved.regions[0].to.rows.start - origin) as u32,
+            to: moved.to as u32,
+            flag: moved.flag as u32,
+        }));
     }
 }
 

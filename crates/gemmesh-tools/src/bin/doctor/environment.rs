@@ -138,11 +138,15 @@ fn effect(
         "GEMMESH_REQUIRE_GPU" => None,
         _ if name.starts_with("GEMMESH_TEST") => None,
         _ if name.starts_with("GEMMESH_") => {
-            let what = format!("gemmesh reads no variable {name}");
-            let advice = "See how its name is spelt, or unset it.";
-            findings.push(Finding::note("environment", what, advice));
+            findings.push(unread(name));
             Some("none: gemmesh reads no such variable")
         }
         _ => None,
     }
+}
+
+fn unread(name: &str) -> Finding {
+    let what = format!("gemmesh reads no variable {name}");
+    let advice = "See how its name is spelt, or unset it.";
+    Finding::note("environment", what, advice)
 }
