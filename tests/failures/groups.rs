@@ -610,6 +610,11 @@ fn launched_pair(me: &Rank, by_split: bool) -> Result<(Group<Host>, usize), Erro
 
 /// The launcher of four ranks in pairs blames rank 3, and rank 2 reads the pair's name and who its ranks are.
 fn blamed(test: &str, failing: Failing, by_split: bool) {
+    // The other pair's ranks may not have ended when the launcher kills them.
+    again_if_busy(|| blamed_once(test, failing, by_split));
+}
+
+fn blamed_once(test: &str, failing: Failing, by_split: bool) {
     let ranks = start(test, &[(0, 1)], |me| {
         if !launch::is_rank() {
             return Launch::new(4).run().map(|()| "all have succeeded".into());
