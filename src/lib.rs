@@ -75,6 +75,8 @@
 //! | `cust` | matrices in cust 0.3's buffers, on its streams: `Matrix::from_cust` | as `cuda`, and a toolkit in `CUDA_LIBRARY_PATH` |
 //! | `nvtx` | names operations in NVIDIA's profilers | libclang and a C compiler |
 //! | `mpi` | finds the ranks over an MPI communicator | an MPI library and libclang |
+//! | `unstable-doors` | `raw`, for packages for other languages. Any release may change it | |
+//! | `unstable-tools` | `schedule`, `protocol`, `testing`, `tools`, for work on this library. Any release may change them | |
 //! | `bindgen` | compares the kernels' header with its Rust side in the tests | libclang |
 //!
 //! # More
@@ -82,13 +84,17 @@
 //! The repository has a user's guide (`docs/guide.md`), pages on training, GPUs, tuning, results and the protocol
 //! (`docs/`), and examples of a page each (`examples/`).
 #![cfg_attr(docsrs, feature(doc_cfg))]
-// loom explores only the protocol.
-#![cfg_attr(loom, allow(dead_code))]
+// loom explores only the protocol. Without the unstable modules, what only they use is unused.
+#![cfg_attr(
+    any(loom, not(all(feature = "unstable-doors", feature = "unstable-tools"))),
+    allow(dead_code, unused_imports)
+)]
 
 mod call;
 pub mod error;
-// Unstable, because it is for this library's own tests and benchmarks. Any release may change it.
-#[doc(hidden)]
+#[cfg(not(feature = "unstable-tools"))]
+mod schedule;
+#[cfg(feature = "unstable-tools")]
 pub mod schedule;
 
 mod element;
@@ -98,10 +104,11 @@ mod json;
 mod one_line;
 mod profile;
 
-mod route;
-// Unstable, as `schedule`.
-#[doc(hidden)]
+#[cfg(not(feature = "unstable-tools"))]
+mod protocol;
+#[cfg(feature = "unstable-tools")]
 pub mod protocol;
+mod route;
 
 #[cfg(not(loom))]
 mod backend;
@@ -117,13 +124,12 @@ mod ops;
 mod process;
 #[cfg(not(loom))]
 mod ranks;
-// Unstable, as `schedule`.
-#[cfg(not(loom))]
-#[doc(hidden)]
+#[cfg(all(feature = "unstable-doors", not(loom)))]
 pub mod raw;
 mod resources;
 #[cfg(all(feature = "unstable-tools", not(loom)))]
-#[cfg_attr(docsrs, doc(cfg(feature = "unstable-tools")))]
+pub mod testing;
+#[cfg(all(feature = "unstable-tools", feature = "cuda", not(loom)))]
 pub mod tools;
 #[cfg(not(loom))]
 pub mod trace;
@@ -169,22 +175,6 @@ pub use interop::cudarc::{CudarcMatrix, CudarcMatrixMut};
 #[cfg(all(feature = "cuda", not(loom)))]
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
 pub use {backend::Cuda, interop::stream::StreamGuard};
-
-#[cfg(not(loom))]
-#[doc(hidden)]
-pub mod testing {
-    //! Items for this library's own tests and benchmarks.
-    pub use crate::backend::KEPT_PROGRAMS;
-    pub use crate::backend::delay_chunks;
-    #[cfg(feature = "cuda")]
-    pub use crate::backend::{Variant, Winner};
-    #[cfg(feature = "cuda")]
-    pub use crate::interop::stream::{align_streams, ranks_share_gpus, with_each_kernel};
-    pub use crate::json::{of_outcome, outcome};
-    pub use crate::ops::run_schedule;
-    pub use crate::ranks::address::meeting_texts;
-    pub use crate::ranks::rendezvous::PROTOCOL_VERSION;
-}
 
 #[cfg(fuzzing)]
 pub mod fuzzing {

@@ -389,7 +389,7 @@ impl<B: Backend, T: Element> Clone for Prepared<'_, B, T> {
 
 impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// The schedule: what is moved and multiplied, and in which order.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     pub fn schedule(&self) -> &Schedule {
         self.planned.schedule()
     }
@@ -475,7 +475,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     ///
     /// # Errors
     /// As [`all_gather_matmul`].
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     #[track_caller]
     pub fn run_in_sequence_traced<'w, 'o>(
         &self,
@@ -513,7 +513,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     ///
     /// # Safety
     /// Until the copy has ended, no other rank writes its own rows of this matrix.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     #[track_caller]
     pub unsafe fn copy<'w>(&self, a: impl Into<ShardedOperand<'w, B, T>>) -> Result<()> {
         // SAFETY: as this function's.

@@ -299,7 +299,7 @@ impl<B: Backend, T: Element> fmt::Debug for PreparedMatmul<'_, B, T> {
 
 impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
     /// The schedule: what is multiplied, and in which order.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     pub fn schedule(&self) -> &Schedule {
         self.planned.schedule()
     }

@@ -295,7 +295,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// The schedule: what is moved and added, and in which order. If partials are moved while the product is made, also
     /// what is multiplied. Otherwise, if each rank adds up only its own rows, a gather follows that is not in this
     /// schedule.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     pub fn schedule(&self) -> &Schedule {
         self.planned.sums.schedule()
     }
@@ -350,7 +350,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     ///
     /// # Errors
     /// [`Kind::Shape`] or [`Kind::Unsuitable`]; the group's failure.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     #[track_caller]
     pub fn matmul<W: WeightOf<T>>(&self, a: &Matrix<B, T>, b: &Matrix<B, W>) -> Result<()> {
         self.planned.sums.matmul(&operands(a, b, self.addends))
@@ -361,7 +361,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     ///
     /// # Errors
     /// As [`matmul_all_reduce`].
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     #[track_caller]
     pub fn all_reduce<O: AddendOf<T>>(&self, out: &mut ShardedMatrix<B, O>) -> Result<()> {
         self.planned.reduce(&self.addends, (&*out).into())
@@ -376,7 +376,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// # Safety
     /// Until the copy has ended, no other rank begins an operation that makes partials or sums, or writes its rows of
     /// `out`.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     #[track_caller]
     pub unsafe fn copy<O: AddendOf<T>>(&self, out: &mut ShardedMatrix<B, O>) -> Result<()> {
         // SAFETY: as this function's.

@@ -362,7 +362,7 @@ impl<B: Backend, T: Element> fmt::Debug for PreparedReduceScatter<'_, B, T> {
 impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// The schedule: what is moved and added, and in which order. If partials are moved while the product is made, also
     /// what is multiplied.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     pub fn schedule(&self) -> &Schedule {
         self.planned.schedule()
     }
@@ -451,7 +451,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     ///
     /// # Errors
     /// [`Kind::Shape`] or [`Kind::Unsuitable`]; the group's failure.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     #[track_caller]
     pub fn matmul<W: WeightOf<T>>(&self, a: &Matrix<B, T>, b: &Matrix<B, W>) -> Result<()> {
         self.planned.matmul(&operands(a, b, self.addends))
@@ -461,7 +461,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     ///
     /// # Errors
     /// As [`matmul_reduce_scatter`].
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     #[track_caller]
     pub fn reduce_scatter<O: OutputOf<T>>(&self, out: &mut Matrix<B, O>) -> Result<()> {
         let mut out = Outputs::<B, T>::from(out).all;
@@ -478,7 +478,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     ///
     /// # Safety
     /// Until the copy has ended, no other rank begins an operation that makes partials or sums.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     #[track_caller]
     pub unsafe fn copy(&self) -> Result<()> {
         // SAFETY: as this function's.

@@ -220,7 +220,7 @@ impl<B: Backend, T: Float> fmt::Debug for PreparedQuantize<B, T> {
 
 impl<B: Backend, T: Float> PreparedQuantize<B, T> {
     /// The schedule: what is quantised, and how.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     pub fn schedule(&self) -> &Schedule {
         B::schedule(&self.planned.program)
     }

@@ -13,7 +13,6 @@ mod program;
 mod shared;
 
 pub use gpu::kernels::Variant;
-#[doc(hidden)]
 pub use model::tuned::Winner;
 #[cfg(fuzzing)]
 pub use model::tuned::fuzzing as winners;
