@@ -38,7 +38,8 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 /// ```
 /// use std::time::Duration;
 ///
-/// use gemmesh::{Group, Host, Numerics};
+/// use gemmesh::tuning::Numerics;
+/// use gemmesh::{Group, Host};
 ///
 /// let options = Group::<Host>::builder()
 ///     .timeout(Duration::from_secs(5))

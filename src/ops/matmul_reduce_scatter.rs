@@ -174,7 +174,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
 
     /// Makes [`MatmulReduceScatter::prepare`] plan for outputs of this type. [`MatmulReduceScatter::run`] needs no such hint.
     ///
-    /// The default is `T` if it has 16 bits, and bf16 for fp8. [`OutputOf`](crate::OutputOf) lists the others.
+    /// The default is `T` if it has 16 bits, and bf16 for fp8. [`OutputOf`](crate::elements::OutputOf) lists the others.
     pub fn output_dtype(mut self, dtype: DType) -> Self {
         self.options.output_dtype = Some(dtype);
         self
@@ -183,7 +183,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// Makes [`MatmulReduceScatter::prepare`] plan for weights of this type. [`MatmulReduceScatter::run`] needs no such
     /// hint.
     ///
-    /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::WeightOf) lists the others.
+    /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::elements::WeightOf) lists the others.
     pub fn weight_dtype(mut self, dtype: DType) -> Self {
         self.options.weight_dtype = Some(dtype);
         self
@@ -204,11 +204,11 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
 
     /// Uses `config` instead of the configuration that the backend would choose.
     ///
-    /// - [`Route::Pull`](crate::Route::Pull): all rows are multiplied before any are moved. While a kernel runs, it
+    /// - [`Route::Pull`](crate::tuning::Route::Pull): all rows are multiplied before any are moved. While a kernel runs, it
     ///   needs nothing of other ranks.
-    /// - [`Route::Push`](crate::Route::Push): each block is sent when it has been computed, and the kernel adds the
+    /// - [`Route::Push`](crate::tuning::Route::Push): each block is sent when it has been computed, and the kernel adds the
     ///   blocks that have arrived.
-    /// - [`Route::Store`](crate::Route::Store): the kernel stores each tile to its owner at once. On GPUs it stores to
+    /// - [`Route::Store`](crate::tuning::Route::Store): the kernel stores each tile to its owner at once. On GPUs it stores to
     ///   at most seven peers. With [`Config::product_first`], a second kernel stores all rows behind the product.
     ///
     /// By default, up to eight ranks with GPUs of their own store few rows and push many. Other groups pull.

@@ -442,8 +442,8 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
 
     fn scale_columns(&self, scaling: Scaling, k: usize) -> usize {
         match scaling {
-            Scaling::ShardedBlocks => crate::ShardedScales::<B>::columns_of_blocks(k),
-            _ => crate::ShardedScales::<B>::columns_of_rows(),
+            Scaling::ShardedBlocks => crate::fp8::ShardedScales::<B>::columns_of_blocks(k),
+            _ => crate::fp8::ShardedScales::<B>::columns_of_rows(),
         }
     }
 

@@ -22,7 +22,6 @@ use crate::{Error, Result};
 
 pub use crate::interop::tensors::{Tensor, VersionedTensor, export, export_versioned};
 pub use crate::matrix::Memory;
-pub use crate::schedule::MAX_WEIGHTS;
 pub use group::{
     AnyBackend, AnyGroup, BackendKind, Gather, Joining, Options, join, refused, unsuitable,
     wrong_device,
