@@ -139,7 +139,7 @@ pub mod trace;
 pub mod interop;
 
 pub use element::{DType, F8E4M3, F8E5M2, bf16, f16};
-pub use error::{Error, Result};
+pub use error::context::{Error, Result};
 pub use schedule::config::Config;
 pub use schedule::form::Activation;
 
