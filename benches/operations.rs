@@ -28,11 +28,11 @@ use clap::{Parser, ValueEnum};
 use common::gather::AllGather;
 use common::time::{self, Time};
 use common::{Check, Failure, Multiplied, Operation, Row};
+use gemmesh::elements::{Number, OutputOf};
 use gemmesh::error::Kind;
-use gemmesh::{
-    Backend, Chunking, Config, DType, Error, Explanation, F8E4M3, Group, Host, Number, Numerics,
-    OutputOf, Result, Route, Scaling, TileShape, bf16, f16, launch,
-};
+use gemmesh::fp8::Scaling;
+use gemmesh::tuning::{Chunking, Explanation, Numerics, Route, TileShape};
+use gemmesh::{Backend, Config, DType, Error, F8E4M3, Group, Host, Result, bf16, f16, launch};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
 use sums::{AllReduce, ReduceScatter};
@@ -543,7 +543,7 @@ fn launch_or_run(args: &Args) -> Result<(), Failure> {
 
 /// Runs an operation whose products the caller's functions make.
 #[cfg(feature = "cuda")]
-fn run_with_functions<T: Multiplied + gemmesh::Half>(args: &Args) -> Result<(), Failure> {
+fn run_with_functions<T: Multiplied + gemmesh::elements::Half>(args: &Args) -> Result<(), Failure> {
     match args.op {
         Op::Consume => run::<gemmesh::Cuda, T, cuda::Consume<T>>(args),
         _ => run::<gemmesh::Cuda, T, cuda::Produce<T>>(args),

@@ -3,9 +3,11 @@
 use std::hint::black_box;
 use std::time::Instant;
 
+use gemmesh::Config;
 use gemmesh::DType;
 use gemmesh::schedule::plan::plan;
-use gemmesh::schedule::{Chunking, Config, Layout, Operation, Problem, Route, TileShape};
+use gemmesh::schedule::{Layout, Operation, Problem};
+use gemmesh::tuning::{Chunking, Route, TileShape};
 
 const ROUNDS: usize = 101;
 

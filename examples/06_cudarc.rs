@@ -2,7 +2,8 @@
 //! end. Two ranks, a GPU each. Run: `cargo run --release --features cudarc --example 06_cudarc`
 
 use cudarc::driver::CudaContext;
-use gemmesh::{AllGatherMatmul, Cuda, CudarcMatrix, CudarcMatrixMut, Group, bf16, launch};
+use gemmesh::interop::{CudarcMatrix, CudarcMatrixMut};
+use gemmesh::{AllGatherMatmul, Cuda, Group, bf16, launch};
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
 

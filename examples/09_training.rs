@@ -1,8 +1,9 @@
 //! Forward pass and gradients of z = relu(x · w1ᵀ) · w2ᵀ, tensor- and sequence-parallel.
 
+use gemmesh::products::WeightLayout;
 use gemmesh::{
     Activation, AllGatherMatmul, Group, Host, MatmulReduceScatter, Matrix, Result, ShardedMatrix,
-    WeightLayout, bf16,
+    bf16,
 };
 
 const RANKS: usize = 4;

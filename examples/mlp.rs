@@ -16,10 +16,12 @@ mod numbers;
 use std::time::Instant;
 
 use clap::{Parser, ValueEnum};
+use gemmesh::products::{Prepared, PreparedReduceScatter};
 use gemmesh::trace::{Timeline, Trace};
+use gemmesh::tuning::Route;
 use gemmesh::{
-    Activation, AllGatherMatmul, Backend, Group, Host, MatmulReduceScatter, Matrix, Prepared,
-    PreparedReduceScatter, Result, Route, ShardedMatrix, bf16,
+    Activation, AllGatherMatmul, Backend, Group, Host, MatmulReduceScatter, Matrix, Result,
+    ShardedMatrix, bf16,
 };
 use numbers::{product, random, wide};
 

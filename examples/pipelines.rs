@@ -15,10 +15,9 @@ use std::process::ExitCode;
 
 use cudarc::cublaslt::{result as lt, sys as lt_sys};
 use cudarc::driver::{result as driver, sys};
-use gemmesh::{
-    Cuda, F8E4M3, Group, Matrix, Value, all_gather_and_consume, bf16, launch,
-    produce_and_reduce_scatter,
-};
+use gemmesh::elements::Value;
+use gemmesh::pipelines::{all_gather_and_consume, produce_and_reduce_scatter};
+use gemmesh::{Cuda, F8E4M3, Group, Matrix, bf16, launch};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 

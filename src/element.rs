@@ -63,7 +63,7 @@ impl DType {
         self.is_half() || self.is_fp8()
     }
 
-    /// True if weights of the type `weight` multiply rows of this type, as [`WeightOf`](crate::WeightOf) says.
+    /// True if weights of the type `weight` multiply rows of this type, as [`WeightOf`](crate::elements::WeightOf) says.
     pub fn is_multiplied_by(self, weight: DType) -> bool {
         let is_e5m2 = |dtype| dtype == DType::F8E5M2;
         if self.is_fp8() && weight.is_fp8() {
@@ -73,7 +73,7 @@ impl DType {
         }
     }
 
-    /// True if products of this type can be stored as `output`, as [`OutputOf`](crate::OutputOf) says.
+    /// True if products of this type can be stored as `output`, as [`OutputOf`](crate::elements::OutputOf) says.
     pub fn is_stored_as(self, output: DType) -> bool {
         match output {
             DType::F32 => self.is_multiplied(),

@@ -27,20 +27,20 @@
 //! | join the ranks | [`Group::threads`], [`Group::from_env`], [`Group::connect`]; [`Builder`] for time-outs and devices; [`launch`] starts processes |
 //! | make matrices | [`Group::sharded`] (rows spread over the ranks), [`Group::upload`] and [`Group::zeros`] (a rank's own) |
 //! | change M between calls | [`Group::sharded_with_capacity`], [`ShardedMatrix::set_rows`], [`Matrix::set_rows`] |
-//! | use another library's memory | `Matrix::from_device_ptr`, `CudarcMatrix`, [`dlpack`] |
-//! | multiply fp8 | [`F8E4M3`], [`F8E5M2`], [`Scales`], [`ShardedScales`] |
-//! | make fp8 of other floats, or of products | [`quantize`], [`Matrix::quantized`], [`Quantized`], [`Quantization`] |
-//! | use a part of a matrix | [`MatrixView`], [`MatrixViewMut`] |
-//! | read and write own rows between two products | [`ShardedMatrix::shard`], [`ShardMut::copy_from`], [`ShardMut::view_mut`] |
+//! | use another library's memory | `Matrix::from_device_ptr`, [`interop`], [`dlpack`](interop::dlpack) |
+//! | multiply fp8 | [`F8E4M3`], [`F8E5M2`], [`Scales`](fp8::Scales), [`ShardedScales`](fp8::ShardedScales) |
+//! | make fp8 of other floats, or of products | [`quantize`](fp8::quantize), [`Matrix::quantized`], [`Quantized`](fp8::Quantized), [`Quantization`](fp8::Quantization) |
+//! | use a part of a matrix | [`MatrixView`](views::MatrixView), [`MatrixViewMut`](views::MatrixViewMut) |
+//! | read and write own rows between two products | [`ShardedMatrix::shard`], [`ShardMut::copy_from`](views::ShardMut::copy_from), [`ShardMut::view_mut`](views::ShardMut::view_mut) |
 //! | multiply rows that other ranks own | [`all_gather_matmul`], [`AllGatherMatmul`] |
 //! | sum the ranks' products | [`matmul_reduce_scatter`], [`matmul_all_reduce`], and the builders of the same names |
 //! | multiply on one rank | [`matmul`], [`Matmul`] |
 //! | move rows, without a product | [`all_gather`], [`reduce_scatter`], [`all_reduce`], [`all_to_all`], [`broadcast`] |
-//! | overlap a kernel of your own | [`all_gather_and_consume`], [`produce_and_reduce_scatter`], [`produce_and_all_to_all`] |
-//! | plan once and run often | `prepare` of each builder, such as [`AllGatherMatmul::prepare`]; [`Prepared`] |
+//! | overlap a kernel of your own | [`all_gather_and_consume`](pipelines::all_gather_and_consume), [`produce_and_reduce_scatter`](pipelines::produce_and_reduce_scatter), [`produce_and_all_to_all`](pipelines::produce_and_all_to_all) |
+//! | plan once and run often | `prepare` of each builder, such as [`AllGatherMatmul::prepare`]; [`Prepared`](products::Prepared) |
 //! | ask what is supported before there are matrices | `supported` of each builder, such as [`AllGatherMatmul::supported`] |
-//! | see or choose how a product is cut up | [`Prepared::explain`], [`Explanation`], [`Config`], [`Numerics`] |
-//! | see what happened when | [`Prepared::run_traced`], [`trace`] |
+//! | see or choose how a product is cut up | [`Prepared::explain`](products::Prepared::explain), [`Explanation`](tuning::Explanation), [`Config`], [`Numerics`](tuning::Numerics) |
+//! | see what happened when | [`Prepared::run_traced`](products::Prepared::run_traced), [`trace`] |
 //! | see which rank the others wait for | [`Group::wait_times`] |
 //! | learn what went wrong | [`Error`] |
 //!
@@ -75,6 +75,8 @@
 //! | `cust` | matrices in cust 0.3's buffers, on its streams: `Matrix::from_cust` | as `cuda`, and a toolkit in `CUDA_LIBRARY_PATH` |
 //! | `nvtx` | names operations in NVIDIA's profilers | libclang and a C compiler |
 //! | `mpi` | finds the ranks over an MPI communicator | an MPI library and libclang |
+//! | `unstable-doors` | `raw`, for packages for other languages. Any release may change it | |
+//! | `unstable-tools` | `schedule`, `protocol`, `testing`, `tools`, for work on this library. Any release may change them | |
 //! | `bindgen` | compares the kernels' header with its Rust side in the tests | libclang |
 //!
 //! # More
@@ -82,13 +84,17 @@
 //! The repository has a user's guide (`docs/guide.md`), pages on training, GPUs, tuning, results and the protocol
 //! (`docs/`), and examples of a page each (`examples/`).
 #![cfg_attr(docsrs, feature(doc_cfg))]
-// loom explores only the protocol.
-#![cfg_attr(loom, allow(dead_code))]
+// loom explores only the protocol. Without the unstable modules, what only they use is unused.
+#![cfg_attr(
+    any(loom, not(all(feature = "unstable-doors", feature = "unstable-tools"))),
+    allow(dead_code, unused_imports)
+)]
 
 mod call;
 pub mod error;
-// Unstable, because it is for this library's own tests and benchmarks. Any release may change it.
-#[doc(hidden)]
+#[cfg(not(feature = "unstable-tools"))]
+mod schedule;
+#[cfg(feature = "unstable-tools")]
 pub mod schedule;
 
 mod element;
@@ -98,10 +104,11 @@ mod json;
 mod one_line;
 mod profile;
 
-mod route;
-// Unstable, as `schedule`.
-#[doc(hidden)]
+#[cfg(not(feature = "unstable-tools"))]
+mod protocol;
+#[cfg(feature = "unstable-tools")]
 pub mod protocol;
+mod route;
 
 #[cfg(not(loom))]
 mod backend;
@@ -117,73 +124,103 @@ mod ops;
 mod process;
 #[cfg(not(loom))]
 mod ranks;
-// Unstable, as `schedule`.
-#[cfg(not(loom))]
-#[doc(hidden)]
+#[cfg(all(feature = "unstable-doors", not(loom)))]
 pub mod raw;
 mod resources;
 #[cfg(all(feature = "unstable-tools", not(loom)))]
-#[cfg_attr(docsrs, doc(cfg(feature = "unstable-tools")))]
+pub mod testing;
+#[cfg(all(feature = "unstable-tools", feature = "cuda", not(loom)))]
 pub mod tools;
 #[cfg(not(loom))]
 pub mod trace;
 
 // Last, so that the page of `Group` ends with raw streams. rustdoc shows `impl` blocks in the order of the modules.
 #[cfg(not(loom))]
-mod interop;
+pub mod interop;
 
-pub use element::{
-    AddendOf, DType, Element, F8E4M3, F8E5M2, Float, Half, Number, OutputOf, Value, WeightOf, bf16,
-    f16,
-};
-pub use error::{Error, Result};
-pub use route::Route;
-pub use schedule::{
-    Accumulation, Activation, Chunking, Config, Numerics, Quantization, Scaling, TileShape,
-    WeightLayout,
-};
+pub use element::{DType, F8E4M3, F8E5M2, bf16, f16};
+pub use error::context::{Error, Result};
+pub use schedule::config::Config;
+pub use schedule::form::Activation;
 
 #[cfg(not(loom))]
 pub use {
     backend::{Backend, Host},
-    explanation::{Explanation, Prediction},
     group::{Builder, DEFAULT_TIMEOUT, GATHERED_BYTES, Group},
-    interop::dlpack,
-    matrix::{Matrix, MatrixView, MatrixViewMut, ShardMut, ShardedMatrix},
+    matrix::{Matrix, ShardedMatrix},
     ops::{
-        AddendView, AllGatherAndConsume, AllGatherMatmul, Block, CallbackResult, Chunk, Matmul,
-        MatmulAllReduce, MatmulReduceScatter, Operand, Outputs, Prepared, PreparedAllReduce,
-        PreparedMatmul, PreparedQuantize, PreparedReduceScatter, ProduceAndAllToAll,
-        ProduceAndReduceScatter, Quantize, Quantized, QuantizedOutput, RowSplit, Scales,
-        ShardedOperand, ShardedScales, WeightScaling, WeightWidths, Weights, all_gather,
-        all_gather_and_consume, all_gather_matmul, all_reduce, all_to_all, broadcast, matmul,
-        matmul_all_reduce, matmul_reduce_scatter, produce_and_all_to_all,
-        produce_and_reduce_scatter, quantize, reduce_scatter,
+        AllGatherMatmul, Matmul, MatmulAllReduce, MatmulReduceScatter, all_gather,
+        all_gather_matmul, all_reduce, all_to_all, broadcast, matmul, matmul_all_reduce,
+        matmul_reduce_scatter, reduce_scatter,
     },
     ranks::launch,
 };
 
-#[cfg(all(feature = "cudarc", not(loom)))]
-#[cfg_attr(docsrs, doc(cfg(feature = "cudarc")))]
-pub use interop::cudarc::{CudarcMatrix, CudarcMatrixMut};
 #[cfg(all(feature = "cuda", not(loom)))]
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
-pub use {backend::Cuda, interop::stream::StreamGuard};
+pub use backend::Cuda;
+
+pub mod elements {
+    //! The element types that go together, as traits: other pairs do not compile.
+    //!
+    //! A [`Value`] can be moved, a [`Number`] be computed with. A [`Float`] can be added over the ranks. An [`Element`]
+    //! can be multiplied:
+    //!
+    //! | rows `T`: [`Element`] | weights: [`WeightOf<T>`](WeightOf) | outputs: [`OutputOf<T>`](OutputOf) | bias, residual: [`AddendOf<T>`](AddendOf) |
+    //! |---|---|---|---|
+    //! | bf16 | bf16 | bf16, f32 | bf16 |
+    //! | f16 | f16 | f16, f32 | f16 |
+    //! | F8E4M3 | F8E4M3, F8E5M2 | bf16, f16, f32, F8E4M3 | bf16 |
+    //! | F8E5M2 | F8E4M3 | bf16, f16, f32, F8E4M3 | bf16 |
+    //!
+    //! [`Half`] is what bf16 and f16 have in common.
+    pub use crate::element::{AddendOf, Element, Float, Half, Number, OutputOf, Value, WeightOf};
+}
 
 #[cfg(not(loom))]
-#[doc(hidden)]
-pub mod testing {
-    //! Items for this library's own tests and benchmarks.
-    pub use crate::backend::KEPT_PROGRAMS;
-    pub use crate::backend::delay_chunks;
-    #[cfg(feature = "cuda")]
-    pub use crate::backend::{Variant, Winner};
-    #[cfg(feature = "cuda")]
-    pub use crate::interop::stream::{align_streams, ranks_share_gpus, with_each_kernel};
-    pub use crate::json::{of_outcome, outcome};
-    pub use crate::ops::run_schedule;
-    pub use crate::ranks::address::meeting_texts;
-    pub use crate::ranks::rendezvous::PROTOCOL_VERSION;
+pub mod views {
+    //! Parts of matrices: rows, columns, and a rank's own rows of a sharded matrix.
+    pub use crate::matrix::{MatrixView, MatrixViewMut, ShardMut};
+}
+
+pub mod products {
+    //! What the builders of products take and return: operands, weights, outputs, and calls that are planned once.
+    #[cfg(not(loom))]
+    pub use crate::ops::{
+        AddendView, Operand, Outputs, Prepared, PreparedAllReduce, PreparedMatmul,
+        PreparedReduceScatter, RowSplit, ShardedOperand, WeightWidths, Weights,
+    };
+    pub use crate::schedule::form::{MAX_WEIGHTS, WeightLayout};
+}
+
+pub mod fp8 {
+    //! Scales of fp8: of operands, of weights and of outputs; and how other floats become fp8.
+    #[cfg(not(loom))]
+    pub use crate::ops::{
+        PreparedQuantize, Quantize, Quantized, QuantizedOutput, Scales, ShardedScales,
+        WeightScaling, quantize,
+    };
+    pub use crate::schedule::form::Accumulation;
+    pub use crate::schedule::quantization::Quantization;
+    pub use crate::schedule::scaling::Scaling;
+}
+
+#[cfg(not(loom))]
+pub mod pipelines {
+    //! Operations around a kernel of the caller, which consumes rows that arrive or makes rows that leave.
+    pub use crate::ops::{
+        AllGatherAndConsume, Block, CallbackResult, Chunk, ProduceAndAllToAll,
+        ProduceAndReduceScatter, all_gather_and_consume, produce_and_all_to_all,
+        produce_and_reduce_scatter,
+    };
+}
+
+pub mod tuning {
+    //! How an operation is cut up, how its sums are made, and how long it is expected to take.
+    #[cfg(not(loom))]
+    pub use crate::explanation::{Explanation, Prediction};
+    pub use crate::route::Route;
+    pub use crate::schedule::config::{Chunking, Numerics, TileShape};
 }
 
 #[cfg(fuzzing)]

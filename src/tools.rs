@@ -1,6 +1,6 @@
 //! What the programs of `crates/gemmesh-tools` ask of the library: its model of GPUs, and what the doctor shows.
 //!
-//! **Unstable**: any release may change or remove what is here, and the feature `unstable-tools` says so.
+//! **Unstable**: any release may change or remove what is here, and the feature `unstable-tools` says so. It needs the feature `cuda`.
 //!
 //! The model predicts times in microseconds from the [`Rates`] of a device. [`choose`] and [`over_hosts`] choose an
 //! operation's configuration, [`Tiles`] knows how long the tiles of a product take, [`gathered`] a product whose rows

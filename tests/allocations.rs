@@ -12,9 +12,10 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 
 use gemmesh::schedule::Schedule;
+use gemmesh::tuning::{Chunking, Route, TileShape};
 use gemmesh::{
-    AllGatherMatmul, Chunking, Config, Error, Group, Host, MatmulAllReduce, MatmulReduceScatter,
-    Matrix, Route, ShardedMatrix, TileShape, all_gather_matmul, bf16,
+    AllGatherMatmul, Config, Error, Group, Host, MatmulAllReduce, MatmulReduceScatter, Matrix,
+    ShardedMatrix, all_gather_matmul, bf16,
 };
 use patience::stretched;
 

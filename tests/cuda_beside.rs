@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 use gemmesh::error::Kind;
-use gemmesh::{AllGatherMatmul, Cuda, Error, Group, Route, bf16};
+use gemmesh::tuning::Route;
+use gemmesh::{AllGatherMatmul, Cuda, Error, Group, bf16};
 use support::gpu::*;
 use support::patience::stretched;
 use support::processes::Setting;

@@ -8,9 +8,10 @@ mod support;
 use std::time::{Duration, Instant};
 
 use gemmesh::error::Kind;
+use gemmesh::pipelines::all_gather_and_consume;
+use gemmesh::tuning::Route;
 use gemmesh::{
-    AllGatherMatmul, Cuda, Error, Group, Matrix, Route, ShardedMatrix, all_gather_and_consume,
-    all_gather_matmul, bf16,
+    AllGatherMatmul, Cuda, Error, Group, Matrix, ShardedMatrix, all_gather_matmul, bf16,
 };
 use rustix::process::Signal;
 use support::gpu::*;

@@ -12,7 +12,8 @@ mod support;
 use std::fs;
 use std::time::{Duration, Instant};
 
-use gemmesh::{AllGatherMatmul, Cuda, Error, Group, Half, Host, Matrix, bf16, f16};
+use gemmesh::elements::Half;
+use gemmesh::{AllGatherMatmul, Cuda, Error, Group, Host, Matrix, bf16, f16};
 use rand::RngExt;
 use rand::rngs::StdRng;
 use support::gpu::*;

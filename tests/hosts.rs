@@ -4,15 +4,17 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
+use gemmesh::Config;
 use gemmesh::DType;
 use gemmesh::error::Kind;
-use gemmesh::schedule::layout::MAX_WORLD;
+use gemmesh::schedule::MAX_WORLD;
 use gemmesh::schedule::plan::matrices::{A, OUT, PARTIALS};
 use gemmesh::schedule::plan::{over_hosts, plan};
 use gemmesh::schedule::{
-    Addend, Chunking, Config, HostSum, Hosts, Layout, MAX_FLAGS, Operation, Problem, Reduction,
-    Route, RowOrder, Schedule, Sum, TileShape, Transfer,
+    Addend, HostSum, Hosts, Layout, MAX_FLAGS, Operation, Problem, Reduction, RowOrder, Schedule,
+    Sum, Transfer,
 };
+use gemmesh::tuning::{Chunking, Route, TileShape};
 use proptest::prelude::*;
 use proptest::sample::select;
 

@@ -11,6 +11,7 @@ mod planners;
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicI32, Ordering};
 
+use gemmesh::fp8::Scaling;
 use gemmesh::protocol::board::{Note, Post, Report};
 use gemmesh::protocol::epoch::Epoch;
 use gemmesh::protocol::flag::Awaited;
@@ -24,10 +25,11 @@ use gemmesh::schedule::drive::{self, CopyThread, Produced};
 use gemmesh::schedule::plan::matrices::{A, MATRICES, PARTIALS};
 use gemmesh::schedule::plan::plan;
 use gemmesh::schedule::{
-    Addend, DTypes, Form, Hosts, Layout, Operation, OutputBlock, Problem, Reduction, Scaling,
-    Schedule, Transfer,
+    Addend, DTypes, Form, Hosts, Layout, Operation, OutputBlock, Problem, Reduction, Schedule,
+    Transfer,
 };
-use gemmesh::{Chunking, Config, DType, Route, TileShape};
+use gemmesh::tuning::{Chunking, Route, TileShape};
+use gemmesh::{Config, DType};
 use loom::cell::UnsafeCell;
 use loom::model::Builder;
 use loom::sync::Arc;

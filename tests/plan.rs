@@ -9,24 +9,27 @@ use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::ops::Range;
 
+use gemmesh::Config;
 use gemmesh::DType;
 use gemmesh::Error;
 use gemmesh::error::{Class, Kind};
+use gemmesh::products::MAX_WEIGHTS;
 use gemmesh::protocol::epoch::Epoch;
 use gemmesh::protocol::flag::Awaited;
 use gemmesh::protocol::flag::Flag;
 use gemmesh::protocol::flag::FlagBlock;
 use gemmesh::protocol::flag::Wait;
 use gemmesh::protocol::primitive::AtomicUsize;
-use gemmesh::schedule::config::{CUT_COLUMNS, MAX_CHUNKS, MAX_CLUSTER, MAX_SLICES};
 use gemmesh::schedule::drive::{self, CopyEngine, CopyThread};
-use gemmesh::schedule::layout::{MAX_EXTENT, MAX_WORLD, balanced_rows};
 use gemmesh::schedule::plan;
 use gemmesh::schedule::plan::matrices::{B, BIAS, MATRICES, OUT};
 use gemmesh::schedule::{
-    Addend, Chunking, Config, Layout, MAX_WEIGHTS, MatrixSpec, Operation, Parts, Problem, Product,
-    Reduction, Route, RowOrder, Schedule, Sum, Tile, TileShape, Transfer, Weight,
+    Addend, Layout, MatrixSpec, Operation, Parts, Problem, Product, Reduction, RowOrder, Schedule,
+    Sum, Tile, Transfer, Weight,
 };
+use gemmesh::schedule::{CUT_COLUMNS, MAX_CHUNKS, MAX_CLUSTER, MAX_SLICES};
+use gemmesh::schedule::{MAX_EXTENT, MAX_WORLD, balanced_rows};
+use gemmesh::tuning::{Chunking, Route, TileShape};
 use proptest::prelude::*;
 use proptest::sample::select;
 

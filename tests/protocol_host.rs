@@ -9,10 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use gemmesh::error::Kind;
-use gemmesh::{
-    AllGatherMatmul, Builder, Chunking, Config, Error, Group, Host, Route, TileShape,
-    all_gather_matmul, bf16,
-};
+use gemmesh::tuning::{Chunking, Route, TileShape};
+use gemmesh::{AllGatherMatmul, Builder, Config, Error, Group, Host, all_gather_matmul, bf16};
 use patience::{agreed, stretched};
 
 const CONFIG: Config = Config::new(

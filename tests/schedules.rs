@@ -9,7 +9,8 @@ use gemmesh::schedule::{
     Hosts, Layout, Move, Operation, Parts, Problem, Region, RowOrder, Schedule, Transfer, plan,
 };
 use gemmesh::testing::{delay_chunks, run_schedule};
-use gemmesh::{Chunking, Config, DType, Error, Group, Host, Route, ShardedMatrix, TileShape, bf16};
+use gemmesh::tuning::{Chunking, Route, TileShape};
+use gemmesh::{Config, DType, Error, Group, Host, ShardedMatrix, bf16};
 use planners::{Asked, SCALED};
 
 const CONFIG: Config = Config::new(

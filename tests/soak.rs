@@ -7,10 +7,12 @@ use std::fs;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use gemmesh::elements::Half;
 use gemmesh::error::Kind;
+use gemmesh::tuning::{Chunking, Route, TileShape};
 use gemmesh::{
-    AllGatherMatmul, Chunking, Config, Error, Group, Half, Host, Matrix, Route, ShardedMatrix,
-    TileShape, all_gather_matmul, bf16, f16,
+    AllGatherMatmul, Config, Error, Group, Host, Matrix, ShardedMatrix, all_gather_matmul, bf16,
+    f16,
 };
 use rand::RngExt;
 use rand::rngs::StdRng;

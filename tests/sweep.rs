@@ -7,7 +7,8 @@ mod time;
 
 use std::collections::HashSet;
 
-use gemmesh::{Chunking, Config, Route, TileShape};
+use gemmesh::Config;
+use gemmesh::tuning::{Chunking, Route, TileShape};
 use sweep::{
     LARGEST, LARGEST_ON_HOST, Line, Split, Times, draw, draw_of_models, geometric_mean, percentile,
     rounded_up, summary,

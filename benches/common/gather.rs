@@ -1,10 +1,11 @@
 //! A product of rows that are gathered.
 
+use gemmesh::elements::{Number, OutputOf};
+use gemmesh::fp8::Scaling;
+use gemmesh::products::{Operand, Prepared, ShardedOperand};
 use gemmesh::trace::Trace;
-use gemmesh::{
-    AllGatherMatmul, Backend, Config, DType, Explanation, Group, Matrix, Number, Operand, OutputOf,
-    Prepared, Result, Scaling, ShardedMatrix, ShardedOperand,
-};
+use gemmesh::tuning::Explanation;
+use gemmesh::{AllGatherMatmul, Backend, Config, DType, Group, Matrix, Result, ShardedMatrix};
 
 use super::scales::{GatheredScales, Placed, ScaleValues};
 use super::{

@@ -15,11 +15,11 @@ use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 use gemm_common::Parallelism;
 use gemm_f64::gemm::f64::get_gemm_fn;
+use gemmesh::elements::{AddendOf, Element, Number, OutputOf, WeightOf};
+use gemmesh::fp8::Scaling;
 use gemmesh::trace::Trace;
-use gemmesh::{
-    AddendOf, Backend, Config, DType, Element, Error, Explanation, F8E4M3, Group, Number, OutputOf,
-    Result, Scaling, WeightOf, bf16, f16,
-};
+use gemmesh::tuning::Explanation;
+use gemmesh::{Backend, Config, DType, Error, F8E4M3, Group, Result, bf16, f16};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;
@@ -282,7 +282,7 @@ pub fn sums_off<B: Backend, T: Number>(k: usize) -> f64 {
     }
 }
 
-/// The same for fast sums of fp8, with [`gemmesh::Accumulation::Fast`].
+/// The same for fast sums of fp8, with [`gemmesh::fp8::Accumulation::Fast`].
 pub fn fast_sums_off(k: usize) -> f64 {
     (k / 32 + 1) as f64 * 2f64.powi(-13)
 }

@@ -1,9 +1,9 @@
 //! Random scales of fp8 operands.
 
-use gemmesh::{
-    Backend, Element, Group, Matrix, Operand, Result, Scales, Scaling, ShardedMatrix,
-    ShardedOperand, ShardedScales,
-};
+use gemmesh::elements::Element;
+use gemmesh::fp8::{Scales, Scaling, ShardedScales};
+use gemmesh::products::{Operand, ShardedOperand};
+use gemmesh::{Backend, Group, Matrix, Result, ShardedMatrix};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 

@@ -4,12 +4,15 @@ use std::fmt::Write;
 use std::ops::Range;
 
 use clap::ValueEnum;
+use gemmesh::elements::{Number as _, OutputOf};
+use gemmesh::fp8::{Accumulation, Quantization, Scaling};
+use gemmesh::products::{
+    Prepared, PreparedAllReduce, PreparedMatmul, PreparedReduceScatter, WeightLayout,
+};
 use gemmesh::schedule::Layout;
 use gemmesh::{
-    Accumulation, Activation, AllGatherMatmul, Backend, Config, DType, F8E4M3, Group, Host, Matmul,
-    MatmulAllReduce, MatmulReduceScatter, Matrix, Number as _, OutputOf, Prepared,
-    PreparedAllReduce, PreparedMatmul, PreparedReduceScatter, Quantization, Result, Scaling,
-    ShardedMatrix, WeightLayout,
+    Activation, AllGatherMatmul, Backend, Config, DType, F8E4M3, Group, Host, Matmul,
+    MatmulAllReduce, MatmulReduceScatter, Matrix, Result, ShardedMatrix,
 };
 use rayon::prelude::*;
 use serde_json::{Value, json};
@@ -341,16 +344,16 @@ impl<B: Backend, T: Multiplied> Operands<B, T> {
                 $outputs
                     .iter_mut()
                     .map(Matrix::view_mut)
-                    .collect::<gemmesh::Outputs<_, _>>()
+                    .collect::<gemmesh::products::Outputs<_, _>>()
             };
         }
-        let all = || weights().collect::<gemmesh::Weights<_, _>>();
+        let all = || weights().collect::<gemmesh::products::Weights<_, _>>();
         macro_rules! quantized {
             ($outputs:expr) => {
                 $outputs
                     .iter_mut()
                     .map(|(values, scales)| values.quantized(scales))
-                    .collect::<gemmesh::Outputs<_, _>>()
+                    .collect::<gemmesh::products::Outputs<_, _>>()
             };
         }
         match (call, &self.a, out) {
@@ -596,7 +599,7 @@ impl Number {
 }
 
 /// [`common::exact`] of all columns, by several threads.
-pub fn in_blocks<T: gemmesh::Number>(
+pub fn in_blocks<T: gemmesh::elements::Number>(
     factors: &[Factors<T>],
     rows: &[usize],
     n: usize,
@@ -634,7 +637,7 @@ pub fn in_blocks<T: gemmesh::Number>(
 }
 
 /// Compares the given rows of an output of `n` columns with what they should be.
-pub fn compare<T: gemmesh::Number>(
+pub fn compare<T: gemmesh::elements::Number>(
     check: &mut Check,
     exact: &[Number],
     out: &[T],
@@ -663,8 +666,8 @@ fn compare_quantized(
     rows: &[usize],
     n: usize,
 ) {
-    const DIGITS: i32 = <F8E4M3 as gemmesh::Number>::DIGITS;
-    const LEAST: i32 = <F8E4M3 as gemmesh::Number>::MIN_EXPONENT - DIGITS;
+    const DIGITS: i32 = <F8E4M3 as gemmesh::elements::Number>::DIGITS;
+    const LEAST: i32 = <F8E4M3 as gemmesh::elements::Number>::MIN_EXPONENT - DIGITS;
     let blocks = n.div_ceil(BLOCK);
     let mut largest = 0f64;
     for (exact, &row) in exact.chunks_exact(n).zip(rows) {

@@ -2,12 +2,15 @@
 
 use std::ops::Range;
 
+use gemmesh::elements::{Number, OutputOf, Value};
+use gemmesh::fp8::Scaling;
+use gemmesh::products::{Operand, PreparedAllReduce, PreparedMatmul, PreparedReduceScatter};
 use gemmesh::schedule::Layout;
 use gemmesh::trace::Trace;
+use gemmesh::tuning::Explanation;
 use gemmesh::{
-    Backend, Config, DType, Explanation, Group, Matmul, MatmulAllReduce, MatmulReduceScatter,
-    Matrix, Number, Operand, OutputOf, PreparedAllReduce, PreparedMatmul, PreparedReduceScatter,
-    Result, Scaling, ShardedMatrix, Value,
+    Backend, Config, DType, Group, Matmul, MatmulAllReduce, MatmulReduceScatter, Matrix, Result,
+    ShardedMatrix,
 };
 
 use crate::common::scales::{Placed, ScaleValues};

@@ -2,7 +2,8 @@
 
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
-use gemmesh::{Config, Route};
+use gemmesh::Config;
+use gemmesh::tuning::Route;
 use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};

@@ -1,8 +1,9 @@
 //! Layers of two products each, and their reference in float64.
 
+use gemmesh::products::{Prepared, PreparedReduceScatter};
 use gemmesh::{
-    Activation, AllGatherMatmul, Backend, Group, MatmulReduceScatter, Matrix, Prepared,
-    PreparedReduceScatter, Result, ShardedMatrix, bf16,
+    Activation, AllGatherMatmul, Backend, Group, MatmulReduceScatter, Matrix, Result,
+    ShardedMatrix, bf16,
 };
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};

@@ -3,9 +3,11 @@
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
+use gemmesh::DType;
 use gemmesh::error::called_at;
+use gemmesh::pipelines::{AllGatherAndConsume, ProduceAndAllToAll, ProduceAndReduceScatter};
+use gemmesh::products::RowSplit;
 use gemmesh::raw::{self, AnyGroup, BackendKind, Joining, Product, ProductKind, Split, join};
-use gemmesh::{AllGatherAndConsume, DType, ProduceAndAllToAll, ProduceAndReduceScatter, RowSplit};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 

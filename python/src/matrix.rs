@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use gemmesh::DType;
-use gemmesh::dlpack::DLDevice;
 use gemmesh::error::called_at;
+use gemmesh::interop::dlpack::DLDevice;
 use gemmesh::raw::{AnyGroup, BackendKind, Memory, Tensor, export, export_versioned};
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::ffi;

@@ -1,9 +1,10 @@
 //! The words and numbers by which Python says types, options and sizes. What is wrong with one is a sentence without the
 //! call and the rank, which the caller knows.
 
-use gemmesh::{
-    Accumulation, Activation, DType, Numerics, Quantization, Route, Scaling, WeightLayout,
-};
+use gemmesh::fp8::{Accumulation, Quantization, Scaling};
+use gemmesh::products::WeightLayout;
+use gemmesh::tuning::{Numerics, Route};
+use gemmesh::{Activation, DType};
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 

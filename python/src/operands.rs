@@ -2,11 +2,11 @@
 
 use std::sync::{Arc, RwLockReadGuard};
 
+use gemmesh::fp8::{Quantization, Scaling};
 use gemmesh::raw::{
     AnyGroup, AnyShards, BackendKind, Memory, Operand, Output, Outputs, RowOperand, ShardedScales,
     Tensor,
 };
-use gemmesh::{Quantization, Scaling};
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 

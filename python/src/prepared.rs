@@ -3,10 +3,12 @@
 use std::cell::OnceCell;
 use std::sync::Arc;
 
+use gemmesh::DType;
+use gemmesh::fp8::{Quantization, Scaling};
+use gemmesh::products::WeightLayout;
 use gemmesh::raw::{
     self, AnyGroup, Memory, Operand, PreparedFor, Product, ProductCall, ProductKind, RowOperand,
 };
-use gemmesh::{DType, Quantization, Scaling, WeightLayout};
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use gemmesh::dlpack::DLTensor;
+use gemmesh::interop::dlpack::DLTensor;
 use gemmesh::raw::{AnyGroup, Memory, Operand, Output, Outputs, ProductCall, RowOperand};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};

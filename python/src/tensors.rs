@@ -3,8 +3,8 @@
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::Mutex;
 
-use gemmesh::dlpack::{DLDevice, DLManagedTensor, DLTensor};
 use gemmesh::error::called_at;
+use gemmesh::interop::dlpack::{DLDevice, DLManagedTensor, DLTensor};
 use gemmesh::raw::{AnyGroup, BackendKind, Memory, Tensor, VersionedTensor, wrong_device};
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;

@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
+use gemmesh::products::{Prepared, PreparedReduceScatter};
 use gemmesh::{
-    AllGatherMatmul, Cuda, Error, MatmulReduceScatter, Matrix, Prepared, PreparedReduceScatter,
-    ShardedMatrix, all_gather_matmul, bf16, matmul_reduce_scatter,
+    AllGatherMatmul, Cuda, Error, MatmulReduceScatter, Matrix, ShardedMatrix, all_gather_matmul,
+    bf16, matmul_reduce_scatter,
 };
 use pyo3::prelude::*;
 

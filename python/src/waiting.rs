@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use gemmesh::error::{Kind, called_at};
 use gemmesh::launch::Launch;
-use gemmesh::raw::{AnyGroup, BackendKind};
+use gemmesh::raw::{AnyGroup, BackendKind, launch_while};
 use gemmesh::{Error, Result};
 use pyo3::prelude::*;
 
@@ -203,7 +203,7 @@ pub fn launch(
             false
         }
     };
-    let result = py.detach(|| called_at(None, || launch.run_while(Some(&mut goes_on))));
+    let result = py.detach(|| called_at(None, || launch_while(launch, &mut goes_on)));
     match raised {
         Some(error) => Err(error),
         None => result.map_err(|error| exception(py, &error, None)),

@@ -17,7 +17,6 @@ use crate::schedule::{Config, Numerics, Problem, Request, Schedule, Transfer};
 /// How many programs a group keeps for the short calls.
 ///
 /// This is enough for some hundred values of M in a serving loop, with a few products each.
-#[doc(hidden)]
 pub const KEPT_PROGRAMS: usize = KEPT.get();
 /// The same number, as caches take it. The compiler evaluates it.
 pub(crate) const KEPT: NonZeroUsize = NonZeroUsize::new(512).expect("512 is not 0");

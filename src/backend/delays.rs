@@ -16,7 +16,6 @@ pub fn scatter(seed: u64) -> u64 {
 static DELAY_SEED: AtomicU64 = AtomicU64::new(0);
 
 /// Delays that tests put before the chunks of every rank of this process, to make them arrive in any order.
-#[doc(hidden)]
 pub fn delay_chunks(seed: Option<u64>) {
     DELAY_SEED.store(seed.map_or(0, |seed| seed | 1 << 63), Ordering::Relaxed);
 }

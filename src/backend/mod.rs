@@ -8,19 +8,16 @@ mod host;
 pub(crate) mod transport;
 mod work;
 
-#[doc(hidden)]
 pub use contract::KEPT_PROGRAMS;
 pub use contract::{Backend, OpenOptions, Owner};
 pub(crate) use contract::{KEPT, sealed};
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
-#[cfg(feature = "unstable-tools")]
+#[cfg(all(feature = "cuda", feature = "unstable-tools"))]
 pub use cuda::tools;
 #[cfg(feature = "cuda")]
-#[doc(hidden)]
 pub use cuda::{Variant, Winner};
 #[cfg(all(fuzzing, feature = "cuda"))]
 pub use cuda::{peer, winners};
-#[doc(hidden)]
 pub use delays::delay_chunks;
 pub use host::Host;

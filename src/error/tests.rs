@@ -1,5 +1,7 @@
 //! Every error's sentence, looked at once.
 
+use std::fmt;
+
 use super::*;
 
 /// An error of each kind, and of each form that its sentence has.

@@ -2,7 +2,7 @@
 
 use std::fmt::{self, Display};
 
-use super::{Error, InGroup};
+use super::Error;
 
 /// What a number must be, from the least to the most.
 pub fn bounds(min: usize, max: usize) -> String {
@@ -66,11 +66,8 @@ pub fn ended(status: &str) -> String {
 
 /// The group's failure that made a rank's process fail.
 pub fn because(cause: &Option<Error>) -> String {
-    match cause.as_ref().map(|cause| (cause, &cause.0.group)) {
-        Some((cause, Some(group))) => format!(" ({group} failed: {})", InGroup(cause)),
-        Some((cause, None)) => format!(" (its group failed: {cause})"),
-        None => String::new(),
-    }
+    let cause = cause.as_ref().map(|cause| format!(" {}", cause.as_cause()));
+    cause.unwrap_or_default()
 }
 
 /// The ranks that a launcher killed because another failed.

@@ -38,7 +38,8 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 /// ```
 /// use std::time::Duration;
 ///
-/// use gemmesh::{Group, Host, Numerics};
+/// use gemmesh::tuning::Numerics;
+/// use gemmesh::{Group, Host};
 ///
 /// let options = Group::<Host>::builder()
 ///     .timeout(Duration::from_secs(5))
@@ -250,14 +251,14 @@ impl<B: Backend> Builder<B> {
     }
 
     /// The number of the first operation, for tests of what happens when it wraps.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     pub fn first_epoch(mut self, epoch: u32) -> Self {
         self.first_epoch = Epoch::from_raw(epoch);
         self
     }
 
     /// Makes the ranks of [`Builder::threads`], which are as many, play hosts. For tests.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     pub fn play_hosts(mut self, hosts: Hosts) -> Self {
         self.hosts = hosts;
         self.over(Arc::new(Mailboxes::default()))
@@ -470,9 +471,8 @@ impl<B: Backend> Builder<B> {
     }
 
     /// [`Builder::connect`] as a build of protocol version `version`, for tests.
-    #[doc(hidden)]
     #[track_caller]
-    pub fn connect_speaking(
+    pub(crate) fn connect_speaking(
         self,
         rank: usize,
         world: usize,

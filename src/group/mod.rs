@@ -450,8 +450,7 @@ impl<B: Backend> Group<B> {
 
     /// Notes the result of a call that leaves the group as it is. If this rank then leaves, the ranks that wait for it
     /// get the noted error. A call that succeeds clears the note.
-    #[doc(hidden)]
-    pub fn noted<R>(&self, result: Result<R>) -> Result<R> {
+    pub(crate) fn noted<R>(&self, result: Result<R>) -> Result<R> {
         let result = result.map_err(|error| self.inner.members.named(error));
         self.inner.members.note(result.as_ref().err());
         result

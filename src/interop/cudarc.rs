@@ -126,7 +126,8 @@ impl Group<Cuda> {
 /// # fn multiply(
 /// #     group: Group<Cuda>, a: &Slice, b: &Slice, out: &mut Slice, [m, n, k]: [usize; 3],
 /// # ) -> gemmesh::Result<()> {
-/// use gemmesh::{CudarcMatrix, CudarcMatrixMut, Matmul};
+/// use gemmesh::interop::{CudarcMatrix, CudarcMatrixMut};
+/// use gemmesh::Matmul;
 ///
 /// group.use_cudarc_stream(a.stream())?;
 /// let a = CudarcMatrix::new(&group, a, m, k)?;

@@ -240,13 +240,13 @@ impl Cuda {
 }
 
 /// `config` with the tile shape of each kernel of this variant for these types of `a` and `b`; for benchmarks and tests.
-#[doc(hidden)]
+#[cfg(feature = "unstable-tools")]
 pub fn with_each_kernel(config: &Config, variant: Variant, dtypes: [DType; 2]) -> Vec<Config> {
     Cuda::configs(config, variant, dtypes).collect()
 }
 
 /// True if some ranks share a GPU; for benchmarks.
-#[doc(hidden)]
+#[cfg(feature = "unstable-tools")]
 pub fn ranks_share_gpus(group: &Group<Cuda>) -> bool {
     !group.inner().backend.is_distinct()
 }
@@ -255,7 +255,7 @@ pub fn ranks_share_gpus(group: &Group<Cuda>) -> bool {
 ///
 /// # Errors
 /// [`Kind::Device`] if the driver refuses.
-#[doc(hidden)]
+#[cfg(feature = "unstable-tools")]
 pub fn align_streams(group: &Group<Cuda>) -> Result<()> {
     let inner = group.inner();
     inner.backend.align_streams(&inner.members)

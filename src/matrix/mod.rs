@@ -109,8 +109,7 @@ impl<B: Backend> Group<B> {
     ///
     /// # Errors
     /// [`Kind::OutOfMemory`].
-    #[doc(hidden)]
-    pub fn zeros_of_host<T: Value>(&self, elements: usize) -> Result<Vec<T>> {
+    pub(crate) fn zeros_of_host<T: Value>(&self, elements: usize) -> Result<Vec<T>> {
         let bytes = elements.saturating_mul(size_of::<T>());
         let values = require_available(bytes).and_then(|()| {
             let values = bytemuck::allocation::try_zeroed_vec(elements);

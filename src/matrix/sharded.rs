@@ -364,13 +364,13 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     ///
     /// # Errors
     /// The group's failure.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     pub fn poison(&mut self, value: T) -> Result<()> {
         let k = self.layout.k();
         let own = self.group.rank();
         for rank in (0..self.layout.world()).filter(|&rank| rank != own) {
             for rows in self.blocks_of(rank) {
-                self.write(rows.start, &vec![value; rows.len() * k])?;
+                self.overwrite(rows.start, &vec![value; rows.len() * k])?;
             }
         }
         Ok(())
@@ -380,9 +380,14 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     ///
     /// # Errors
     /// [`Kind::Limit`] if there are more values than elements from that row on; as [`Group::synchronize`].
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     #[track_caller]
     pub fn write(&mut self, first_row: usize, values: &[T]) -> Result<()> {
+        self.overwrite(first_row, values)
+    }
+
+    #[track_caller]
+    fn overwrite(&mut self, first_row: usize, values: &[T]) -> Result<()> {
         let [m, k] = self.shape();
         let check = || {
             limit("the first row that is written", first_row, 0, m)?;
@@ -463,7 +468,7 @@ impl<'a, B: Backend, T: Value> ShardMut<'a, B, T> {
         let mut values = values;
         for rows in self.0.blocks_of(self.0.group.rank()) {
             let (block, rest) = values.split_at(rows.len() * k);
-            self.0.write(rows.start, block)?;
+            self.0.overwrite(rows.start, block)?;
             values = rest;
         }
         Ok(())

@@ -45,7 +45,8 @@ const NAME: &str = OPERATION.name();
 /// the graph is replayed. The replay repeats the work that `consume` put on the streams.
 ///
 /// ```
-/// use gemmesh::{Group, Host, all_gather_and_consume, bf16};
+/// use gemmesh::pipelines::all_gather_and_consume;
+/// use gemmesh::{Group, Host, bf16};
 ///
 /// Group::<Host>::threads(2, |group| {
 ///     let (m, k) = (6, 4);
@@ -89,7 +90,8 @@ pub fn all_gather_and_consume<B: Backend, T: Value>(
 /// Builder for [`all_gather_and_consume`]: stages and chunks.
 ///
 /// ```
-/// use gemmesh::{AllGatherAndConsume, Group, Host, Result, bf16};
+/// use gemmesh::pipelines::AllGatherAndConsume;
+/// use gemmesh::{Group, Host, Result, bf16};
 ///
 /// fn rank(group: Group<Host>) -> Result<()> {
 ///     let (m, k) = (8, 4);

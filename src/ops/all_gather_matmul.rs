@@ -184,7 +184,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
 
     /// Makes [`AllGatherMatmul::prepare`] plan for outputs of this type. [`AllGatherMatmul::run`] needs no such hint.
     ///
-    /// The default is `T` if it has 16 bits, and bf16 for fp8. [`OutputOf`](crate::OutputOf) lists the others.
+    /// The default is `T` if it has 16 bits, and bf16 for fp8. [`OutputOf`](crate::elements::OutputOf) lists the others.
     pub fn output_dtype(mut self, dtype: DType) -> Self {
         self.options.output_dtype = Some(dtype);
         self
@@ -202,7 +202,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
 
     /// Makes [`AllGatherMatmul::prepare`] plan for weights of this type. [`AllGatherMatmul::run`] needs no such hint.
     ///
-    /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::WeightOf) lists the others.
+    /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::elements::WeightOf) lists the others.
     pub fn weight_dtype(mut self, dtype: DType) -> Self {
         self.options.weight_dtype = Some(dtype);
         self
@@ -245,7 +245,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     ///
     /// It takes one weight and one output, or several, whose N may differ, such as `[&q, &k, &v]` and
     /// `[&mut out_q, &mut out_k, &mut out_v]`. Outputs may be f32. They may be parts of a larger matrix
-    /// ([`MatrixViewMut::split_columns`](crate::MatrixViewMut::split_columns)), or quantised
+    /// ([`MatrixViewMut::split_columns`](crate::views::MatrixViewMut::split_columns)), or quantised
     /// ([`Matrix::quantized`]). The first call for a shape makes the
     /// schedule. Later calls use it again.
     ///
@@ -300,7 +300,8 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// [`AllGatherMatmul::stages`]. It allocates nothing on the device and does not block.
     ///
     /// ```
-    /// use gemmesh::{AllGatherMatmul, F8E4M3, Group, Host, Result, Scaling};
+    /// use gemmesh::fp8::Scaling;
+    /// use gemmesh::{AllGatherMatmul, F8E4M3, Group, Host, Result};
     ///
     /// fn rank(group: Group<Host>) -> Result<()> {
     ///     let (m, n, k) = (8, 48, 256);
@@ -389,7 +390,7 @@ impl<B: Backend, T: Element> Clone for Prepared<'_, B, T> {
 
 impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// The schedule: what is moved and multiplied, and in which order.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     pub fn schedule(&self) -> &Schedule {
         self.planned.schedule()
     }
@@ -475,7 +476,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     ///
     /// # Errors
     /// As [`all_gather_matmul`].
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     #[track_caller]
     pub fn run_in_sequence_traced<'w, 'o>(
         &self,
@@ -513,7 +514,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     ///
     /// # Safety
     /// Until the copy has ended, no other rank writes its own rows of this matrix.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     #[track_caller]
     pub unsafe fn copy<'w>(&self, a: impl Into<ShardedOperand<'w, B, T>>) -> Result<()> {
         // SAFETY: as this function's.

@@ -418,7 +418,7 @@ pub fn require_alike(rows: DType, out: DType) -> Result<()> {
     require_property("out", "the dtype", rows == out, rows, out)
 }
 
-/// Checks that rows can be added, as [`Float`](crate::Float) says.
+/// Checks that rows can be added, as [`Float`](crate::elements::Float) says.
 pub fn require_float(argument: &str, rows: DType) -> Result<()> {
     require_property(
         argument,

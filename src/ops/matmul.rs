@@ -140,7 +140,7 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
 
     /// Makes [`Matmul::prepare`] plan for outputs of this type. [`Matmul::run`] needs no such hint.
     ///
-    /// The default is `T` if it has 16 bits, and bf16 for fp8. [`OutputOf`](crate::OutputOf) lists the others.
+    /// The default is `T` if it has 16 bits, and bf16 for fp8. [`OutputOf`](crate::elements::OutputOf) lists the others.
     pub fn output_dtype(mut self, dtype: DType) -> Self {
         self.options.output_dtype = Some(dtype);
         self
@@ -148,7 +148,7 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
 
     /// Makes [`Matmul::prepare`] plan for weights of this type. [`Matmul::run`] needs no such hint.
     ///
-    /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::WeightOf) lists the others.
+    /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::elements::WeightOf) lists the others.
     pub fn weight_dtype(mut self, dtype: DType) -> Self {
         self.options.weight_dtype = Some(dtype);
         self
@@ -230,7 +230,8 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     /// allocates no memory of the device and does not block. It says nothing of the memory that a call needs.
     ///
     /// ```
-    /// use gemmesh::{DType, F8E4M3, Group, Host, Matmul, Result, Scaling};
+    /// use gemmesh::fp8::Scaling;
+    /// use gemmesh::{DType, F8E4M3, Group, Host, Matmul, Result};
     ///
     /// fn rank(group: Group<Host>) -> Result<()> {
     ///     let (m, n, k) = (2, 48, 256);
@@ -299,7 +300,7 @@ impl<B: Backend, T: Element> fmt::Debug for PreparedMatmul<'_, B, T> {
 
 impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
     /// The schedule: what is multiplied, and in which order.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     pub fn schedule(&self) -> &Schedule {
         self.planned.schedule()
     }

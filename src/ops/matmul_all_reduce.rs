@@ -148,7 +148,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
 
     /// Makes [`MatmulAllReduce::prepare`] plan for weights of this type. [`MatmulAllReduce::run`] needs no such hint.
     ///
-    /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::WeightOf) lists the others.
+    /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::elements::WeightOf) lists the others.
     pub fn weight_dtype(mut self, dtype: DType) -> Self {
         self.options.weight_dtype = Some(dtype);
         self
@@ -169,9 +169,9 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
 
     /// Uses `config` instead of the configuration that the backend would choose.
     ///
-    /// - [`Route::Pull`](crate::Route::Pull): product, sum and gather follow one another. If each rank adds all
+    /// - [`Route::Pull`](crate::tuning::Route::Pull): product, sum and gather follow one another. If each rank adds all
     ///   rows, no gather follows.
-    /// - [`Route::Push`](crate::Route::Push) and [`Route::Store`](crate::Route::Store): the chunks are panels. One
+    /// - [`Route::Push`](crate::tuning::Route::Push) and [`Route::Store`](crate::tuning::Route::Store): the chunks are panels. One
     ///   panel is summed while the next is multiplied. With `Store`, the kernel stores partials itself, on GPUs to at
     ///   most seven peers.
     /// - `Store` with [`Config::product_first`]: product and sum follow one another, and with more than two ranks and
@@ -232,7 +232,8 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// no matrix and does not block.
     ///
     /// ```
-    /// use gemmesh::{F8E4M3, Group, Host, MatmulAllReduce, Result, Scaling};
+    /// use gemmesh::fp8::Scaling;
+    /// use gemmesh::{F8E4M3, Group, Host, MatmulAllReduce, Result};
     ///
     /// fn rank(group: Group<Host>) -> Result<()> {
     ///     let (m, n, k) = (8, 32, 128); // K is this rank's slice
@@ -295,7 +296,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// The schedule: what is moved and added, and in which order. If partials are moved while the product is made, also
     /// what is multiplied. Otherwise, if each rank adds up only its own rows, a gather follows that is not in this
     /// schedule.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     pub fn schedule(&self) -> &Schedule {
         self.planned.sums.schedule()
     }
@@ -350,7 +351,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     ///
     /// # Errors
     /// [`Kind::Shape`] or [`Kind::Unsuitable`]; the group's failure.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     #[track_caller]
     pub fn matmul<W: WeightOf<T>>(&self, a: &Matrix<B, T>, b: &Matrix<B, W>) -> Result<()> {
         self.planned.sums.matmul(&operands(a, b, self.addends))
@@ -361,7 +362,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     ///
     /// # Errors
     /// As [`matmul_all_reduce`].
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     #[track_caller]
     pub fn all_reduce<O: AddendOf<T>>(&self, out: &mut ShardedMatrix<B, O>) -> Result<()> {
         self.planned.reduce(&self.addends, (&*out).into())
@@ -376,7 +377,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// # Safety
     /// Until the copy has ended, no other rank begins an operation that makes partials or sums, or writes its rows of
     /// `out`.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     #[track_caller]
     pub unsafe fn copy<O: AddendOf<T>>(&self, out: &mut ShardedMatrix<B, O>) -> Result<()> {
         // SAFETY: as this function's.

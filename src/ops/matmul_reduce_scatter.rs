@@ -174,7 +174,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
 
     /// Makes [`MatmulReduceScatter::prepare`] plan for outputs of this type. [`MatmulReduceScatter::run`] needs no such hint.
     ///
-    /// The default is `T` if it has 16 bits, and bf16 for fp8. [`OutputOf`](crate::OutputOf) lists the others.
+    /// The default is `T` if it has 16 bits, and bf16 for fp8. [`OutputOf`](crate::elements::OutputOf) lists the others.
     pub fn output_dtype(mut self, dtype: DType) -> Self {
         self.options.output_dtype = Some(dtype);
         self
@@ -183,7 +183,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// Makes [`MatmulReduceScatter::prepare`] plan for weights of this type. [`MatmulReduceScatter::run`] needs no such
     /// hint.
     ///
-    /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::WeightOf) lists the others.
+    /// The default is `T` if it has 16 bits, and F8E4M3 for fp8. [`WeightOf`](crate::elements::WeightOf) lists the others.
     pub fn weight_dtype(mut self, dtype: DType) -> Self {
         self.options.weight_dtype = Some(dtype);
         self
@@ -204,11 +204,11 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
 
     /// Uses `config` instead of the configuration that the backend would choose.
     ///
-    /// - [`Route::Pull`](crate::Route::Pull): all rows are multiplied before any are moved. While a kernel runs, it
+    /// - [`Route::Pull`](crate::tuning::Route::Pull): all rows are multiplied before any are moved. While a kernel runs, it
     ///   needs nothing of other ranks.
-    /// - [`Route::Push`](crate::Route::Push): each block is sent when it has been computed, and the kernel adds the
+    /// - [`Route::Push`](crate::tuning::Route::Push): each block is sent when it has been computed, and the kernel adds the
     ///   blocks that have arrived.
-    /// - [`Route::Store`](crate::Route::Store): the kernel stores each tile to its owner at once. On GPUs it stores to
+    /// - [`Route::Store`](crate::tuning::Route::Store): the kernel stores each tile to its owner at once. On GPUs it stores to
     ///   at most seven peers. With [`Config::product_first`], a second kernel stores all rows behind the product.
     ///
     /// By default, up to eight ranks with GPUs of their own store few rows and push many. Other groups pull.
@@ -362,7 +362,7 @@ impl<B: Backend, T: Element> fmt::Debug for PreparedReduceScatter<'_, B, T> {
 impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// The schedule: what is moved and added, and in which order. If partials are moved while the product is made, also
     /// what is multiplied.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     pub fn schedule(&self) -> &Schedule {
         self.planned.schedule()
     }
@@ -451,7 +451,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     ///
     /// # Errors
     /// [`Kind::Shape`] or [`Kind::Unsuitable`]; the group's failure.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     #[track_caller]
     pub fn matmul<W: WeightOf<T>>(&self, a: &Matrix<B, T>, b: &Matrix<B, W>) -> Result<()> {
         self.planned.matmul(&operands(a, b, self.addends))
@@ -461,7 +461,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     ///
     /// # Errors
     /// As [`matmul_reduce_scatter`].
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     #[track_caller]
     pub fn reduce_scatter<O: OutputOf<T>>(&self, out: &mut Matrix<B, O>) -> Result<()> {
         let mut out = Outputs::<B, T>::from(out).all;
@@ -478,7 +478,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     ///
     /// # Safety
     /// Until the copy has ended, no other rank begins an operation that makes partials or sums.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     #[track_caller]
     pub unsafe fn copy(&self) -> Result<()> {
         // SAFETY: as this function's.

@@ -51,7 +51,8 @@ const EXCHANGE: Operation = Operation::PRODUCE_AND_ALL_TO_ALL;
 /// the graph is replayed. The replay repeats the work that `produce` put on the streams.
 ///
 /// ```
-/// use gemmesh::{Group, Host, produce_and_reduce_scatter};
+/// use gemmesh::pipelines::produce_and_reduce_scatter;
+/// use gemmesh::{Group, Host};
 ///
 /// Group::<Host>::threads(2, |group| {
 ///     let (m, n) = (4, 3);
@@ -102,7 +103,8 @@ pub fn produce_and_reduce_scatter<B: Backend, T: Float>(
 /// [`produce_and_reduce_scatter`]. A block's rows count from 0.
 ///
 /// ```
-/// use gemmesh::{Group, Host, Result, produce_and_all_to_all};
+/// use gemmesh::pipelines::produce_and_all_to_all;
+/// use gemmesh::{Group, Host, Result};
 ///
 /// fn rank(group: Group<Host>) -> Result<()> {
 ///     let rank = group.rank() as u32;
@@ -137,7 +139,8 @@ pub fn produce_and_all_to_all<B: Backend, T: Value>(
 /// Builder for [`produce_and_reduce_scatter`]: rows of each rank and chunks.
 ///
 /// ```
-/// use gemmesh::{Group, Host, ProduceAndReduceScatter, Result};
+/// use gemmesh::pipelines::ProduceAndReduceScatter;
+/// use gemmesh::{Group, Host, Result};
 ///
 /// fn rank(group: Group<Host>) -> Result<()> {
 ///     let rows = [3, 1]; // the rows that each rank gets
@@ -341,7 +344,8 @@ impl<'a> ProduceAndReduceScatter<'a> {
 /// Builder for [`produce_and_all_to_all`]: chunks.
 ///
 /// ```
-/// use gemmesh::{Group, Host, ProduceAndAllToAll, Result};
+/// use gemmesh::pipelines::ProduceAndAllToAll;
+/// use gemmesh::{Group, Host, Result};
 ///
 /// fn rank(group: Group<Host>) -> Result<()> {
 ///     let (rows, n) = (4, 1); // the rows of a block

@@ -29,13 +29,12 @@ const OPERATION: Operation = Operation::QUANTIZE;
 /// [`Quantized`] has other scales: those that lie in columns, powers of two, and one that the caller gives.
 /// [`Quantization`] says what the numbers are.
 ///
-/// The outputs may be this rank's own rows of sharded matrices ([`ShardMut::view_mut`](crate::ShardMut::view_mut)),
+/// The outputs may be this rank's own rows of sharded matrices ([`ShardMut::view_mut`](crate::views::ShardMut::view_mut)),
 /// which a gather then takes:
 ///
 /// ```
-/// use gemmesh::{
-///     AllGatherMatmul, F8E4M3, Group, Host, Result, Scales, ShardedScales, bf16, quantize,
-/// };
+/// use gemmesh::fp8::{Scales, ShardedScales, quantize};
+/// use gemmesh::{AllGatherMatmul, F8E4M3, Group, Host, Result, bf16};
 ///
 /// fn rank(group: Group<Host>) -> Result<()> {
 ///     let (m, n, k) = (4, 16, 256);
@@ -77,7 +76,8 @@ pub fn quantize<'x, 'o, B: Backend, T: Float>(
 /// Builder for [`quantize`]: prepared calls.
 ///
 /// ```
-/// use gemmesh::{F8E4M3, Group, Host, Quantization, Quantize, Quantized, Result, bf16};
+/// use gemmesh::fp8::{Quantization, Quantize, Quantized};
+/// use gemmesh::{F8E4M3, Group, Host, Result, bf16};
 ///
 /// fn rank(group: Group<Host>) -> Result<()> {
 ///     let x = group.upload(&[bf16::from_f32(3.0); 2 * 16], 2, 16)?;
@@ -156,7 +156,8 @@ impl<B: Backend, T: Float> Quantize<B, T> {
     /// As [`Matmul::supported`](crate::Matmul::supported), it needs no matrix and does not block.
     ///
     /// ```
-    /// use gemmesh::{Group, Host, Quantization, Quantize, Result, bf16};
+    /// use gemmesh::fp8::{Quantization, Quantize};
+    /// use gemmesh::{Group, Host, Result, bf16};
     ///
     /// fn rank(group: Group<Host>) -> Result<()> {
     ///     let rule = Quantization::blocks().power_of_two();
@@ -220,7 +221,7 @@ impl<B: Backend, T: Float> fmt::Debug for PreparedQuantize<B, T> {
 
 impl<B: Backend, T: Float> PreparedQuantize<B, T> {
     /// The schedule: what is quantised, and how.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-tools")]
     pub fn schedule(&self) -> &Schedule {
         B::schedule(&self.planned.program)
     }

@@ -17,7 +17,7 @@ use crate::schedule::{Quantization, Scaling};
 /// How an output is quantised to [`F8E4M3`](crate::F8E4M3), and its scales: f32 in this rank's own memory.
 ///
 /// [`Quantization`] says what the numbers are. [`Matrix::quantized`] and [`MatrixViewMut::quantized`] give an output of
-/// a product its scales, and [`quantize`](crate::quantize) takes them. Made from a `&mut` [`Matrix`] or a
+/// a product its scales, and [`quantize`](crate::fp8::quantize) takes them. Made from a `&mut` [`Matrix`] or a
 /// [`MatrixViewMut`], the scales are those of [`Quantized::blocks`].
 #[must_use = "scales do nothing"]
 pub struct Quantized<'a, B: Backend> {
@@ -37,7 +37,7 @@ impl<B: Backend> fmt::Debug for Quantized<'_, B> {
 impl<'a, B: Backend> Quantized<'a, B> {
     /// Makes a scale for each 128 columns of a row: [M, ⌈N/128⌉]. The last block of a row may have fewer columns.
     ///
-    /// The matrix may have as many columns as [`ShardedScales::columns_of_blocks`](crate::ShardedScales::columns_of_blocks)
+    /// The matrix may have as many columns as [`ShardedScales::columns_of_blocks`](crate::fp8::ShardedScales::columns_of_blocks)
     /// says, so that it may be the own rows of scales that are gathered. Those behind the scales are not written.
     pub fn blocks(scales: impl Into<MatrixViewMut<'a, B, f32>>) -> Self {
         Quantized::made(scales.into(), Quantization::blocks())

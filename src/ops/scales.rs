@@ -22,7 +22,8 @@ use crate::schedule::{Layout, Scaling};
 /// separately, and `sum = fma(a_scale * b_scale, part, sum)` adds them in ascending order. All of this is f32.
 ///
 /// ```
-/// use gemmesh::{F8E4M3, Group, Host, Matmul, Result, Scales, bf16};
+/// use gemmesh::fp8::Scales;
+/// use gemmesh::{F8E4M3, Group, Host, Matmul, Result, bf16};
 ///
 /// fn rank(group: Group<Host>) -> Result<()> {
 ///     let (m, n, k) = (2, 16, 32);
@@ -106,7 +107,8 @@ impl<'a, B: Backend> Scales<'a, B> {
     /// [⌈N/128⌉, ⌈(first + K)/128⌉]. It is for [`Scales::blocks`].
     ///
     /// ```
-    /// use gemmesh::{F8E4M3, Group, Host, MatmulAllReduce, Quantized, Result, Scales, bf16, quantize};
+    /// use gemmesh::fp8::{Quantized, Scales, quantize};
+    /// use gemmesh::{F8E4M3, Group, Host, MatmulAllReduce, Result, bf16};
     ///
     /// /// K = 384 is shared by two ranks. The second one's part begins with column 64 of a block.
     /// fn rank(group: Group<Host>) -> Result<()> {
@@ -131,7 +133,7 @@ impl<'a, B: Backend> Scales<'a, B> {
     /// # Ok::<_, gemmesh::Error>(())
     /// ```
     ///
-    /// [`Quantized::first_column`]: crate::Quantized::first_column
+    /// [`Quantized::first_column`]: crate::fp8::Quantized::first_column
     pub fn first_column(mut self, first: usize) -> Self {
         self.first_column = first;
         self
@@ -307,7 +309,8 @@ impl<'a, B: Backend> ShardedScales<'a, B> {
     /// multiple of 4, as [`ShardedScales::columns_of_rows`].
     ///
     /// ```
-    /// use gemmesh::{Group, Host, Result, ShardedScales};
+    /// use gemmesh::fp8::ShardedScales;
+    /// use gemmesh::{Group, Host, Result};
     ///
     /// fn rank(group: Group<Host>) -> Result<()> {
     ///     let columns = ShardedScales::<Host>::columns_of_blocks(2304);

@@ -19,7 +19,9 @@ pub struct Visit {
 /// What a connection is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Line {
+    /// For messages of calls.
     Messages,
+    /// For the words of shared memory that other hosts read.
     Mirror,
 }
 
@@ -34,6 +36,7 @@ pub struct Seat<C> {
 /// What becomes of a connection.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Seating<C> {
+    /// It has the seat.
     Seated,
     /// Its leader has begun a later visit, so the connection was dropped.
     Stale,
@@ -84,6 +87,7 @@ impl<C> Seat<C> {
         self.messages.iter().chain(&self.mirror)
     }
 
+    /// True if there is a connection for `line`.
     pub fn has(&self, line: Line) -> bool {
         match line {
             Line::Messages => self.messages.is_some(),

@@ -207,7 +207,7 @@ impl Launch {
 
     /// Starts ranks by this name instead of this process's first argument. For languages whose interpreters look by it
     /// for their files.
-    #[doc(hidden)]
+    #[cfg(feature = "unstable-doors")]
     pub fn name(mut self, name: impl Into<OsString>) -> Launch {
         self.name = Some(name.into());
         self
@@ -227,9 +227,8 @@ impl Launch {
     ///
     /// # Errors
     /// As [`launch`].
-    #[doc(hidden)]
     #[track_caller]
-    pub fn run_while(self, goes_on: Option<&mut dyn FnMut() -> bool>) -> Result<()> {
+    pub(crate) fn run_while(self, goes_on: Option<&mut dyn FnMut() -> bool>) -> Result<()> {
         refuse_rank(env::describe_this_process())?;
         let world = limit("the number of ranks", self.world, 1, MAX_WORLD);
         world.map_err(Error::of(None, "launch"))?;

@@ -32,20 +32,30 @@ use crate::trace::{Timeline, Trace};
 /// Which backend a group has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BackendKind {
+    /// [`Host`](crate::Host).
     Host,
+    /// `Cuda`.
     Cuda,
 }
 
 /// Options of a group: those of [`Builder`].
 #[derive(Clone, Debug, Default)]
 pub struct Options {
+    /// [`Builder::timeout`].
     pub timeout: Option<Duration>,
+    /// [`Builder::arrival_timeout`].
     pub arrival_timeout: Option<Duration>,
+    /// [`Builder::host_timeout`].
     pub host_timeout: Option<Duration>,
+    /// [`Builder::workers`].
     pub workers: Option<usize>,
+    /// [`Builder::device`].
     pub device: Option<usize>,
+    /// [`Builder::max_ctas`].
     pub max_ctas: Option<usize>,
+    /// [`Builder::numerics`].
     pub numerics: Option<Numerics>,
+    /// [`Builder::name`].
     pub name: Option<String>,
 }
 
@@ -83,14 +93,20 @@ pub enum Joining<'a> {
     Env,
     /// At an address: [`Group::connect`].
     Address {
+        /// This rank.
         rank: usize,
+        /// The number of ranks.
         world: usize,
+        /// HOST:PORT of rank 0, or a path on one host.
         address: &'a str,
     },
     /// By a function that gathers bytes: [`Builder::connect_with`].
     Gather {
+        /// This rank.
         rank: usize,
+        /// The number of ranks.
         world: usize,
+        /// Gathers bytes of all ranks.
         gather: &'a mut Gather<'a>,
     },
 }
@@ -182,27 +198,38 @@ impl AnyBackend for Cuda {
 /// and written by no one else meanwhile. Calls refuse outputs that overlap with what they read.
 #[allow(clippy::missing_safety_doc)] // The same for all methods: see above.
 pub trait AnyGroup: Any + Send + Sync {
+    /// [`Group::rank`].
     fn rank(&self) -> usize;
+    /// [`Group::world_size`].
     fn world_size(&self) -> usize;
+    /// [`Group::name`].
     fn name(&self) -> Option<&str>;
+    /// The group's backend.
     fn backend(&self) -> BackendKind;
     /// Where the memory of matrices is.
     fn device(&self) -> DLDevice;
     /// Rows begin at multiples of this number of bytes.
     fn row_alignment(&self) -> usize;
+    /// The rows of each rank if M rows are split evenly.
     fn even_rows(&self, m: usize) -> Vec<usize>;
     /// The columns of sharded scales of rows [M, K], [`Scaling::ShardedRows`] or [`Scaling::ShardedBlocks`].
     fn scale_columns(&self, scaling: Scaling, k: usize) -> usize;
 
+    /// [`Group::synchronize`].
     fn synchronize(&self) -> Result<()>;
+    /// [`Group::barrier`]. Collective.
     fn barrier(&self) -> Result<()>;
+    /// [`Group::all_gather_bytes`]. Collective.
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
+    /// [`Group::wait_times`].
     fn wait_times(&self) -> Vec<Duration>;
     /// Brings the ranks' traces together: [`Timeline::collect`]. Collective.
     fn collect(&self, trace: &Trace) -> Result<Timeline>;
+    /// [`Group::check`].
     fn check(&self) -> Result<()>;
     /// True if this thread runs a function that an operation of this group has called. Calls are refused there.
     fn is_in_function(&self) -> bool;
+    /// [`Group::fail`].
     fn fail(&self, reason: &str) -> Error;
     /// The error of a collective call that a door refuses, because of an argument that no other method sees:
     /// [`unsuitable`]. The ranks that wait for this rank in the call are told.
@@ -213,6 +240,7 @@ pub trait AnyGroup: Any + Send + Sync {
     fn refuse_for(&self, call: &str, error: Error) -> Error;
     /// An error of this group, with its name and the job's numbers of ranks if it has them.
     fn named(&self, error: Error) -> Error;
+    /// [`Group::split`], with options of the part. Collective.
     fn split(&self, options: Options, color: usize, key: usize) -> Result<Arc<dyn AnyGroup>>;
     /// The stream of operations, a CUstream. Null on the host backend.
     fn stream(&self) -> usize;
@@ -262,6 +290,7 @@ pub trait AnyGroup: Any + Send + Sync {
     /// Copies a matrix to another of the same shape and type, after the earlier operations and before the later ones.
     unsafe fn copy(&self, from: Memory, to: Memory) -> Result<()>;
 
+    /// Makes a product, as the short calls do. Collective unless it is [`ProductKind::Matmul`](super::ProductKind::Matmul).
     unsafe fn run(&self, product: &Product, call: &ProductCall) -> Result<()>;
     /// Plans a product, so that it can run many times.
     fn prepare(
@@ -272,15 +301,22 @@ pub trait AnyGroup: Any + Send + Sync {
     ) -> Result<Box<dyn Prepared>>;
     /// Whether the group can multiply such rows, [M, K], with weights of these N.
     fn supports(&self, product: &Product, rows: &RowSplit, widths: &[usize]) -> Result<()>;
+    /// Quantises `x` to `out`, whose scales are the last argument.
     unsafe fn quantize(&self, x: Memory, out: Memory, scales: (Memory, Quantization))
     -> Result<()>;
 
+    /// [`all_gather`](crate::all_gather). Collective.
     fn all_gather(&self, a: &AnyShards) -> Result<()>;
+    /// [`broadcast`](crate::broadcast). Collective.
     fn broadcast(&self, a: &AnyShards, root: usize) -> Result<()>;
+    /// [`reduce_scatter`](crate::reduce_scatter). Collective.
     unsafe fn reduce_scatter(&self, a: Memory, out: Memory) -> Result<()>;
+    /// [`all_reduce`](crate::all_reduce). Collective.
     unsafe fn all_reduce(&self, a: Memory, out: &AnyShards) -> Result<()>;
+    /// [`all_to_all`](crate::all_to_all). Collective.
     unsafe fn all_to_all(&self, a: Memory, out: &AnyShards) -> Result<()>;
 
+    /// Gathers the rows of `a`, and calls `consume` for each chunk of them. Collective.
     fn all_gather_and_consume(
         &self,
         options: AllGatherAndConsume,
@@ -288,6 +324,7 @@ pub trait AnyGroup: Any + Send + Sync {
         consume: &mut Consume,
     ) -> Result<()>;
     /// The sums go to `out`, of `m` rows in all.
+    /// Adds the rows that `produce` makes on all ranks. Collective.
     unsafe fn produce_and_reduce_scatter(
         &self,
         options: ProduceAndReduceScatter,
@@ -295,6 +332,7 @@ pub trait AnyGroup: Any + Send + Sync {
         out: Memory,
         produce: &mut Produce,
     ) -> Result<()>;
+    /// Sends the rows that `produce` makes to their owners. Collective.
     fn produce_and_all_to_all(
         &self,
         options: ProduceAndAllToAll,
@@ -404,8 +442,8 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
 
     fn scale_columns(&self, scaling: Scaling, k: usize) -> usize {
         match scaling {
-            Scaling::ShardedBlocks => crate::ShardedScales::<B>::columns_of_blocks(k),
-            _ => crate::ShardedScales::<B>::columns_of_rows(),
+            Scaling::ShardedBlocks => crate::fp8::ShardedScales::<B>::columns_of_blocks(k),
+            _ => crate::fp8::ShardedScales::<B>::columns_of_rows(),
         }
     }
 

@@ -17,6 +17,7 @@ pub struct Rows {
     pub rows: Range<usize>,
     /// The rank that owns them.
     pub source: usize,
+    /// Where the rows are.
     pub memory: Memory,
     /// The CUstream on which work finds them. Null on the host backend.
     pub stream: usize,
@@ -28,6 +29,7 @@ pub struct RowsFor {
     pub rows: Range<usize>,
     /// The rank that gets them.
     pub owner: usize,
+    /// Where the rows go.
     pub memory: Memory,
     /// What keeps the memory, if it is not that of the sharded matrix that the call gets.
     pub keeper: Option<Arc<dyn Any + Send + Sync>>,

@@ -62,25 +62,33 @@ impl ProductKind {
 /// A product: what the typed builders say.
 #[derive(Clone, Debug)]
 pub struct Product {
+    /// Which product.
     pub kind: ProductKind,
     /// The type of `a`.
     pub dtype: DType,
+    /// What is applied to the result.
     pub activation: Activation,
+    /// True if two weights make an output: the activation of the first product times the second.
     pub gated: bool,
+    /// How weights lie in memory.
     pub weight_layout: WeightLayout,
+    /// How sums of products of fp8 are made.
     pub accumulation: Accumulation,
+    /// True if every kernel that wrote the weights has ended when the product is enqueued.
     pub constant_weights: bool,
     /// The stages of a gather.
     pub stages: Option<usize>,
     /// The rows that each rank gets of sums that are scattered.
     pub rows: Option<Vec<usize>>,
-    // For `prepare` and `supports`, what the arguments of a call say otherwise.
+    /// The type of the weights, for `prepare` and `supports`.
     pub weight_dtype: Option<DType>,
+    /// The type of the outputs, for `prepare` and `supports`.
     pub output_dtype: Option<DType>,
     /// Who moves rows, for `prepare`. By default the backend chooses.
     pub route: Option<Route>,
     /// Of `a`, and of the weights: one entry for each, or one for all.
     pub scaling: (Scaling, Vec<Scaling>),
+    /// How the outputs are quantised, for `prepare` and `supports`.
     pub quantization: Option<Quantization>,
 }
 
@@ -131,7 +139,9 @@ impl Product {
 /// An operand in this rank's memory, with its scales if it has any: f32, shaped as their [`Scaling`] says.
 #[derive(Clone, Copy, Debug)]
 pub struct Operand {
+    /// The matrix.
     pub values: Memory,
+    /// Its scales, and what each of them is of.
     pub scales: Option<(Memory, Scaling)>,
 }
 
@@ -147,20 +157,25 @@ pub enum ShardedScales<'a> {
 /// The rows that a product multiplies.
 #[derive(Clone, Copy)]
 pub enum RowOperand<'a> {
+    /// This rank's own.
     Own(Operand),
+    /// Those of all ranks, which are gathered.
     Sharded(&'a AnyShards, Option<ShardedScales<'a>>),
 }
 
 /// An output in this rank's memory, with its scales if it is quantised.
 #[derive(Clone, Copy, Debug)]
 pub struct Output {
+    /// The matrix.
     pub values: Memory,
+    /// Where its scales go, and what each of them is of.
     pub scales: Option<(Memory, Quantization)>,
 }
 
 /// Where a product goes.
 #[derive(Clone, Copy)]
 pub enum Outputs<'a> {
+    /// To this rank's own matrices.
     Own(&'a [Output]),
     /// Sums: this rank's own rows, or all.
     Sharded(&'a AnyShards),
@@ -169,10 +184,15 @@ pub enum Outputs<'a> {
 /// The arguments of a product.
 #[derive(Clone, Copy)]
 pub struct ProductCall<'a> {
+    /// The rows.
     pub a: RowOperand<'a>,
+    /// The weights.
     pub weights: &'a [Operand],
+    /// Where the products go.
     pub outputs: Outputs<'a>,
+    /// A row that is added to each row of the product.
     pub bias: Option<Memory>,
+    /// A matrix that is added to the product.
     pub residual: Option<Memory>,
 }
 
@@ -215,8 +235,7 @@ pub(super) fn refused<B: Backend>(group: &Group<B>, kind: ProductKind, error: Er
     match kind {
         ProductKind::Matmul => {
             let error = Error::of(group.rank(), kind.name())(error);
-            let noted = group.noted::<()>(Err(error.clone()));
-            noted.err().unwrap_or(error)
+            super::noted(group, error)
         }
         _ => group.refusal(kind.name())(error),
     }

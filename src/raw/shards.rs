@@ -25,6 +25,7 @@ pub enum Split<'a> {
 
 /// What a sharded matrix is, whatever its type and backend.
 pub trait Shards: Send + Sync {
+    /// The type of its elements.
     fn dtype(&self) -> DType;
     /// [M, K]
     fn shape(&self) -> [usize; 2];
@@ -52,7 +53,9 @@ pub trait ShardsOf<B: Backend>: Shards {
 
 /// A sharded matrix of any type and backend.
 pub enum AnyShards {
+    /// Of the host backend.
     Host(Box<dyn ShardsOf<Host>>),
+    /// Of the CUDA backend.
     #[cfg(feature = "cuda")]
     Cuda(Box<dyn ShardsOf<crate::backend::Cuda>>),
 }

@@ -14,7 +14,7 @@ pub struct Agreed {
 
 impl Agreed {
     /// `name` is the name of the call. `arguments` say what ranks must agree on, for a reader. Those of the configuration
-    /// are of [`of_configuration`](crate::error::of_configuration).
+    /// are of `of_configuration`.
     pub fn new<S: AsRef<str>>(name: &str, arguments: impl IntoIterator<Item = S>) -> Agreed {
         let mut lines = String::from(name);
         for argument in arguments {

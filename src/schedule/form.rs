@@ -74,7 +74,7 @@ pub enum Accumulation {
     /// On GPUs all of K may be summed by tensor cores, which keep about 13 bits of a sum of fp8. It takes less time, and the
     /// error grows with K: up to (K/32 + 1) · 2⁻¹³ of Σ|a·b|, where `Promoted` stays below 2⁻¹². Kernels with tiles of up to
     /// 176 columns do so. All others sum up as with `Promoted`, and so do the host, operands with scales of blocks, and
-    /// groups of [`Numerics::Invariant`](crate::Numerics::Invariant).
+    /// groups of [`Numerics::Invariant`](crate::tuning::Numerics::Invariant).
     Fast,
 }
 

@@ -1,42 +1,46 @@
 #![doc = include_str!("README.md")]
 
-pub mod agreed;
+pub(crate) mod agreed;
 mod check;
-pub mod config;
+pub(crate) mod config;
 pub mod drive;
-pub mod form;
-pub mod hosts;
-pub mod layout;
-pub mod limits;
-pub mod operation;
+pub(crate) mod form;
+mod hosts;
+pub(crate) mod layout;
+pub(crate) mod limits;
+pub(crate) mod operation;
 mod parts;
 pub mod plan;
 mod problem;
-pub mod product;
-pub mod quantization;
-pub mod scaling;
+pub(crate) mod product;
+pub(crate) mod quantization;
+pub(crate) mod scaling;
 mod transfer;
 
-pub use crate::route::Route;
 pub use agreed::Agreed;
-pub use config::{Chunking, Config, Numerics, TileShape};
-pub use form::{Accumulation, Activation, Form, MAX_WEIGHTS, WeightLayout, Widths};
+pub use config::{CUT_COLUMNS, MAX_CLUSTER, MAX_SLICES};
+pub use form::{Form, Widths};
 pub use hosts::Hosts;
-pub use layout::{Layout, RowOrder};
-pub use operation::Operation;
+pub use layout::{Layout, MAX_CHUNKS, MAX_EXTENT, MAX_WORLD, RowOrder, balanced_rows};
+pub use operation::{Operation, OperationPart, RowResult, RowSource, RowWork};
 pub use parts::Parts;
 pub use problem::{DTypes, Problem};
 pub use product::{
     Addend, Bias, DeferredChunk, HostSum, OutputBlock, Product, Reduction, Residual, Sum, Tile,
     Weight,
 };
-pub use quantization::{OutputScales, Quantization};
-pub use scaling::{ScaleMatrix, Scaling};
+pub use quantization::OutputScales;
+pub use scaling::ScaleMatrix;
 pub use transfer::{Extent, MatrixSpec, Move, Region, Request, Transfer, Turn};
+// Users find these elsewhere.
+pub(crate) use crate::route::Route;
+pub(crate) use config::{Chunking, Config, Numerics, TileShape};
+pub(crate) use form::{Accumulation, Activation, MAX_WEIGHTS, WeightLayout};
+pub(crate) use quantization::Quantization;
+pub(crate) use scaling::Scaling;
 
 use std::ops::Range;
 
-use layout::{MAX_CHUNKS, MAX_WORLD};
 use limits::limit;
 use plan::matrices::PARTIALS;
 

@@ -250,7 +250,8 @@ pub struct Tile {
 impl Tile {
     /// Makes the tile in row `m` and column `n` of a block, whose operands wait for `flags`.
     ///
-    /// `m` and `n` must be below [`MAX_EXTENT`](super::layout::MAX_EXTENT). `flags` must not end after [`MAX_FLAGS`].
+    /// `m` and `n` must be below [`MAX_EXTENT`](super::layout::MAX_EXTENT). `flags` must not end after
+    /// [`MAX_FLAGS`](super::MAX_FLAGS).
     pub fn new(block: usize, m: usize, n: usize, flags: Range<usize>) -> Tile {
         // A flag that is too large stays too large, so the schedule's check refuses it.
         let word = |flag: usize| u16::try_from(flag).unwrap_or(u16::MAX);

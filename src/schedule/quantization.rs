@@ -68,7 +68,7 @@ impl Quantization {
     ///
     /// So the first block has 128 - `first` columns, and the scales are [M, ⌈(`first` + N)/128⌉]. They are those of the
     /// rows that a part of a weight multiplies, if that part begins inside a block
-    /// ([`Scales::first_column`](crate::Scales::first_column)). It is for [`Quantization::blocks`].
+    /// ([`Scales::first_column`](crate::fp8::Scales::first_column)). It is for [`Quantization::blocks`].
     #[must_use]
     pub const fn first_column(self, first: usize) -> Quantization {
         let scaling = match self.scaling {

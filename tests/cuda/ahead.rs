@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use cudarc::driver::sys;
-use gemmesh::{AllGatherMatmul, Cuda, Error, Group, Route, bf16};
+use gemmesh::tuning::Route;
+use gemmesh::{AllGatherMatmul, Cuda, Error, Group, bf16};
 
 use crate::each_route;
 use crate::support::gpu::*;

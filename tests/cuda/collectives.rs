@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use cudarc::driver::sys;
-use gemmesh::{Block, Cuda, Matrix, Value};
+use gemmesh::elements::Value;
+use gemmesh::pipelines::Block;
+use gemmesh::{Cuda, Matrix};
 
 use crate::support::gpu::*;
 use crate::support::shared::collectives::Produces;

@@ -6,11 +6,10 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::CUresult;
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream};
-use gemmesh::dlpack::DLManagedTensor;
 use gemmesh::error::Kind;
-use gemmesh::{
-    AllGatherMatmul, CudarcMatrix, CudarcMatrixMut, Error, Group, Matmul, Matrix, Result, bf16,
-};
+use gemmesh::interop::dlpack::DLManagedTensor;
+use gemmesh::interop::{CudarcMatrix, CudarcMatrixMut};
+use gemmesh::{AllGatherMatmul, Error, Group, Matmul, Matrix, Result, bf16};
 
 use crate::support::errors::kind_of;
 use crate::support::gpu::*;

@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use gemmesh::error::{Deadline, Kind};
-use gemmesh::{Cuda, Error, Route};
+use gemmesh::tuning::Route;
+use gemmesh::{Cuda, Error};
 
 use crate::support::errors::parts;
 use crate::support::gpu::*;

@@ -1,7 +1,8 @@
 //! Products of other forms, on GPUs.
 
 use gemmesh::testing::Variant;
-use gemmesh::{Config, Cuda, Numerics, Route};
+use gemmesh::tuning::{Numerics, Route};
+use gemmesh::{Config, Cuda};
 
 use crate::support::gpu::*;
 use crate::support::shared::forms;

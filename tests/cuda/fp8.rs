@@ -1,10 +1,13 @@
 //! Products of fp8 by each kernel, with scales of each kind.
 
+use gemmesh::elements::{AddendOf, Element, Number, OutputOf, WeightOf};
+use gemmesh::fp8::{Accumulation, Scales, Scaling, ShardedScales};
+use gemmesh::products::Operand;
 use gemmesh::testing::Variant;
+use gemmesh::tuning::Route;
 use gemmesh::{
-    Accumulation, Activation, AddendOf, AllGatherMatmul, Config, Cuda, DType, Element, Error,
-    F8E4M3, F8E5M2, Group, Matmul, MatmulAllReduce, MatmulReduceScatter, Matrix, Number, Operand,
-    OutputOf, Route, Scales, Scaling, ShardedScales, WeightOf, bf16, f16,
+    Activation, AllGatherMatmul, Config, Cuda, DType, Error, F8E4M3, F8E5M2, Group, Matmul,
+    MatmulAllReduce, MatmulReduceScatter, Matrix, bf16, f16,
 };
 use rand::RngExt;
 
@@ -212,7 +215,7 @@ impl Product {
         }
         let operands = values.of_b.iter().zip(&weights).zip(&of_b);
         let operands = operands.map(|((scales, b), placed)| scales.bind(b, placed));
-        let operands: gemmesh::Weights<_, T> = operands.collect();
+        let operands: gemmesh::products::Weights<_, T> = operands.collect();
         operation.run(values.of_a.bind(&a, &of_a), operands, &mut out)?;
         out.to_vec()
     }
@@ -565,7 +568,7 @@ fn gathered(group: &Group<Cuda>, seed: u64, route: Option<Route>) -> Result<(), 
     if let Some(route) = route {
         let prepared = Matmul::<_, F8E4M3>::new().prepare(group, [m.max(1), k], n)?;
         let chunks = 1 + seed as usize % 3;
-        let chunking = gemmesh::Chunking::new(chunks).with_cut_last(seed.is_multiple_of(2));
+        let chunking = gemmesh::tuning::Chunking::new(chunks).with_cut_last(seed.is_multiple_of(2));
         operation = operation.config(Config::new(prepared.config().tile, chunking, route));
     }
     let (scales, columns) = match of_a.scaling {

@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 use gemmesh::error::Kind;
-use gemmesh::{AllGatherMatmul, Cuda, Error, Group, Host, Matmul, Route, all_gather, bf16};
+use gemmesh::tuning::Route;
+use gemmesh::{AllGatherMatmul, Cuda, Error, Group, Host, Matmul, all_gather, bf16};
 
 use crate::support::gpu::*;
 use crate::support::processes::{Rank, Setting};

@@ -3,11 +3,13 @@
 use std::time::Duration;
 
 use gemmesh::error::Kind;
+use gemmesh::pipelines::{AllGatherAndConsume, Chunk};
 use gemmesh::testing::{Variant, delay_chunks};
 use gemmesh::trace::{Lane, Work};
+use gemmesh::tuning::Route;
 use gemmesh::{
-    AllGatherAndConsume, AllGatherMatmul, Chunk, Cuda, Error, Group, MatmulAllReduce,
-    MatmulReduceScatter, Matrix, Route, all_gather, all_to_all, bf16, broadcast, matmul,
+    AllGatherMatmul, Cuda, Error, Group, MatmulAllReduce, MatmulReduceScatter, Matrix, all_gather,
+    all_to_all, bf16, broadcast, matmul,
 };
 
 use crate::support::gpu::*;

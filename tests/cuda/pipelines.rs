@@ -1,7 +1,8 @@
 //! What the caller computes, beside what is moved, on GPUs.
 
 use cudarc::driver::sys;
-use gemmesh::{Chunk, Cuda, Matrix, bf16};
+use gemmesh::pipelines::Chunk;
+use gemmesh::{Cuda, Matrix, bf16};
 
 use crate::support::gpu::*;
 use crate::support::shared::pipelines::{self, Consumes};

@@ -1,9 +1,10 @@
 //! Products that quantise their results, by their kernel or behind it.
 
+use gemmesh::elements::WeightOf;
 use gemmesh::error::Kind;
+use gemmesh::tuning::{Chunking, Route};
 use gemmesh::{
-    AllGatherMatmul, Chunking, Config, Cuda, DType, Error, F8E4M3, F8E5M2, Group, Matmul, Route,
-    WeightOf, bf16, f16,
+    AllGatherMatmul, Config, Cuda, DType, Error, F8E4M3, F8E5M2, Group, Matmul, bf16, f16,
 };
 use rand::RngExt;
 

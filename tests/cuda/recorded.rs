@@ -5,10 +5,12 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 use gemmesh::error::Kind;
+use gemmesh::pipelines::{
+    AllGatherAndConsume, Block, ProduceAndAllToAll, ProduceAndReduceScatter,
+    all_gather_and_consume, produce_and_all_to_all,
+};
 use gemmesh::{
-    AllGatherAndConsume, Block, Cuda, Error, Group, Matrix, ProduceAndAllToAll,
-    ProduceAndReduceScatter, all_gather, all_gather_and_consume, all_reduce, all_to_all, bf16,
-    broadcast, produce_and_all_to_all, reduce_scatter,
+    Cuda, Error, Group, Matrix, all_gather, all_reduce, all_to_all, bf16, broadcast, reduce_scatter,
 };
 
 use crate::graphs::miss;

@@ -1,6 +1,7 @@
 //! Sums over ranks that each have a part of K.
 
-use gemmesh::{Chunking, Config, Cuda, Group, Route, bf16, f16};
+use gemmesh::tuning::{Chunking, Route};
+use gemmesh::{Config, Cuda, Group, bf16, f16};
 use rand::RngExt;
 
 use gemmesh::testing::Variant;

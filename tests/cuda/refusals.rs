@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use gemmesh::error::Kind;
-use gemmesh::{AllGatherMatmul, Cuda, Error, Matmul, Route, TileShape, all_gather_matmul, bf16};
+use gemmesh::tuning::{Route, TileShape};
+use gemmesh::{AllGatherMatmul, Cuda, Error, Matmul, all_gather_matmul, bf16};
 
 use crate::support::gpu::*;
 use crate::support::processes::Setting;

@@ -1,6 +1,8 @@
 //! Every result is the one that float64 gives, within rounding, by each kernel and in each environment.
 
-use gemmesh::{AllGatherMatmul, Config, Cuda, Error, Group, Half, Route, bf16, f16};
+use gemmesh::elements::Half;
+use gemmesh::tuning::Route;
+use gemmesh::{AllGatherMatmul, Config, Cuda, Error, Group, bf16, f16};
 
 use crate::support::gpu::*;
 use crate::support::numbers::{bits, nan, normal, rng};

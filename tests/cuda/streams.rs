@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 use gemmesh::error::Kind;
-use gemmesh::{Error, Matmul, Route, bf16};
+use gemmesh::tuning::Route;
+use gemmesh::{Error, Matmul, bf16};
 
 use crate::support::gpu::*;
 use crate::test_name;

@@ -1,9 +1,9 @@
 //! Matrices in memory of the caller's.
 
 use gemmesh::error::Kind;
+use gemmesh::tuning::{Chunking, Route, TileShape};
 use gemmesh::{
-    Chunking, Config, Cuda, Error, Group, Matmul, MatmulReduceScatter, Matrix, Route, TileShape,
-    f16, matmul, reduce_scatter,
+    Config, Cuda, Error, Group, Matmul, MatmulReduceScatter, Matrix, f16, matmul, reduce_scatter,
 };
 
 use crate::support::errors::kind_of;

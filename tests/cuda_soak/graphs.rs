@@ -6,10 +6,12 @@
 use std::time::Instant;
 
 use gemmesh::error::Kind;
+use gemmesh::products::Prepared;
 use gemmesh::testing::{Variant, ranks_share_gpus};
+use gemmesh::tuning::Route;
 use gemmesh::{
-    Config, Cuda, Error, Group, Host, MatmulAllReduce, MatmulReduceScatter, Matrix, Prepared,
-    Route, ShardedMatrix, all_gather, all_reduce, all_to_all, bf16, broadcast, reduce_scatter,
+    Config, Cuda, Error, Group, Host, MatmulAllReduce, MatmulReduceScatter, Matrix, ShardedMatrix,
+    all_gather, all_reduce, all_to_all, bf16, broadcast, reduce_scatter,
 };
 use rand::RngExt;
 use rand::rngs::StdRng;

@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use gemmesh::error::Kind;
-use gemmesh::{Error, Group, Host, Route, all_gather_matmul, bf16};
+use gemmesh::tuning::Route;
+use gemmesh::{Error, Group, Host, all_gather_matmul, bf16};
 use rustix::process::Signal;
 
 use crate::support::patience::{again_if_busy, stretched};

@@ -5,10 +5,13 @@ use std::time::Duration;
 
 use crate::support::errors::kind_of;
 use gemmesh::error::Kind;
+use gemmesh::fp8::{Quantize, Scales, ShardedScales};
+use gemmesh::pipelines::{AllGatherAndConsume, ProduceAndAllToAll, ProduceAndReduceScatter};
+use gemmesh::products::RowSplit;
+use gemmesh::tuning::{Chunking, Route, TileShape};
 use gemmesh::{
-    AllGatherAndConsume, AllGatherMatmul, Chunking, Config, Error, F8E4M3, Group, Host, Matmul,
-    MatmulAllReduce, MatmulReduceScatter, ProduceAndAllToAll, ProduceAndReduceScatter, Quantize,
-    Result, Route, RowSplit, Scales, ShardedScales, TileShape, bf16, broadcast,
+    AllGatherMatmul, Config, Error, F8E4M3, Group, Host, Matmul, MatmulAllReduce,
+    MatmulReduceScatter, Result, bf16, broadcast,
 };
 use proptest::prelude::*;
 use proptest::sample::select;

@@ -236,7 +236,7 @@ fn an_error_of_a_group_that_is_passed_on_stays_as_it_is() {
         |_, pair| {
             let a = pair.sharded::<bf16>(2, 4)?;
             let mut inner = Ok(());
-            gemmesh::all_gather_and_consume(&a, |_| {
+            gemmesh::pipelines::all_gather_and_consume(&a, |_| {
                 inner = pair.barrier();
                 Ok(())
             })?;
@@ -472,7 +472,7 @@ fn a_thread_that_leaves_a_part_or_panics_in_it_is_named_at_once() {
 fn a_call_within_a_function_of_an_operation_cannot_split_its_group() {
     Group::<Host>::threads(1, |group| {
         let a = group.sharded::<bf16>(4, 4)?;
-        let result = gemmesh::all_gather_and_consume(&a, |_| {
+        let result = gemmesh::pipelines::all_gather_and_consume(&a, |_| {
             group.split(0, 0)?;
             Ok(())
         });

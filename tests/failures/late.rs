@@ -4,10 +4,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use gemmesh::error::{Deadline, Kind};
-use gemmesh::{
-    AllGatherMatmul, Error, Group, Host, Route, all_gather, bf16, matmul_reduce_scatter,
-    produce_and_reduce_scatter,
-};
+use gemmesh::pipelines::produce_and_reduce_scatter;
+use gemmesh::tuning::Route;
+use gemmesh::{AllGatherMatmul, Error, Group, Host, all_gather, bf16, matmul_reduce_scatter};
 
 use crate::support::shared::late;
 use crate::support::tested::Tested;

@@ -5,12 +5,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use gemmesh::error::Kind;
+use gemmesh::pipelines::{
+    AllGatherAndConsume, ProduceAndAllToAll, ProduceAndReduceScatter, all_gather_and_consume,
+    produce_and_reduce_scatter,
+};
+use gemmesh::products::{WeightLayout, Weights};
 use gemmesh::{
-    AllGatherAndConsume, AllGatherMatmul, Config, DType, Error, Group, Host, Matmul,
-    MatmulAllReduce, MatmulReduceScatter, Matrix, ProduceAndAllToAll, ProduceAndReduceScatter,
-    ShardedMatrix, WeightLayout, Weights, all_gather_and_consume, all_gather_matmul, all_reduce,
-    all_to_all, bf16, broadcast, launch, matmul, matmul_all_reduce, matmul_reduce_scatter,
-    produce_and_reduce_scatter, reduce_scatter,
+    AllGatherMatmul, Config, DType, Error, Group, Host, Matmul, MatmulAllReduce,
+    MatmulReduceScatter, Matrix, ShardedMatrix, all_gather_matmul, all_reduce, all_to_all, bf16,
+    broadcast, launch, matmul, matmul_all_reduce, matmul_reduce_scatter, reduce_scatter,
 };
 
 use crate::support::tested;
@@ -129,7 +132,8 @@ fn with_weights<'a>(
     let weights: Vec<_> = shapes.iter().map(|&[n, k]| zeros(group, n, k)).collect();
     let mut outs: Vec<_> = (0..outputs).map(|_| zeros(group, 4, 5)).collect();
     let weights: Weights<Host, bf16> = weights.iter().map(Matrix::view).collect();
-    let outs: gemmesh::Outputs<Host, bf16> = outs.iter_mut().map(Matrix::view_mut).collect();
+    let outs: gemmesh::products::Outputs<Host, bf16> =
+        outs.iter_mut().map(Matrix::view_mut).collect();
     product.run(&a, weights, outs)
 }
 

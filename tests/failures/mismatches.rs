@@ -4,8 +4,9 @@ use std::time::{Duration, Instant};
 
 use gemmesh::error::Kind;
 use gemmesh::trace::{Timeline, Trace};
+use gemmesh::tuning::Route;
 use gemmesh::{
-    AllGatherMatmul, Error, Group, Host, MatmulReduceScatter, Route, all_reduce, bf16, broadcast,
+    AllGatherMatmul, Error, Group, Host, MatmulReduceScatter, all_reduce, bf16, broadcast,
     matmul_reduce_scatter,
 };
 

@@ -1,13 +1,16 @@
 //! The error of an argument names the line of the program that makes the call, on every rank that reads it.
 
-use gemmesh::dlpack::DLManagedTensor;
 use gemmesh::error::Kind;
+use gemmesh::interop::dlpack::DLManagedTensor;
+use gemmesh::pipelines::{
+    AllGatherAndConsume, ProduceAndReduceScatter, all_gather_and_consume, produce_and_all_to_all,
+    produce_and_reduce_scatter,
+};
 use gemmesh::trace::{Timeline, Trace};
 use gemmesh::{
-    AllGatherAndConsume, AllGatherMatmul, Error, Group, Host, MatmulAllReduce, MatmulReduceScatter,
-    Matrix, ProduceAndReduceScatter, ShardedMatrix, all_gather, all_gather_and_consume,
-    all_gather_matmul, all_reduce, all_to_all, bf16, broadcast, matmul_all_reduce,
-    matmul_reduce_scatter, produce_and_all_to_all, produce_and_reduce_scatter, reduce_scatter,
+    AllGatherMatmul, Error, Group, Host, MatmulAllReduce, MatmulReduceScatter, Matrix,
+    ShardedMatrix, all_gather, all_gather_matmul, all_reduce, all_to_all, bf16, broadcast,
+    matmul_all_reduce, matmul_reduce_scatter, reduce_scatter,
 };
 
 type Done = Result<(), Error>;
@@ -114,19 +117,19 @@ fn refused_operations_are_named_by_their_line() {
 }
 
 /// Planned for [6, 4] and N = 5.
-fn gather(g: &Group<Host>) -> gemmesh::Prepared<'static, Host, bf16> {
+fn gather(g: &Group<Host>) -> gemmesh::products::Prepared<'static, Host, bf16> {
     AllGatherMatmul::new()
         .prepare(&sharded(g, 6, 4), 5)
         .expect("a plan")
 }
 
-fn scatter(g: &Group<Host>) -> gemmesh::PreparedReduceScatter<'static, Host, bf16> {
+fn scatter(g: &Group<Host>) -> gemmesh::products::PreparedReduceScatter<'static, Host, bf16> {
     MatmulReduceScatter::new()
         .prepare(&zeros(g, 6, 4), 5)
         .expect("a plan")
 }
 
-fn reduce(g: &Group<Host>) -> gemmesh::PreparedAllReduce<'static, Host, bf16> {
+fn reduce(g: &Group<Host>) -> gemmesh::products::PreparedAllReduce<'static, Host, bf16> {
     MatmulAllReduce::new()
         .prepare(&zeros(g, 6, 4), &sharded(g, 6, 5))
         .expect("a plan")

@@ -5,7 +5,8 @@ use std::fmt;
 
 use gemmesh::error::Kind;
 use gemmesh::launch::{self, Launch};
-use gemmesh::{AllGatherMatmul, Error, Group, Host, bf16, produce_and_all_to_all};
+use gemmesh::pipelines::produce_and_all_to_all;
+use gemmesh::{AllGatherMatmul, Error, Group, Host, bf16};
 
 use crate::support::errors::parts;
 use crate::support::patience::again_if_busy;

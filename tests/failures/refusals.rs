@@ -4,9 +4,9 @@ use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 use gemmesh::error::Kind;
+use gemmesh::products::WeightLayout;
 use gemmesh::{
-    AllGatherMatmul, Error, Group, Host, Matmul, MatmulReduceScatter, WeightLayout,
-    all_gather_matmul, bf16,
+    AllGatherMatmul, Error, Group, Host, Matmul, MatmulReduceScatter, all_gather_matmul, bf16,
 };
 
 use crate::support::errors::parts_of;

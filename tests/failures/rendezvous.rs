@@ -6,7 +6,7 @@ use std::os::unix::net::{SocketAddr, UnixStream};
 use std::time::{Duration, Instant};
 
 use gemmesh::error::Kind;
-use gemmesh::testing::PROTOCOL_VERSION;
+use gemmesh::testing::{PROTOCOL_VERSION, connect_speaking};
 use gemmesh::{Error, Group, Host};
 
 use crate::support::errors::parts;
@@ -182,7 +182,7 @@ fn a_rank_of_another_protocol_version_is_named() {
             rank.come_together();
             let builder = Group::<Host>::builder().timeout(TIMEOUT);
             let group = match rank.rank {
-                2 => builder.connect_speaking(2, rank.world, &rank.address, 999),
+                2 => connect_speaking(builder, 2, rank.world, &rank.address, 999),
                 _ => builder.connect(rank.rank, rank.world, &rank.address),
             };
             group.map(|_| "a group".into())

@@ -3,13 +3,15 @@
 use std::fmt::Debug;
 use std::time::Duration;
 
+use gemmesh::fp8::{Accumulation, Scales, Scaling};
 use gemmesh::launch::Launch;
+use gemmesh::pipelines::{AllGatherAndConsume, ProduceAndAllToAll, ProduceAndReduceScatter};
+use gemmesh::products::{Outputs, WeightLayout, WeightWidths, Weights};
 use gemmesh::trace::Timeline;
+use gemmesh::tuning::{Chunking, Numerics, Route, TileShape};
 use gemmesh::{
-    Accumulation, Activation, AllGatherAndConsume, AllGatherMatmul, Chunking, Config, DType, Error,
-    F8E4M3, Group, Host, Matmul, MatmulAllReduce, MatmulReduceScatter, Matrix, Numerics, Outputs,
-    ProduceAndAllToAll, ProduceAndReduceScatter, Route, Scales, Scaling, TileShape, WeightLayout,
-    WeightWidths, Weights, bf16,
+    Activation, AllGatherMatmul, Config, DType, Error, F8E4M3, Group, Host, Matmul,
+    MatmulAllReduce, MatmulReduceScatter, Matrix, bf16,
 };
 
 const ROWS: [usize; 2] = [128, 384];

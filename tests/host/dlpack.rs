@@ -4,8 +4,8 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::support::errors::kind_of;
-use gemmesh::dlpack::{DLDataType, DLDevice, DLManagedTensor, DLTensor};
 use gemmesh::error::Kind;
+use gemmesh::interop::dlpack::{DLDataType, DLDevice, DLManagedTensor, DLTensor};
 use gemmesh::{Error, Group, Host, Matmul, Matrix, Result, bf16};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};

@@ -2,7 +2,8 @@
 
 use crate::support::shared::forms;
 use crate::test_name;
-use gemmesh::{Chunking, Config, Host, Numerics, Route, TileShape};
+use gemmesh::tuning::{Chunking, Numerics, Route, TileShape};
+use gemmesh::{Config, Host};
 
 /// The backend's own, and small tiles.
 fn configs() -> Vec<Option<Config>> {

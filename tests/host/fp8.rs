@@ -3,10 +3,10 @@
 use crate::support::numbers::normal;
 use crate::support::shared::{fp8, quantized_products};
 use crate::test_name;
-use gemmesh::{
-    Accumulation, AllGatherAndConsume, Chunking, Config, Error, F8E4M3, Group, Host, Matmul, Route,
-    Scales, Scaling, TileShape, all_gather_matmul, bf16,
-};
+use gemmesh::fp8::{Accumulation, Scales, Scaling};
+use gemmesh::pipelines::AllGatherAndConsume;
+use gemmesh::tuning::{Chunking, Route, TileShape};
+use gemmesh::{Config, Error, F8E4M3, Group, Host, Matmul, all_gather_matmul, bf16};
 
 const ROUTES: [Route; 3] = [Route::Pull, Route::Push, Route::Store];
 

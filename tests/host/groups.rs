@@ -4,7 +4,8 @@ use std::sync::Barrier;
 use std::time::Duration;
 
 use gemmesh::error::Kind;
-use gemmesh::{Error, Group, Host, Numerics};
+use gemmesh::tuning::Numerics;
+use gemmesh::{Error, Group, Host};
 
 use crate::support::patience::agreed;
 use crate::support::products::Arguments;

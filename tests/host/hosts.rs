@@ -5,7 +5,8 @@ use std::time::Duration;
 use gemmesh::schedule::Hosts;
 use gemmesh::testing::delay_chunks;
 use gemmesh::trace::{Lane, Work};
-use gemmesh::{Builder, Error, Group, Host, Route, bf16};
+use gemmesh::tuning::Route;
+use gemmesh::{Builder, Error, Group, Host, bf16};
 
 use crate::fp8;
 use crate::support::patience::stretched;

@@ -11,10 +11,11 @@ use crate::support::products::{Case, Placed};
 use crate::support::shared::{invariant, results};
 use crate::support::tested::Tested;
 use crate::test_name;
+use gemmesh::elements::{Element, Half, WeightOf};
 use gemmesh::error::Kind;
+use gemmesh::tuning::{Chunking, Route, TileShape};
 use gemmesh::{
-    AllGatherMatmul, Chunking, Config, Element, Error, F8E4M3, Group, Half, Host, Matmul, Route,
-    TileShape, WeightOf, all_gather_matmul, bf16, f16,
+    AllGatherMatmul, Config, Error, F8E4M3, Group, Host, Matmul, all_gather_matmul, bf16, f16,
 };
 use rand::RngExt;
 

@@ -3,12 +3,14 @@
 
 use std::ffi::c_void;
 
-use gemmesh::dlpack::{DLDataType, DLDevice, DLManagedTensor, DLTensor};
+use gemmesh::elements::Value;
 use gemmesh::error::Kind;
+use gemmesh::fp8::{Quantized, quantize};
+use gemmesh::interop::dlpack::{DLDataType, DLDevice, DLManagedTensor, DLTensor};
+use gemmesh::products::{Outputs, Weights};
 use gemmesh::{
-    Error, F8E4M3, Group, Host, Matmul, MatmulReduceScatter, Matrix, Outputs, Quantized, Result,
-    Value, Weights, all_gather_matmul, all_reduce, all_to_all, bf16, matmul, quantize,
-    reduce_scatter,
+    Error, F8E4M3, Group, Host, Matmul, MatmulReduceScatter, Matrix, Result, all_gather_matmul,
+    all_reduce, all_to_all, bf16, matmul, reduce_scatter,
 };
 
 /// A tensor, with its extents.

@@ -6,9 +6,8 @@ use std::time::{Duration, Instant};
 use crate::support::numbers::nan;
 use crate::support::patience::stretched;
 use crate::support::shared::pipelines::Consumes;
-use gemmesh::{
-    AllGatherAndConsume, Chunk, Error, Group, Host, Matrix, ProduceAndReduceScatter, bf16,
-};
+use gemmesh::pipelines::{AllGatherAndConsume, Chunk, ProduceAndReduceScatter};
+use gemmesh::{Error, Group, Host, Matrix, bf16};
 
 impl Consumes for Host {
     type Sink = (Vec<bf16>, usize);

@@ -12,9 +12,8 @@ use gemmesh::schedule::plan::partials::{Partials, is_one_shot};
 use gemmesh::schedule::plan::plan;
 use gemmesh::schedule::{Addend, Layout, Operation, Problem, Schedule, Sum, Tile, Transfer};
 use gemmesh::trace::Work;
-use gemmesh::{
-    Chunking, Config, DType, Error, Group, Host, MatmulReduceScatter, Route, TileShape, bf16, f16,
-};
+use gemmesh::tuning::{Chunking, Route, TileShape};
+use gemmesh::{Config, DType, Error, Group, Host, MatmulReduceScatter, bf16, f16};
 use proptest::prelude::*;
 use rand::RngExt;
 

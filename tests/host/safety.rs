@@ -4,9 +4,9 @@
 
 use crate::support::errors::kind_of;
 use gemmesh::error::Kind;
+use gemmesh::pipelines::{AllGatherAndConsume, produce_and_reduce_scatter};
 use gemmesh::{
-    AllGatherAndConsume, AllGatherMatmul, Group, Host, Matmul, MatmulReduceScatter, Matrix, Result,
-    all_reduce, bf16, produce_and_reduce_scatter,
+    AllGatherMatmul, Group, Host, Matmul, MatmulReduceScatter, Matrix, Result, all_reduce, bf16,
 };
 
 /// Runs `rank` as the only one, with two workers.

@@ -2,12 +2,15 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use gemmesh::elements::{AddendOf, Element, OutputOf, WeightOf};
+use gemmesh::fp8::{
+    Accumulation, Quantization, Quantize, Quantized, Scales, Scaling, ShardedScales, WeightScaling,
+};
+use gemmesh::products::{Operand, Outputs, RowSplit, WeightLayout};
+use gemmesh::tuning::{Chunking, Numerics, Route, TileShape};
 use gemmesh::{
-    Accumulation, Activation, AddendOf, AllGatherMatmul, Chunking, Config, DType, Element, Error,
-    F8E4M3, F8E5M2, Group, Host, Matmul, MatmulAllReduce, MatmulReduceScatter, Matrix, Numerics,
-    Operand, OutputOf, Outputs, Quantization, Quantize, Quantized, Result, Route, RowSplit, Scales,
-    Scaling, ShardedMatrix, ShardedScales, TileShape, WeightLayout, WeightOf, WeightScaling, bf16,
-    f16,
+    Activation, AllGatherMatmul, Config, DType, Error, F8E4M3, F8E5M2, Group, Host, Matmul,
+    MatmulAllReduce, MatmulReduceScatter, Matrix, Result, ShardedMatrix, bf16, f16,
 };
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -386,7 +389,7 @@ impl<W: Element> Layer<W> {
         Ok(Layer(weights.collect::<Result<_>>()?))
     }
 
-    fn weights<T: Element>(&self) -> gemmesh::Weights<'_, Host, T>
+    fn weights<T: Element>(&self) -> gemmesh::products::Weights<'_, Host, T>
     where
         W: WeightOf<T>,
     {
@@ -487,7 +490,7 @@ macro_rules! configured {
             .activation(Activation::Relu)
             .weight_layout(case.layout)
             .accumulation(case.accumulation)
-            .weight_dtype(<$weight as gemmesh::Value>::DTYPE)
+            .weight_dtype(<$weight as gemmesh::elements::Value>::DTYPE)
             .scaling(case.a_scaling, case.b_scaling());
         if let Some(bias) = $bias {
             product = product.bias(bias);
@@ -534,7 +537,7 @@ where
 }
 
 /// The matrix of a gather, whose scales may be sharded with it.
-fn sharded<T: gemmesh::Value>(
+fn sharded<T: gemmesh::elements::Value>(
     case: &Case,
     group: &Group<Host>,
     columns: usize,

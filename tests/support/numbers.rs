@@ -1,6 +1,6 @@
 //! Data from seeds, and what a product of it must be.
 
-use gemmesh::{Half, Number};
+use gemmesh::elements::{Half, Number};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;

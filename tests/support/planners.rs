@@ -6,11 +6,15 @@
 use std::ops::Range;
 
 use gemmesh::DType;
+use gemmesh::fp8::Accumulation;
+use gemmesh::products::WeightLayout;
 use gemmesh::schedule::plan::tile_order;
 use gemmesh::schedule::{
-    Accumulation, Activation, Agreed, Bias, Config, MatrixSpec, Move, OutputBlock, Parts, Product,
-    Region, Route, Schedule, Sum, Tile, Transfer, Weight, WeightLayout,
+    Agreed, Bias, MatrixSpec, Move, OutputBlock, Parts, Product, Region, Schedule, Sum, Tile,
+    Transfer, Weight,
 };
+use gemmesh::tuning::Route;
+use gemmesh::{Activation, Config};
 
 /// What is gathered, and perhaps multiplied.
 #[derive(Clone, Copy, Debug)]

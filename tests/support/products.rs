@@ -1,8 +1,10 @@
 //! Products as their ranks see them.
 
+use gemmesh::elements::Half;
+use gemmesh::products::Prepared;
+use gemmesh::tuning::Route;
 use gemmesh::{
-    AllGatherMatmul, Backend, Config, Error, Group, Half, Matrix, Prepared, Route, ShardedMatrix,
-    all_gather_matmul, bf16,
+    AllGatherMatmul, Backend, Config, Error, Group, Matrix, ShardedMatrix, all_gather_matmul, bf16,
 };
 
 use super::numbers::{Reference, bits, nan, normal};

@@ -246,7 +246,7 @@ macro_rules! each_route {
             #[test]
             fn $test() {
                 if let Some(_leave) = $leave() {
-                    $part($crate::test_name!(), gemmesh::Route::$route);
+                    $part($crate::test_name!(), gemmesh::tuning::Route::$route);
                 }
             }
         )+

@@ -4,12 +4,14 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::CUstream;
+use gemmesh::elements::Half;
+use gemmesh::fp8::Scaling;
+use gemmesh::pipelines::{AllGatherAndConsume, Chunk};
+use gemmesh::products::Prepared;
 use gemmesh::testing::Variant;
 use gemmesh::trace::Trace;
-use gemmesh::{
-    AllGatherAndConsume, Chunk, Chunking, Config, Cuda, DType, Explanation, Group, Half, Prepared,
-    Result, Route, Scaling,
-};
+use gemmesh::tuning::{Chunking, Explanation, Route};
+use gemmesh::{Config, Cuda, DType, Group, Result};
 
 use super::clock::Timer;
 use super::memory::Place;

@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use gemmesh::{
-    Activation, Cuda, DType, Group, Matmul, Matrix, MatrixView, PreparedMatmul, Result, bf16,
-};
+use gemmesh::products::PreparedMatmul;
+use gemmesh::views::MatrixView;
+use gemmesh::{Activation, Cuda, DType, Group, Matmul, Matrix, Result, bf16};
 use rayon::prelude::*;
 use serde_json::json;
 
@@ -164,7 +164,7 @@ impl Prepared {
             qkv.run(&inputs[number], &weights[0], &mut rows.qkv)?;
             let attention = rows.qkv.columns(0..self.extents.attention)?;
             out.run(attention, &weights[1], &mut rows.mixed)?;
-            let gate_and_up: gemmesh::Weights<_, _> = gate_and_up.into_iter().collect();
+            let gate_and_up: gemmesh::products::Weights<_, _> = gate_and_up.into_iter().collect();
             gated.run(&rows.mixed, gate_and_up, &mut rows.gated)?;
             down.run(&rows.gated, &weights[3], &mut outputs[0])?;
         }

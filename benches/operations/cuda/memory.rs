@@ -3,8 +3,9 @@
 use std::fmt::Debug;
 
 use cudarc::driver::{result as driver, sys as driver_sys};
+use gemmesh::elements::Value;
 use gemmesh::error::Kind;
-use gemmesh::{Cuda, DType, Error, Matrix, Result, Value};
+use gemmesh::{Cuda, DType, Error, Matrix, Result};
 
 /// For `map_err`: the driver, cuBLASLt or NCCL refused `action`.
 pub fn refused<E: Debug>(action: &str) -> impl FnOnce(E) -> Error {

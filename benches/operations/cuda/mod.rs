@@ -16,9 +16,11 @@ use std::time::{Duration, Instant};
 
 use clock::{Graph, Side, Timer};
 pub use consume::Consume;
+use gemmesh::elements::{OutputOf, Value};
 use gemmesh::error::Kind;
 use gemmesh::testing::{Variant, Winner, ranks_share_gpus, with_each_kernel};
-use gemmesh::{Chunking, Config, Cuda, DType, Group, OutputOf, Result, Route, TileShape, Value};
+use gemmesh::tuning::{Chunking, Route, TileShape};
+use gemmesh::{Config, Cuda, DType, Group, Result};
 use memory::{Place, Scratch};
 use peers::{Accumulation, Collective, Communication, CublasLt, Nccl, Problem, Product};
 pub use produce::Produce;

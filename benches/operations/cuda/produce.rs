@@ -4,12 +4,14 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::CUstream;
+use gemmesh::elements::Half;
+use gemmesh::fp8::Scaling;
+use gemmesh::pipelines::{Block, ProduceAndReduceScatter};
+use gemmesh::products::PreparedReduceScatter;
 use gemmesh::testing::Variant;
 use gemmesh::trace::Trace;
-use gemmesh::{
-    Block, Chunking, Config, Cuda, DType, Explanation, Group, Half, PreparedReduceScatter,
-    ProduceAndReduceScatter, Result, Route, Scaling,
-};
+use gemmesh::tuning::{Chunking, Explanation, Route};
+use gemmesh::{Config, Cuda, DType, Group, Result};
 
 use super::clock::Timer;
 use super::memory::Place;

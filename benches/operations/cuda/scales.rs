@@ -2,7 +2,8 @@
 
 use cudarc::cublaslt::sys::cublasLtMatmulMatrixScale_t as Mode;
 use cudarc::driver::sys::CUdeviceptr;
-use gemmesh::{Result, Scaling};
+use gemmesh::Result;
+use gemmesh::fp8::Scaling;
 
 use super::memory::Scratch;
 use crate::common::scales::ScaleValues;

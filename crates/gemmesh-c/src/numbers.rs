@@ -2,10 +2,11 @@
 //!
 //! The header names the enumeration instead (cbindgen.toml, `export.rename`).
 
+use gemmesh::fp8::{Accumulation, Quantization, Scaling};
+use gemmesh::products::WeightLayout;
 use gemmesh::raw::{BackendKind, ProductKind};
-use gemmesh::{
-    Accumulation, Activation, DType, Numerics, Quantization, Route, Scaling, WeightLayout,
-};
+use gemmesh::tuning::{Numerics, Route};
+use gemmesh::{Activation, DType};
 
 use crate::failure::{Failure, Result};
 use crate::types::*;

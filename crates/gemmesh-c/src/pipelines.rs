@@ -3,8 +3,10 @@
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, c_void};
 
+use gemmesh::pipelines::{
+    AllGatherAndConsume, CallbackResult, ProduceAndAllToAll, ProduceAndReduceScatter,
+};
 use gemmesh::raw::{Rows, RowsFor};
-use gemmesh::{AllGatherAndConsume, CallbackResult, ProduceAndAllToAll, ProduceAndReduceScatter};
 
 use crate::calls::{Call, guarded, in_group};
 use crate::convert::{by_rank, described, memory, words};

@@ -3,11 +3,12 @@
 use std::ffi::{CString, c_char};
 use std::sync::{Arc, OnceLock};
 
-use gemmesh::RowSplit;
-use gemmesh::Scaling;
+use gemmesh::fp8::Scaling;
+use gemmesh::products::MAX_WEIGHTS;
+use gemmesh::products::RowSplit;
 use gemmesh::raw::{
-    AnyGroup, AnyShards, MAX_WEIGHTS, Memory, Operand, Output, Outputs, Prepared, PreparedFor,
-    Product, ProductCall, RowOperand, ShardedScales,
+    AnyGroup, AnyShards, Memory, Operand, Output, Outputs, Prepared, PreparedFor, Product,
+    ProductCall, RowOperand, ShardedScales,
 };
 use smallvec::SmallVec;
 

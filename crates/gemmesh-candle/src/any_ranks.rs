@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 
 use candle_core::{DType, Error as CandleError, Tensor};
 use gemmesh::error::{Call, Kind};
+use gemmesh::raw;
 use gemmesh::{Error, F8E4M3, Result, bf16, f16};
 
 use crate::device::{Device, no_such_dtype};
@@ -94,8 +95,7 @@ impl<B: Device> AnyRanks for Ranks<B> {
     }
 
     fn noted(&self, error: Error) -> Error {
-        let noted = self.group.noted::<()>(Err(error.clone()));
-        noted.err().unwrap_or(error)
+        raw::noted(&self.group, error)
     }
 
     fn refuse_making(&self, error: &CandleError) {

@@ -2,10 +2,14 @@
 
 use std::sync::MutexGuard;
 
+use gemmesh::elements::{AddendOf, Element, OutputOf, WeightOf};
+use gemmesh::fp8::{
+    Quantization, Quantize, Quantized, Scales, Scaling, ShardedScales, WeightScaling, quantize,
+};
+use gemmesh::products::{Operand, ShardedOperand};
 use gemmesh::{
-    AddendOf, AllGatherMatmul, Element, F8E4M3, Matmul, MatmulAllReduce, MatmulReduceScatter,
-    Operand, OutputOf, Quantization, Quantize, Quantized, Result, Scales, Scaling, ShardedMatrix,
-    ShardedOperand, ShardedScales, WeightOf, WeightScaling, bf16, quantize,
+    AllGatherMatmul, F8E4M3, Matmul, MatmulAllReduce, MatmulReduceScatter, Result, ShardedMatrix,
+    bf16,
 };
 
 use crate::device::{Device, Half, Input, Rows, Value};

@@ -3,7 +3,9 @@
 use std::fmt::{self, Debug};
 
 use candle_core::{Layout, Storage, StorageRef, Tensor};
-use gemmesh::{Matrix, MatrixView, Scales};
+use gemmesh::Matrix;
+use gemmesh::fp8::Scales;
+use gemmesh::views::MatrixView;
 
 use crate::device::{Device, Input, Value};
 use crate::failure::Failure;
@@ -178,7 +180,7 @@ impl<B: Device, T: Value> HeldParameter<'_, B, T> {
 
 impl<B: Device, T: Multiplied> Operands<'_, B, T> {
     /// The weights, with their scales if they have any.
-    pub fn weights(&self) -> gemmesh::Weights<'_, B, T> {
+    pub fn weights(&self) -> gemmesh::products::Weights<'_, B, T> {
         let weights = self.weights.iter().enumerate();
         let operands = weights.map(|(number, weight)| match self.scales.get(number) {
             Some((scales, [row, column])) => {
@@ -188,7 +190,7 @@ impl<B: Device, T: Multiplied> Operands<'_, B, T> {
             }
             None => weight.view().into(),
         });
-        operands.collect::<gemmesh::Weights<'_, B, T>>()
+        operands.collect::<gemmesh::products::Weights<'_, B, T>>()
     }
 
     pub fn bias(&self) -> Option<MatrixView<'_, B, T::Token>> {

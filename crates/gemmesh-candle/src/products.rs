@@ -199,11 +199,11 @@ impl<B: Device, T: Multiplied> Debug for Columns<B, T> {
 
 fn views<B: Device, T: Multiplied>(
     outputs: &mut [B::Output<T::Token>],
-) -> gemmesh::Outputs<'_, B, T> {
+) -> gemmesh::products::Outputs<'_, B, T> {
     let views = outputs
         .iter_mut()
         .map(|output| B::matrix(output).view_mut());
-    views.collect::<gemmesh::Outputs<'_, B, T>>()
+    views.collect::<gemmesh::products::Outputs<'_, B, T>>()
 }
 
 impl<B: Device, T: Multiplied> Product for Columns<B, T> {

@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
 use gemmesh::error::Call;
-use gemmesh::{Error, F8E4M3, Quantization};
+use gemmesh::fp8::Quantization;
+use gemmesh::{Error, F8E4M3};
 
 use crate::error;
 use crate::products::MAKE;

@@ -1,6 +1,7 @@
 //! Fits the rates of a device to measurements.
 
-use gemmesh::schedule::{Config, Problem};
+use gemmesh::Config;
+use gemmesh::schedule::Problem;
 use gemmesh::tools::{Rates, Tiles, gathered};
 
 /// The measured time of a gather and its product.
@@ -102,9 +103,10 @@ pub fn median_error(rates: &Rates, samples: &[Sample]) -> f64 {
 #[cfg(test)]
 mod tests {
     use gemmesh::DType;
-    use gemmesh::schedule::{Chunking, Layout, Operation, Route};
+    use gemmesh::schedule::{Layout, Operation};
     use gemmesh::testing::{Variant, with_each_kernel};
     use gemmesh::tools::{H100, H200, Link, WIDEST};
+    use gemmesh::tuning::{Chunking, Route};
 
     use super::*;
 

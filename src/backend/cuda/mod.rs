@@ -13,7 +13,6 @@ mod program;
 mod shared;
 
 pub use gpu::kernels::Variant;
-#[doc(hidden)]
 pub use model::tuned::Winner;
 #[cfg(fuzzing)]
 pub use model::tuned::fuzzing as winners;
@@ -91,7 +90,7 @@ pub const MOST_STORED: usize = 16 << 20;
 ///
 /// # Pushed rows and other kernels
 ///
-/// Rows are pushed or stored ([`Route::Push`](crate::Route::Push), [`Route::Store`](crate::Route::Store)) if each rank
+/// Rows are pushed or stored ([`Route::Push`](crate::tuning::Route::Push), [`Route::Store`](crate::tuning::Route::Store)) if each rank
 /// has a GPU to itself and streams share no queue, unless pulls were measured to be faster. The same holds for partial
 /// sums of up to eight ranks. (A kernel stores partial sums to seven peers at most.) Kernels store the rows of
 /// collectives of up to 16 MiB a rank.
@@ -113,7 +112,7 @@ pub const MOST_STORED: usize = 16 << 20;
 ///    the host makes the calls does not count, because streams are independent.
 ///
 /// A kernel that waits for no other GPU needs no order, because it ends without their help. Operations by
-/// [`Route::Pull`](crate::Route::Pull) need no order either, because they wait only for copies, never for a peer's
+/// [`Route::Pull`](crate::tuning::Route::Pull) need no order either, because they wait only for copies, never for a peer's
 /// kernel. Graphs are the exception. A graph may run its branches one after the other, so operations of several groups
 /// must not stand on different branches.
 ///

@@ -13,7 +13,7 @@ pub mod mpi;
 mod nccl;
 
 pub use mailboxes::Mailboxes;
-#[cfg(feature = "unstable-tools")]
+#[cfg(all(feature = "cuda", feature = "unstable-tools"))]
 pub use nccl::library::NcclLibrary;
 
 use std::fmt::Debug;

@@ -3,7 +3,8 @@
 use std::sync::LazyLock;
 
 use gemmesh::testing::{Variant, with_each_kernel};
-use gemmesh::{Chunking, Config, DType, Route, TileShape};
+use gemmesh::tuning::{Chunking, Route, TileShape};
+use gemmesh::{Config, DType};
 use rand::RngExt;
 use rand::rngs::StdRng;
 

@@ -9,7 +9,8 @@ use std::ops::Range;
 use std::sync::{OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
-use gemmesh::{Config, Cuda, Error, Group, Numerics, ShardedMatrix, bf16};
+use gemmesh::tuning::Numerics;
+use gemmesh::{Config, Cuda, Error, Group, ShardedMatrix, bf16};
 
 pub use driver::*;
 pub use hold::Hold;

@@ -3,12 +3,16 @@
 use std::time::Duration;
 
 use bytemuck::Pod;
+use gemmesh::elements::{Float, Value};
 use gemmesh::error::Kind;
+use gemmesh::pipelines::{
+    Block, ProduceAndAllToAll, ProduceAndReduceScatter, produce_and_all_to_all,
+    produce_and_reduce_scatter,
+};
 use gemmesh::trace::{Span, Work};
 use gemmesh::{
-    Block, Error, F8E4M3, F8E5M2, Float, Group, Host, Matrix, ProduceAndAllToAll,
-    ProduceAndReduceScatter, Value, all_gather, all_reduce, all_to_all, bf16, broadcast, f16,
-    produce_and_all_to_all, produce_and_reduce_scatter, reduce_scatter,
+    Error, F8E4M3, F8E5M2, Group, Host, Matrix, all_gather, all_reduce, all_to_all, bf16,
+    broadcast, f16, reduce_scatter,
 };
 use rand::RngExt;
 

@@ -3,10 +3,11 @@
 use std::time::{Duration, Instant};
 
 use gemmesh::error::Kind;
-use gemmesh::{
-    AllGatherAndConsume, AllGatherMatmul, Error, Group, Route, all_gather_and_consume, bf16,
-    produce_and_all_to_all, produce_and_reduce_scatter,
+use gemmesh::pipelines::{
+    AllGatherAndConsume, all_gather_and_consume, produce_and_all_to_all, produce_and_reduce_scatter,
 };
+use gemmesh::tuning::Route;
+use gemmesh::{AllGatherMatmul, Error, Group, bf16};
 use rustix::process::Signal;
 
 use crate::support::errors::parts;

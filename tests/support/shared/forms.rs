@@ -3,11 +3,14 @@
 
 use std::ops::Range;
 
+use gemmesh::elements::Float;
 use gemmesh::error::Kind;
+use gemmesh::products::{Outputs, WeightLayout};
+use gemmesh::tuning::{Numerics, Route, TileShape};
+use gemmesh::views::MatrixView;
 use gemmesh::{
-    Activation, AllGatherMatmul, Backend, Config, DType, Error, Float, Group, Matmul,
-    MatmulAllReduce, MatmulReduceScatter, Matrix, MatrixView, Numerics, Outputs, Route,
-    ShardedMatrix, TileShape, WeightLayout, bf16,
+    Activation, AllGatherMatmul, Backend, Config, DType, Error, Group, Matmul, MatmulAllReduce,
+    MatmulReduceScatter, Matrix, ShardedMatrix, bf16,
 };
 
 use crate::support::errors::{kind_of, parts_of};
@@ -83,7 +86,7 @@ impl Number {
             other => panic!("{other:?}"),
         };
         let bits = match activation {
-            Activation::Gelu if T::DIGITS < <f32 as gemmesh::Number>::DIGITS => 15,
+            Activation::Gelu if T::DIGITS < <f32 as gemmesh::elements::Number>::DIGITS => 15,
             _ => 19,
         };
         let off = 1.13 * self.off + x.abs() * 2f64.powi(-bits);

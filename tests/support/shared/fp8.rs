@@ -2,12 +2,13 @@
 
 use std::ops::Range;
 
+use gemmesh::elements::{AddendOf, Element, Float, Number, OutputOf, Value, WeightOf};
 use gemmesh::error::Kind;
+use gemmesh::fp8::{Accumulation, Quantized, Scales, Scaling, ShardedScales, quantize};
+use gemmesh::products::{Operand, WeightLayout};
 use gemmesh::{
-    Accumulation, Activation, AddendOf, AllGatherMatmul, Config, DType, Element, Error, F8E4M3,
-    F8E5M2, Float, Group, Matmul, MatmulAllReduce, MatmulReduceScatter, Matrix, Number, Operand,
-    OutputOf, Quantized, Scales, Scaling, ShardedScales, Value, WeightLayout, WeightOf, bf16, f16,
-    quantize,
+    Activation, AllGatherMatmul, Config, DType, Error, F8E4M3, F8E5M2, Group, Matmul,
+    MatmulAllReduce, MatmulReduceScatter, Matrix, bf16, f16,
 };
 
 use rand::RngExt;
@@ -148,7 +149,7 @@ impl<B: Tested, T: Value> Placed<B, T> {
         })
     }
 
-    fn view(&self) -> Result<gemmesh::MatrixView<'_, B, T>, Error> {
+    fn view(&self) -> Result<gemmesh::views::MatrixView<'_, B, T>, Error> {
         self.whole.columns(self.before..self.before + self.columns)
     }
 }
@@ -366,10 +367,11 @@ where
             _ => Ok(matrix.into()),
         });
     let views = views.collect::<Result<Vec<Operand<B, W>>, Error>>()?;
-    let views: gemmesh::Weights<_, T> = views.into_iter().collect();
+    let views: gemmesh::products::Weights<_, T> = views.into_iter().collect();
     let out = case.widths[..outputs].iter().map(|&n| group.zeros(m, n));
     let mut out = out.collect::<Result<Vec<Matrix<B, O>>, Error>>()?;
-    let views_mut: gemmesh::Outputs<_, T> = out.iter_mut().map(Matrix::view_mut).collect();
+    let views_mut: gemmesh::products::Outputs<_, T> =
+        out.iter_mut().map(Matrix::view_mut).collect();
     operation.run(operand, views, views_mut)?;
 
     let a = Values {

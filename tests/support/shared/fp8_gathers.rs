@@ -1,9 +1,11 @@
 //! Gathers of fp8 with their scales: gates, several weights, stages, and M that changes.
 
+use gemmesh::elements::{Number, Value};
 use gemmesh::error::Kind;
+use gemmesh::fp8::{Scales, ShardedScales};
+use gemmesh::products::{Outputs, Weights};
 use gemmesh::{
-    Activation, AllGatherMatmul, Error, F8E4M3, F8E5M2, Group, Matmul, Matrix, Number, Outputs,
-    Scales, ShardedMatrix, ShardedScales, Value, Weights, bf16,
+    Activation, AllGatherMatmul, Error, F8E4M3, F8E5M2, Group, Matmul, Matrix, ShardedMatrix, bf16,
 };
 
 use crate::support::errors::parts_of;
@@ -32,12 +34,12 @@ impl<B: Tested> Rows<B> {
         check(&self.scales, seed + 10)
     }
 
-    fn sharded(&self) -> gemmesh::ShardedOperand<'_, B, F8E4M3> {
+    fn sharded(&self) -> gemmesh::products::ShardedOperand<'_, B, F8E4M3> {
         self.values.scaled(ShardedScales::blocks(&self.scales))
     }
 
     /// All rows, once they have been gathered.
-    fn gathered(&self) -> gemmesh::Operand<'_, B, F8E4M3> {
+    fn gathered(&self) -> gemmesh::products::Operand<'_, B, F8E4M3> {
         let scales = Scales::blocks(self.scales.view());
         self.values.view().scaled(scales)
     }

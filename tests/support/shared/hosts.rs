@@ -1,11 +1,12 @@
 //! What groups over several hosts promise on the host backend, whatever the network is.
 
+use gemmesh::elements::{Float, Number};
+use gemmesh::pipelines::{AllGatherAndConsume, Chunk, ProduceAndAllToAll, ProduceAndReduceScatter};
 use gemmesh::testing::delay_chunks;
+use gemmesh::tuning::{Chunking, Route, TileShape};
 use gemmesh::{
-    AllGatherAndConsume, Chunk, Chunking, Config, Error, Float, Group, Host, Matmul,
-    MatmulAllReduce, MatmulReduceScatter, Matrix, Number, ProduceAndAllToAll,
-    ProduceAndReduceScatter, Route, TileShape, all_gather, all_reduce, all_to_all, bf16, broadcast,
-    matmul, reduce_scatter,
+    Config, Error, Group, Host, Matmul, MatmulAllReduce, MatmulReduceScatter, Matrix, all_gather,
+    all_reduce, all_to_all, bf16, broadcast, matmul, reduce_scatter,
 };
 
 use crate::support::numbers::{bits, nan, normal};

@@ -3,10 +3,12 @@
 use std::fmt::Debug;
 use std::ops::Range;
 
+use gemmesh::elements::{AddendOf, Element, Float, OutputOf, WeightOf};
+use gemmesh::products::WeightLayout;
+use gemmesh::tuning::Numerics;
 use gemmesh::{
-    Activation, AddendOf, AllGatherMatmul, Element, Error, F8E4M3, Float, Group, Matmul, Matrix,
-    Numerics, OutputOf, WeightLayout, WeightOf, bf16, f16, matmul_all_reduce,
-    matmul_reduce_scatter,
+    Activation, AllGatherMatmul, Error, F8E4M3, Group, Matmul, Matrix, bf16, f16,
+    matmul_all_reduce, matmul_reduce_scatter,
 };
 
 use crate::support::numbers::normal;

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use gemmesh::error::{Deadline, Kind};
-use gemmesh::{Error, Group, Route};
+use gemmesh::tuning::Route;
+use gemmesh::{Error, Group};
 use rustix::process::Signal;
 
 use crate::support::errors::parts;

@@ -5,10 +5,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Duration;
 
 use gemmesh::error::Kind;
+use gemmesh::pipelines::{AllGatherAndConsume, Chunk, all_gather_and_consume};
 use gemmesh::trace::{Lane, Span, Trace, Work};
 use gemmesh::{
-    AllGatherAndConsume, AllGatherMatmul, Chunk, Error, Group, MatmulReduceScatter, Matrix,
-    all_gather_and_consume, all_gather_matmul, bf16,
+    AllGatherMatmul, Error, Group, MatmulReduceScatter, Matrix, all_gather_matmul, bf16,
 };
 
 use crate::support::errors::{assert_call_in_callback, parts};
@@ -338,7 +338,7 @@ pub fn a_consumer_beside_a_product_is_a_mismatch<B: Consumes>(test: &str) {
         let result = match rank.rank {
             2 => {
                 let product = AllGatherMatmul::new().prepare(&a, 8)?;
-                let pulled = product.config().with_route(gemmesh::Route::Pull);
+                let pulled = product.config().with_route(gemmesh::tuning::Route::Pull);
                 AllGatherMatmul::new().config(pulled).run(&a, &b, &mut out)
             }
             _ => all_gather_and_consume(&a, |_| Ok(())),

@@ -1,10 +1,9 @@
 //! Quantising: bits of plain loops, and errors that say what is wrong.
 
+use gemmesh::elements::{Float, Number};
 use gemmesh::error::Kind;
-use gemmesh::{
-    AllGatherMatmul, Error, F8E4M3, Float, Group, Matmul, Matrix, Number, Quantization, Quantize,
-    Quantized, Scales, ShardedScales, bf16, f16, quantize,
-};
+use gemmesh::fp8::{Quantization, Quantize, Quantized, Scales, ShardedScales, quantize};
+use gemmesh::{AllGatherMatmul, Error, F8E4M3, Group, Matmul, Matrix, bf16, f16};
 
 use crate::support::errors::parts_of;
 use crate::support::numbers::{nan, normal};

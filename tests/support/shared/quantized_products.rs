@@ -1,10 +1,13 @@
 //! Products whose outputs are quantised: they have the bits of their f32 results, quantised by plain loops.
 
+use gemmesh::elements::{AddendOf, Element, WeightOf};
 use gemmesh::error::Kind;
+use gemmesh::fp8::{Quantization, Quantized, QuantizedOutput, Scales, ShardedScales};
+use gemmesh::products::{Operand, Outputs, Weights};
+use gemmesh::tuning::{Chunking, Route, TileShape};
 use gemmesh::{
-    Activation, AddendOf, AllGatherMatmul, Chunking, Config, Element, Error, F8E4M3, Group, Matmul,
-    MatmulReduceScatter, Matrix, Operand, Outputs, Quantization, Quantized, QuantizedOutput, Route,
-    Scales, ShardedScales, TileShape, WeightOf, Weights, bf16, f16,
+    Activation, AllGatherMatmul, Config, Error, F8E4M3, Group, Matmul, MatmulReduceScatter, Matrix,
+    bf16, f16,
 };
 
 use super::fp8::under_delays;

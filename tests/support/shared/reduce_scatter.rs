@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
+use gemmesh::elements::Half;
 use gemmesh::error::Kind;
+use gemmesh::tuning::Route;
 use gemmesh::{
-    Config, Error, Group, Half, MatmulAllReduce, MatmulReduceScatter, Matrix, Route, ShardedMatrix,
+    Config, Error, Group, MatmulAllReduce, MatmulReduceScatter, Matrix, ShardedMatrix,
     all_gather_matmul, bf16, matmul_reduce_scatter,
 };
 use rustix::process::Signal;

@@ -3,12 +3,17 @@
 use std::ops::Range;
 
 use gemmesh::error::Kind;
+use gemmesh::fp8::{Quantized, Scales, ShardedScales};
+use gemmesh::pipelines::{
+    CallbackResult, ProduceAndReduceScatter, all_gather_and_consume, produce_and_all_to_all,
+    produce_and_reduce_scatter,
+};
+use gemmesh::tuning::{Numerics, Route};
+use gemmesh::views::{MatrixView, MatrixViewMut};
 use gemmesh::{
-    AllGatherMatmul, CallbackResult, Config, Error, F8E4M3, Group, Matmul, MatmulAllReduce,
-    MatmulReduceScatter, Matrix, MatrixView, MatrixViewMut, Numerics, ProduceAndReduceScatter,
-    Quantized, Route, Scales, ShardedMatrix, ShardedScales, all_gather, all_gather_and_consume,
-    all_gather_matmul, all_reduce, all_to_all, bf16, broadcast, matmul_all_reduce,
-    matmul_reduce_scatter, produce_and_all_to_all, produce_and_reduce_scatter, reduce_scatter,
+    AllGatherMatmul, Config, Error, F8E4M3, Group, Matmul, MatmulAllReduce, MatmulReduceScatter,
+    Matrix, ShardedMatrix, all_gather, all_gather_matmul, all_reduce, all_to_all, bf16, broadcast,
+    matmul_all_reduce, matmul_reduce_scatter, reduce_scatter,
 };
 
 use crate::support::errors::{kind_of, parts};

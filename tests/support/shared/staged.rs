@@ -3,10 +3,11 @@
 use std::ops::Range;
 
 use gemmesh::error::Kind;
+use gemmesh::pipelines::{AllGatherAndConsume, ProduceAndReduceScatter, produce_and_all_to_all};
+use gemmesh::tuning::Route;
 use gemmesh::{
-    AllGatherAndConsume, AllGatherMatmul, Error, Group, MatmulAllReduce, MatmulReduceScatter,
-    ProduceAndReduceScatter, Route, ShardedMatrix, all_gather, all_to_all, bf16,
-    produce_and_all_to_all,
+    AllGatherMatmul, Error, Group, MatmulAllReduce, MatmulReduceScatter, ShardedMatrix, all_gather,
+    all_to_all, bf16,
 };
 
 use crate::support::errors::is_unsupported;

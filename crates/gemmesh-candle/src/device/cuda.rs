@@ -12,7 +12,8 @@ use candle_core::cuda::{CudaDevice, CudaStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{Device as CandleDevice, Error as CandleError, Storage, Tensor};
 use gemmesh::error::Call;
-use gemmesh::{Cuda, Error, Group, Matrix, Result, ShardedMatrix, StreamGuard};
+use gemmesh::interop::StreamGuard;
+use gemmesh::{Cuda, Error, Group, Matrix, Result, ShardedMatrix};
 
 use super::{Input, Rows, Tensors, Value, other_device};
 use crate::failure::Failure;

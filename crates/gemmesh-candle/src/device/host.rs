@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::fmt;
 
 use candle_core::{Device as CandleDevice, Storage, Tensor};
+use gemmesh::raw;
 use gemmesh::{Group, Host, Matrix, Result, ShardedMatrix};
 
 use super::{Input, Rows, Tensors, Value, other_device};
@@ -121,7 +122,7 @@ fn values<'a, T: Value>(group: &Group<Host>, rows: &Rows<'a>) -> Result<Cow<'a, 
     if rows.pitch == rows.columns {
         return Ok(Cow::Borrowed(&all[..rows.rows * rows.columns]));
     }
-    let mut packed = group.zeros_of_host::<T>(rows.rows * rows.columns)?;
+    let mut packed = raw::zeros_of_host::<_, T>(group, rows.rows * rows.columns)?;
     // The last row ends before the next would begin.
     let from = all.chunks(rows.pitch);
     for (to, from) in packed.chunks_exact_mut(rows.columns).zip(from) {

@@ -91,13 +91,13 @@ pub trait Tensors: Backend + Debug {
 }
 
 /// The types of elements of tensors that are matrices too.
-pub trait Value: gemmesh::Value + WithDType + OnDevice {
+pub trait Value: gemmesh::elements::Value + WithDType + OnDevice {
     /// The symmetric matrices of this type.
     fn pool<B: Backend>(pools: &Pools<B>) -> &Pool<B, Self>;
 }
 
 /// The types of tokens: bf16 and f16.
-pub trait Half: gemmesh::Half + Value {}
+pub trait Half: gemmesh::elements::Half + Value {}
 
 impl Half for bf16 {}
 impl Half for f16 {}

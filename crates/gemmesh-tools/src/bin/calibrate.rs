@@ -28,7 +28,8 @@ use gemmesh::error::{Class, Kind};
 use gemmesh::schedule::{Layout, Operation, Problem};
 use gemmesh::testing::{Variant, with_each_kernel};
 use gemmesh::tools::{Rates, library_rates};
-use gemmesh::{Chunking, Config, Cuda, DType, Group, Result, Route, bf16, launch};
+use gemmesh::tuning::{Chunking, Route};
+use gemmesh::{Config, Cuda, DType, Group, Result, bf16, launch};
 use gemmesh_tools::calibrate::{Sample, fit, median_error};
 
 /// Times all kernels and routes on some shapes, in less than a minute, and writes the device's rates to a file. The

@@ -14,16 +14,18 @@ mod rates;
 #[cfg(test)]
 mod tests;
 
+use gemmesh::Config;
 use gemmesh::error::Call;
-use gemmesh::schedule::layout::MAX_WORLD;
+use gemmesh::schedule::MAX_WORLD;
 use gemmesh::schedule::plan::collectives::{chunked, leaves_gather, stored};
 use gemmesh::schedule::plan::partials::{follows_product, sends_all_partials};
 use gemmesh::schedule::plan::{self, plan};
-use gemmesh::schedule::{Config, Hosts, Layout, Numerics, Operation, Problem, Route, Schedule};
+use gemmesh::schedule::{Hosts, Layout, Operation, Problem, Schedule};
 use gemmesh::tools::{
     H200, MOST_STORED, Tiles, choose, over_hosts, pushed_over_hosts, time_of_sum,
 };
 use gemmesh::trace::{Lane, Span, Timeline, Trace, Work};
+use gemmesh::tuning::{Numerics, Route};
 use gemmesh::{DType, Error, Result};
 use ranks::{Machine, PlayedRank};
 use rates::{STORED_SUMS, TIMED, TIMED_ALONE, TIMED_SUMS, sustained};

@@ -4,9 +4,10 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::ops::Range;
 
-use gemmesh::schedule::{HostSum, Reduction, Route, Schedule, Tile, Transfer};
+use gemmesh::schedule::{HostSum, Reduction, Schedule, Tile, Transfer};
 use gemmesh::tools::{Rates, Tiles, sum_rates};
 use gemmesh::trace::{Lane, Span, Work};
+use gemmesh::tuning::Route;
 
 use super::SimulatedNetwork;
 use super::rates::ADDED_BY_STORES;

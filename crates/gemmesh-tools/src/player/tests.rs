@@ -1,5 +1,6 @@
-use gemmesh::schedule::{Chunking, Operation};
+use gemmesh::schedule::Operation;
 use gemmesh::tools::WIDEST;
+use gemmesh::tuning::Chunking;
 
 use super::*;
 

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
 use gemmesh::error::Class;
-use gemmesh::{AllGatherMatmul, Builder, Cuda, Group, Route, bf16};
+use gemmesh::tuning::Route;
+use gemmesh::{AllGatherMatmul, Builder, Cuda, Group, bf16};
 use serde::{Deserialize, Serialize};
 use sys::CUdevice_P2PAttribute_enum as p2p;
 use sys::CUdevice_attribute_enum as attribute;

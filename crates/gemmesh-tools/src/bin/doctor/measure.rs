@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
+use gemmesh::products::Prepared;
 use gemmesh::{
-    AllGatherMatmul, Backend, Builder, Group, Host, Prepared, ShardedMatrix, all_gather,
-    all_gather_matmul, bf16,
+    AllGatherMatmul, Backend, Builder, Group, Host, ShardedMatrix, all_gather, all_gather_matmul,
+    bf16,
 };
 
 use super::common::gather::AllGather;

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use gemmesh::error::Class;
 use gemmesh::tools::{NcclLibrary, network_gb_per_s};
-use gemmesh::{AllGatherMatmul, Cuda, Group, Route, bf16};
+use gemmesh::tuning::Route;
+use gemmesh::{AllGatherMatmul, Cuda, Group, bf16};
 
 use super::common::Failure;
 use super::measure::{self, Way};

@@ -1,6 +1,8 @@
 //! Lines of benches/results.
 
-use gemmesh::schedule::{Chunking, Config, Operation, Route, TileShape};
+use gemmesh::Config;
+use gemmesh::schedule::Operation;
+use gemmesh::tuning::{Chunking, Route, TileShape};
 use serde_json::Value;
 
 /// What was measured of an operation.
