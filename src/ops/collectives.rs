@@ -6,7 +6,7 @@ use super::call::{
 };
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
-use crate::element::{DType, Float, Value};
+use crate::element::{Float, Value};
 use crate::error::Result;
 use crate::group::Group;
 use crate::matrix::{MatrixView, MatrixViewMut, ShardedMatrix};
@@ -52,7 +52,7 @@ pub fn gather_rows<B: Backend>(a: RawShards<B>) -> Result<()> {
 fn gather<B: Backend>(operation: Operation, a: RawShards<B>) -> Result<()> {
     let (group, layout) = (a.group, a.layout);
     let problem = Problem::new(operation, a.dtype, layout.clone(), 0);
-    let config = if is_better_stored(group, layout, a.dtype) {
+    let config = if is_better_stored(group, &problem) {
         stored()
     } else {
         chunked(1).with_route(Route::Pull)
@@ -113,11 +113,10 @@ pub fn broadcast_rows<B: Backend>(a: RawShards<B>, root: usize) -> Result<()> {
     // With two ranks, no rank sends chunks on while others arrive.
     let chunks = if world == 2 { 1 } else { 4 };
     let call = CollectiveCall {
-        operation: OPERATION,
-        dtype: a.dtype,
+        problem: Problem::new(OPERATION, a.dtype, layout, n),
         chunks,
     };
-    call.run(group, &layout, Bound::Nothing, a.bound(), &[a.id])
+    call.run(group, Bound::Nothing, a.bound(), &[a.id])
 }
 
 /// Sums the ranks' addends; each rank gets its rows of the sum. Collective.
@@ -174,11 +173,10 @@ pub fn scatter_sums<B: Backend>(a: RawView<B>, out: RawOutput<B>) -> Result<()> 
     };
     let layout = layout().map_err(group.refusal(OPERATION.name()))?;
     let call = CollectiveCall {
-        operation: OPERATION,
-        dtype: a.dtype,
+        problem: Problem::new(OPERATION, a.dtype, layout, n),
         chunks: 1,
     };
-    call.run(group, &layout, a.input(), out.bound, &[])
+    call.run(group, a.input(), out.bound, &[])
 }
 
 /// Sums the ranks' addends; every rank gets the whole sum. Collective.
@@ -225,17 +223,14 @@ pub fn sum_for_all<B: Backend>(a: RawView<B>, out: RawShards<B>) -> Result<()> {
         .and_then(|()| require_float("a", a.dtype))
         .and_then(|()| require_alike(a.dtype, out.dtype));
     fits.map_err(group.refusal(OPERATION.name()))?;
-    let call = CollectiveCall {
-        operation: OPERATION,
-        dtype: a.dtype,
-        chunks: 1,
-    };
-    call.run(group, out.layout, a.input(), out.bound(), &[out.id])?;
-    let problem = Problem {
+    let problem = Problem::new(OPERATION, a.dtype, out.layout.clone(), n);
+    let over_hosts = Problem {
         hosts: group.host_map().clone(),
-        ..Problem::new(OPERATION, a.dtype, out.layout.clone(), n)
+        ..problem.clone()
     };
-    if leaves_gather(&problem) {
+    let call = CollectiveCall { problem, chunks: 1 };
+    call.run(group, a.input(), out.bound(), &[out.id])?;
+    if leaves_gather(&over_hosts) {
         gather(Operation::GATHER_OF_ALL_REDUCE, out)
     } else {
         Ok(())
@@ -288,40 +283,38 @@ pub fn exchange_blocks<B: Backend>(a: RawView<B>, out: RawShards<B>) -> Result<(
     });
     fits.map_err(group.refusal(OPERATION.name()))?;
     let call = CollectiveCall {
-        operation: OPERATION,
-        dtype: a.dtype,
+        problem: Problem::new(OPERATION, a.dtype, out.layout.clone(), n),
         chunks: 1,
     };
-    call.run(group, out.layout, a.input(), out.bound(), &[out.id])
+    call.run(group, a.input(), out.bound(), &[out.id])
 }
 
 /// A collective without a product whose input exists when it begins.
 struct CollectiveCall {
-    operation: Operation,
-    dtype: DType,
+    problem: Problem,
     /// How many chunks each block has.
     chunks: usize,
 }
 
 impl CollectiveCall {
-    /// `layout` has as many columns as the rows. `shared`: the numbers of the sharded matrices.
+    /// `shared`: the numbers of the sharded matrices.
     #[track_caller]
     fn run<B: Backend>(
-        &self,
+        self,
         group: &Group<B>,
-        layout: &Layout,
         input: Bound<B>,
         out: Bound<B>,
         shared: &[u32],
     ) -> Result<()> {
-        let problem = Problem::new(self.operation, self.dtype, layout.clone(), layout.k());
-        let config = if is_better_stored(group, layout, self.dtype) {
+        let CollectiveCall { problem, chunks } = self;
+        let call = problem.operation.name();
+        let config = if is_better_stored(group, &problem) {
             stored()
         } else {
-            chunked(self.chunks)
+            chunked(chunks)
         };
         let program = group.program(problem, Some(config));
-        let program = program.map_err(group.refusal(self.operation.name()))?;
+        let program = program.map_err(group.refusal(call))?;
         let schedule = B::schedule(&program);
         let room = match schedule.matrices()[PARTIALS].rows {
             0 => None,
@@ -334,7 +327,7 @@ impl CollectiveCall {
             matrices[PARTIALS] = Bound::Symmetric(room.as_ref());
         }
         let arguments = Arguments {
-            call: self.operation.name(),
+            call,
             matrices: &matrices,
             shared,
             added: Added::default(),
@@ -343,9 +336,10 @@ impl CollectiveCall {
     }
 }
 
-/// True if a kernel should store the rows of this layout. They must be few, and each a multiple of 16 bytes long.
-fn is_better_stored<B: Backend>(group: &Group<B>, layout: &Layout, dtype: DType) -> bool {
-    let row = layout.k() * dtype.bytes();
+/// True if a kernel should store the rows. They must be few, and each a multiple of 16 bytes long.
+fn is_better_stored<B: Backend>(group: &Group<B>, problem: &Problem) -> bool {
+    let layout = &problem.layout;
+    let row = layout.k() * problem.dtypes.operands.bytes();
     let bytes = layout.m().div_ceil(group.world_size()) * row;
     row.is_multiple_of(16) && group.inner().backend.is_better_stored(bytes)
 }

@@ -334,7 +334,8 @@ impl<'a> ProduceAndReduceScatter<'a> {
         dtype: DType,
     ) -> Result<PlannedProduction<B>> {
         require_float("out", dtype)?;
-        PlannedProduction::new(group, REDUCE, layout, dtype, self.chunks)
+        let problem = Problem::new(REDUCE, dtype, layout.clone(), layout.k());
+        PlannedProduction::new(group, problem, self.chunks)
     }
 }
 
@@ -407,9 +408,10 @@ impl ProduceAndAllToAll {
         produce: impl FnMut(RawBlock<'_, B>) -> CallbackResult,
     ) -> Result<()> {
         let (group, layout) = (out.group, out.layout);
-        let planned = out
-            .require_by_rank("out")
-            .and_then(|()| PlannedProduction::new(group, EXCHANGE, layout, out.dtype, self.chunks));
+        let planned = out.require_by_rank("out").and_then(|()| {
+            let problem = Problem::new(EXCHANGE, out.dtype, layout.clone(), layout.k());
+            PlannedProduction::new(group, problem, self.chunks)
+        });
         let planned = planned.map_err(group.refusal(EXCHANGE.name()))?;
         planned.run(out.bound(), &[out.id], None, produce)
     }
@@ -424,14 +426,7 @@ struct PlannedProduction<B: Backend> {
 }
 
 impl<B: Backend> PlannedProduction<B> {
-    /// `layout` has as many columns as the rows.
-    fn new(
-        group: &Group<B>,
-        operation: Operation,
-        layout: &Layout,
-        dtype: DType,
-        chunks: Option<usize>,
-    ) -> Result<Self> {
+    fn new(group: &Group<B>, problem: Problem, chunks: Option<usize>) -> Result<Self> {
         let chunks = chunks.unwrap_or(1);
         limit(
             "the number of chunks of a rank's rows",
@@ -439,11 +434,10 @@ impl<B: Backend> PlannedProduction<B> {
             1,
             MAX_CHUNKS,
         )?;
-        let problem = Problem::new(operation, dtype, layout.clone(), layout.k());
         Ok(PlannedProduction {
+            operation: problem.operation,
             program: group.program(problem, Some(chunked(chunks)))?,
             group: group.clone(),
-            operation,
         })
     }
 
@@ -458,10 +452,10 @@ impl<B: Backend> PlannedProduction<B> {
     ) -> Result<()> {
         let schedule = B::schedule(&self.program);
         let group = &self.group;
-        let room = if schedule.is_idle() {
-            None
-        } else {
-            Some(group.partials(schedule)?)
+        // The same on all ranks, also if only some of them have rows to send.
+        let room = match schedule.matrices()[PARTIALS].rows {
+            0 => None,
+            _ => Some(group.partials(schedule)?),
         };
         let mut matrices = [const { Bound::Nothing }; MATRICES];
         matrices[OUT] = out;

@@ -3,6 +3,7 @@
 pub mod agreed;
 mod check;
 pub mod config;
+mod counts;
 pub mod drive;
 pub mod form;
 pub mod hosts;
@@ -20,6 +21,7 @@ mod transfer;
 pub use crate::route::Route;
 pub use agreed::Agreed;
 pub use config::{Chunking, Config, Numerics, TileShape};
+pub use counts::Counts;
 pub use form::{Accumulation, Activation, Form, MAX_WEIGHTS, WeightLayout, Widths};
 pub use hosts::Hosts;
 pub use layout::{Layout, RowOrder};
@@ -274,8 +276,8 @@ impl Schedule {
         }
     }
 
-    /// True if there is nothing to do because there are no rows. Unless a rank is alone, this is true on all ranks or
-    /// on none.
+    /// True if there is nothing to do because there are no rows. Unless a rank is alone, or ranks exchange blocks, this is
+    /// true on all ranks or on none.
     pub fn is_idle(&self) -> bool {
         let Parts {
             arrivals,
