@@ -4,7 +4,8 @@ use std::cell::OnceCell;
 use std::sync::Arc;
 
 use gemmesh::raw::{
-    self, AnyGroup, Memory, Operand, PreparedFor, Product, ProductCall, ProductKind, RowOperand,
+    self, AnyGroup, AnyShards, Memory, Operand, PreparedFor, Product, ProductCall, ProductKind,
+    RowOperand,
 };
 use gemmesh::{DType, Quantization, Scaling, WeightLayout};
 use pyo3::prelude::*;
@@ -392,24 +393,17 @@ pub fn quantize(
     Ok(())
 }
 
-/// A collective of a matrix of this rank's own into a sharded one.
+/// A collective of a matrix of this rank's own into a sharded one, which `begin` begins.
 pub fn into_sharded(
     py: Python<'_>,
-    group: &Arc<dyn AnyGroup>,
-    call: &'static str,
+    mut reader: Reader<'_>,
     a: &Bound<'_, PyAny>,
     out: &Bound<'_, PyAny>,
+    begin: impl FnOnce(Memory, &AnyShards) -> gemmesh::Result<()> + Send,
 ) -> PyResult<()> {
-    let mut reader = Reader::collective(&**group, call);
     let memory = reader.memory(a, "a").map_err(|error| reader.told(error))?;
     let shards = reader.shards(out, "out")?;
-    // SAFETY: the objects keep their memory during the call, and the reader until it is complete.
-    reader.enqueued(py, || unsafe {
-        match call {
-            "all_reduce" => group.all_reduce(memory, &shards),
-            _ => group.all_to_all(memory, &shards),
-        }
-    })?;
+    reader.enqueued(py, || begin(memory, &shards))?;
     reader.keep();
     Ok(())
 }

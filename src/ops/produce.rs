@@ -24,7 +24,7 @@ use crate::schedule::config::MAX_CHUNKS;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::collectives::chunked;
 use crate::schedule::plan::matrices::{MATRICES, OUT, PARTIALS};
-use crate::schedule::{Layout, Operation, Problem, Request};
+use crate::schedule::{Counts, Layout, Operation, Problem, Request};
 use crate::trace::Trace;
 
 const REDUCE: Operation = Operation::PRODUCE_AND_REDUCE_SCATTER;
@@ -339,7 +339,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
     }
 }
 
-/// Builder for [`produce_and_all_to_all`]: chunks.
+/// Builder for [`produce_and_all_to_all`]: a count of rows for each pair of ranks, and chunks.
 ///
 /// ```
 /// use gemmesh::{Group, Host, ProduceAndAllToAll, Result};
@@ -360,34 +360,53 @@ impl<'a> ProduceAndReduceScatter<'a> {
 /// ```
 #[derive(Clone, Copy, Default)]
 #[must_use = "nothing is done before it is run"]
-pub struct ProduceAndAllToAll {
+pub struct ProduceAndAllToAll<'a> {
+    counts: Option<&'a [usize]>,
     chunks: Option<usize>,
 }
 
-impl fmt::Debug for ProduceAndAllToAll {
+impl fmt::Debug for ProduceAndAllToAll<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let counts = self
+            .counts
+            .map(|counts| format!("counts of {} pairs", counts.len()));
+        let options = [counts, option("chunks", self.chunks)];
         f.write_str("ProduceAndAllToAll")?;
-        write_parts(f, option("chunks", self.chunks))
+        write_parts(f, options.into_iter().flatten())
     }
 }
 
-impl ProduceAndAllToAll {
-    /// Default options: one block for each rank.
+impl<'a> ProduceAndAllToAll<'a> {
+    /// Default options: as many rows for each rank as this rank owns, and one block for each rank.
     pub const fn new() -> Self {
-        ProduceAndAllToAll { chunks: None }
+        ProduceAndAllToAll {
+            counts: None,
+            chunks: None,
+        }
+    }
+
+    /// Rank s makes `counts[s * W + r]` rows for rank r, which come to lie in `out` as by
+    /// [`all_to_all_with_counts`](crate::all_to_all_with_counts). `produce` is not called for a rank that gets none.
+    pub const fn counts(self, counts: &'a [usize]) -> Self {
+        ProduceAndAllToAll {
+            counts: Some(counts),
+            ..self
+        }
     }
 
     /// As [`ProduceAndReduceScatter::chunks`].
     pub const fn chunks(self, chunks: usize) -> Self {
         ProduceAndAllToAll {
             chunks: Some(chunks),
+            ..self
         }
     }
 
     /// Runs the operation, as [`produce_and_all_to_all`].
     ///
     /// # Errors
-    /// As [`produce_and_all_to_all`]; [`Kind::Limit`] if the number of blocks is out of range.
+    /// As [`produce_and_all_to_all`]; [`Kind::Limit`] if the number of blocks is out of range, or if a rank gets more rows
+    /// than `out` has; [`Kind::Unsuitable`] unless there is one count for each pair of ranks.
     ///
     /// # Panics
     /// As [`produce_and_all_to_all`].
@@ -409,7 +428,11 @@ impl ProduceAndAllToAll {
     ) -> Result<()> {
         let (group, layout) = (out.group, out.layout);
         let planned = out.require_by_rank("out").and_then(|()| {
-            let problem = Problem::new(EXCHANGE, out.dtype, layout.clone(), layout.k());
+            let counts = self.counts.map(|rows| Counts::new(rows, layout));
+            let problem = Problem {
+                counts: counts.transpose()?,
+                ..Problem::new(EXCHANGE, out.dtype, layout.clone(), layout.k())
+            };
             PlannedProduction::new(group, problem, self.chunks)
         });
         let planned = planned.map_err(group.refusal(EXCHANGE.name()))?;

@@ -3,6 +3,7 @@
 use super::CollectivePlan;
 use crate::Result;
 use crate::route::Route;
+use crate::schedule::limits::require;
 use crate::schedule::plan::chunks::{Cutter, Part};
 use crate::schedule::plan::matrices::{A, OUT, PARTIALS};
 use crate::schedule::plan::partials::Partials;
@@ -12,7 +13,18 @@ use crate::schedule::{Counts, Move, Region, Request, Schedule, Transfer};
 impl CollectivePlan<'_> {
     pub(super) fn exchange(&self) -> Result<Schedule> {
         let (layout, world) = (&self.problem.layout, self.world());
-        let counts = Counts::of_senders(layout);
+        let counts = self.problem.counts.clone();
+        let counts = counts.unwrap_or_else(|| Counts::of_senders(layout));
+        require(
+            "there must be a count for each pair of ranks",
+            counts.world() == world,
+        )?;
+        // All kernels that store wait for one another, and a rank without transfers has none.
+        let what = "rows must not be stored if only some ranks send or get any";
+        require(
+            what,
+            self.config.route != Route::Store || counts.reach_all(),
+        )?;
         let most = |rows: &dyn Fn(usize) -> usize| (0..world).map(rows).max().unwrap_or(0);
         let input = most(&|rank| counts.sent(rank));
         let callers = if self.is_produced() {
