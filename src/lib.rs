@@ -35,7 +35,7 @@
 //! | multiply rows that other ranks own | [`all_gather_matmul`], [`AllGatherMatmul`] |
 //! | sum the ranks' products | [`matmul_reduce_scatter`], [`matmul_all_reduce`], and the builders of the same names |
 //! | multiply on one rank | [`matmul`], [`Matmul`] |
-//! | move rows, without a product | [`all_gather`], [`reduce_scatter`], [`all_reduce`], [`all_to_all`], [`broadcast`] |
+//! | move rows, without a product | [`all_gather`], [`reduce_scatter`], [`all_reduce`], [`all_to_all`], [`all_to_all_with_counts`], [`broadcast`] |
 //! | overlap a kernel of your own | [`all_gather_and_consume`](pipelines::all_gather_and_consume), [`produce_and_reduce_scatter`](pipelines::produce_and_reduce_scatter), [`produce_and_all_to_all`](pipelines::produce_and_all_to_all) |
 //! | plan once and run often | `prepare` of each builder, such as [`AllGatherMatmul::prepare`]; [`Prepared`](products::Prepared) |
 //! | ask what is supported before there are matrices | `supported` of each builder, such as [`AllGatherMatmul::supported`] |
@@ -150,8 +150,8 @@ pub use {
     matrix::{Matrix, ShardedMatrix},
     ops::{
         AllGatherMatmul, Matmul, MatmulAllReduce, MatmulReduceScatter, all_gather,
-        all_gather_matmul, all_reduce, all_to_all, broadcast, matmul, matmul_all_reduce,
-        matmul_reduce_scatter, reduce_scatter,
+        all_gather_matmul, all_reduce, all_to_all, all_to_all_with_counts, broadcast, matmul,
+        matmul_all_reduce, matmul_reduce_scatter, reduce_scatter,
     },
     ranks::launch,
 };

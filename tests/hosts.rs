@@ -11,8 +11,8 @@ use gemmesh::schedule::MAX_WORLD;
 use gemmesh::schedule::plan::matrices::{A, OUT, PARTIALS};
 use gemmesh::schedule::plan::{over_hosts, plan};
 use gemmesh::schedule::{
-    Addend, HostSum, Hosts, Layout, MAX_FLAGS, Operation, Problem, Reduction, RowOrder, Schedule,
-    Sum, Transfer,
+    Addend, Counts, HostSum, Hosts, Layout, MAX_FLAGS, Operation, Problem, Reduction, Region,
+    RowOrder, Schedule, Sum, Transfer,
 };
 use gemmesh::tuning::{Chunking, Route, TileShape};
 use proptest::prelude::*;
@@ -377,6 +377,75 @@ proptest! {
             }
         }
     }
+
+    #[test]
+    fn blocks_of_counts_lie_one_after_the_other(case in cases(), produced in any::<bool>()) {
+        let world = case.hosts.len();
+        let of_pair = |pair: usize| match pair % 3 {
+            0 => 0,
+            _ => case.rows[pair % world],
+        };
+        let rows: Vec<usize> = (0..world * world).map(of_pair).collect();
+        let layout = Layout::new(&[vec![0; world - 1], vec![100_000]].concat(), K).unwrap();
+        let counts = Counts::new(&rows, &layout).unwrap();
+        let operation = if produced {
+            Operation::PRODUCE_AND_ALL_TO_ALL
+        } else {
+            Operation::ALL_TO_ALL
+        };
+        let problem = Problem {
+            hosts: Hosts::of(&case.hosts).unwrap(),
+            counts: Some(counts.clone()),
+            ..Problem::new(operation, DType::Bf16, layout, K)
+        };
+        let config = case.config.with_route(Route::Push);
+        let schedules: Vec<_> = (0..world)
+            .map(|rank| plan(&problem, rank, config).unwrap())
+            .collect();
+        let [come, moved] = by_ends(&schedules);
+        let same = |moved: &Transfer, come: &Transfer| {
+            Transfer {
+                produced: None,
+                ..moved.clone()
+            } == *come
+        };
+        let mut ends = come.iter().map(|(key, come)| (moved.get(key), come));
+        prop_assert_eq!(come.len(), moved.len());
+        prop_assert!(ends.all(|(moved, come)| moved.is_some_and(|moved| same(moved, come))));
+        // Of blocks that a caller makes, only the sender's transfer says which it waits for.
+        prop_assert!(produced || stuck(&schedules) == 0);
+        prop_assert!(has_turns(&schedules));
+        for schedule in &schedules {
+            let rank = schedule.rank();
+            let came = schedule.arrivals().iter().map(|come| (come.from, &come.regions[0].to));
+            let stays = schedule.requests().iter().filter(|made| made.owner == rank);
+            let stays = stays.map(|made| (rank, &made.place));
+            let received = in_order(came.chain(stays));
+            prop_assert_eq!(received.len(), counts.received(rank));
+            for from in 0..world {
+                let of = received.iter().filter(|&&by| by == from).count();
+                prop_assert_eq!(of, counts.between(from, rank));
+            }
+            prop_assert!(received.is_sorted());
+            let sent = schedule.departures().iter().map(|sent| (sent.to, &sent.regions[0].from));
+            let sent = in_order(sent);
+            let own = if produced { counts.between(rank, rank) } else { 0 };
+            prop_assert_eq!(sent.len(), counts.sent(rank) - own);
+            prop_assert!(sent.is_sorted());
+        }
+    }
+}
+
+/// By row from the first on, the rank of the region that has it. Each row has one.
+fn in_order<'r>(regions: impl Iterator<Item = (usize, &'r Region)>) -> Vec<usize> {
+    let mut all: Vec<_> = regions.collect();
+    all.sort_by_key(|(_, region)| region.rows.start);
+    let mut ranks = Vec::new();
+    for (rank, region) in all {
+        assert_eq!(region.rows.start, ranks.len());
+        ranks.resize(region.rows.end, rank);
+    }
+    ranks
 }
 
 /// What ranks add up, in words: "(0+1+(2+3))".

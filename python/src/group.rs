@@ -7,7 +7,9 @@ use gemmesh::DType;
 use gemmesh::error::called_at;
 use gemmesh::pipelines::{AllGatherAndConsume, ProduceAndAllToAll, ProduceAndReduceScatter};
 use gemmesh::products::RowSplit;
-use gemmesh::raw::{self, AnyGroup, BackendKind, Joining, Product, ProductKind, Split, join};
+use gemmesh::raw::{
+    self, AnyGroup, AnyShards, BackendKind, Joining, Product, ProductKind, Split, join,
+};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
@@ -15,7 +17,7 @@ use crate::callbacks::{Function, require_callable};
 use crate::ending::{attached, called};
 use crate::errors::{exception, misuse, of_outer};
 use crate::matrix::{Freed, Kept, Matrix};
-use crate::names::{self, Count, Said, count, counts};
+use crate::names::{self, Count, Said, count, counts, pairs};
 use crate::operands::{Reader, keeper_of};
 use crate::options::{self, Asked, kind_of};
 use crate::prepared::{self, Given, Prepared, reader_of};
@@ -852,18 +854,33 @@ impl Group {
         a: &Bound<'_, PyAny>,
         out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        prepared::into_sharded(py, &self.get(py)?, "all_reduce", a, out)
+        let group = self.get(py)?;
+        let reader = Reader::collective(&*group, "all_reduce");
+        // SAFETY: the objects keep their memory during the call, and the reader until it is complete.
+        let begin = |a, out: &AnyShards| unsafe { group.all_reduce(a, out) };
+        prepared::into_sharded(py, reader, a, out, begin)
     }
 
     /// Sends block p of each rank's a [W * rows, N] to rank p, where it becomes the sender's rows of out, a Sharded.
     /// Collective.
+    ///
+    /// With counts, W lists of W numbers that are the same on every rank, rank s sends counts[s][r] rows to rank r. The
+    /// blocks follow one another in a, and in the first rows of out. Its other rows stay as they are.
+    #[pyo3(signature = (a, out, *, counts=None))]
     fn all_to_all(
         &self,
         py: Python<'_>,
         a: &Bound<'_, PyAny>,
         out: &Bound<'_, PyAny>,
+        counts: Option<Vec<Vec<Count>>>,
     ) -> PyResult<()> {
-        prepared::into_sharded(py, &self.get(py)?, "all_to_all", a, out)
+        let group = self.get(py)?;
+        let reader = Reader::collective(&*group, "all_to_all");
+        let counts = pairs("counts", counts, group.world_size());
+        let counts = counts.map_err(|what| reader.refuse(py, &what))?;
+        // SAFETY: the objects keep their memory during the call, and the reader until it is complete.
+        let begin = |a, out: &AnyShards| unsafe { group.all_to_all(a, out, counts.as_deref()) };
+        prepared::into_sharded(py, reader, a, out, begin)
     }
 
     /// Gathers the rows of a, a Sharded, and calls consume(chunk) for each chunk of rows as it arrives. Collective.
@@ -946,24 +963,30 @@ impl Group {
     }
 
     /// Calls produce(chunk) for blocks of the rows that each rank gets, and sends them: they become this rank's rows of
-    /// out, a Sharded, on their rank. Collective.
-    #[pyo3(signature = (out, produce, *, chunks=None))]
+    /// out, a Sharded, on their rank. With counts, rank s makes counts[s][r] rows for rank r, as of all_to_all.
+    /// Collective.
+    #[pyo3(signature = (out, produce, *, counts=None, chunks=None))]
     fn produce_and_all_to_all(
         &self,
         py: Python<'_>,
         out: &Bound<'_, PyAny>,
         produce: &Bound<'_, PyAny>,
+        counts: Option<Vec<Vec<Count>>>,
         chunks: Option<Count>,
     ) -> PyResult<()> {
         let group = self.get(py)?;
         let reader = Reader::collective(&*group, "produce_and_all_to_all");
         let refuse = |what: String| reader.refuse(py, &what);
+        let counts = pairs("counts", counts, group.world_size()).map_err(refuse)?;
         let chunks = count("chunks", chunks).map_err(refuse)?;
         let shards = reader.shards(out, "out")?;
-        let options = match chunks {
-            Some(chunks) => ProduceAndAllToAll::new().chunks(chunks),
-            None => ProduceAndAllToAll::new(),
-        };
+        let mut options = ProduceAndAllToAll::new();
+        if let Some(counts) = &counts {
+            options = options.counts(counts);
+        }
+        if let Some(chunks) = chunks {
+            options = options.chunks(chunks);
+        }
         require_callable(produce, "produce").map_err(refuse)?;
         let function = Function::new(produce, &group, keeper_of(out));
         let mut call = |rows: raw::RowsFor| {

@@ -55,6 +55,18 @@ pub fn counts(name: &str, given: Option<Vec<Count>>) -> Said<Option<Vec<usize>>>
     given.map(all).transpose()
 }
 
+/// The numbers of all pairs of ranks, row by row, of an argument that need not be given.
+pub fn pairs(name: &str, given: Option<Vec<Vec<Count>>>, world: usize) -> Said<Option<Vec<usize>>> {
+    let Some(rows) = given else { return Ok(None) };
+    let lengths: Vec<usize> = rows.iter().map(Vec::len).collect();
+    if lengths != vec![world; world] {
+        return Err(format!(
+            "{name} has rows of {lengths:?} numbers and must have {world} rows of {world}"
+        ));
+    }
+    counts(name, Some(rows.into_iter().flatten().collect()))
+}
+
 /// One of several words.
 pub fn one_of<T: Copy>(option: &str, word: &str, known: &[(&str, T)]) -> Said<T> {
     let found = known.iter().find(|(name, _)| *name == word);

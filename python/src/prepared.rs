@@ -7,7 +7,8 @@ use gemmesh::DType;
 use gemmesh::fp8::{Quantization, Scaling};
 use gemmesh::products::WeightLayout;
 use gemmesh::raw::{
-    self, AnyGroup, Memory, Operand, PreparedFor, Product, ProductCall, ProductKind, RowOperand,
+    self, AnyGroup, AnyShards, Memory, Operand, PreparedFor, Product, ProductCall, ProductKind,
+    RowOperand,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyList;
@@ -394,24 +395,17 @@ pub fn quantize(
     Ok(())
 }
 
-/// A collective of a matrix of this rank's own into a sharded one.
+/// A collective of a matrix of this rank's own into a sharded one, which `begin` begins.
 pub fn into_sharded(
     py: Python<'_>,
-    group: &Arc<dyn AnyGroup>,
-    call: &'static str,
+    mut reader: Reader<'_>,
     a: &Bound<'_, PyAny>,
     out: &Bound<'_, PyAny>,
+    begin: impl FnOnce(Memory, &AnyShards) -> gemmesh::Result<()> + Send,
 ) -> PyResult<()> {
-    let mut reader = Reader::collective(&**group, call);
     let memory = reader.memory(a, "a").map_err(|error| reader.told(error))?;
     let shards = reader.shards(out, "out")?;
-    // SAFETY: the objects keep their memory during the call, and the reader until it is complete.
-    reader.enqueued(py, || unsafe {
-        match call {
-            "all_reduce" => group.all_reduce(memory, &shards),
-            _ => group.all_to_all(memory, &shards),
-        }
-    })?;
+    reader.enqueued(py, || begin(memory, &shards))?;
     reader.keep();
     Ok(())
 }

@@ -74,6 +74,42 @@ def test_blocks_are_exchanged() -> None:
     ranks(WORLD, body)
 
 
+@pytest.mark.parametrize("make", [list, np.array])
+def test_ranks_get_as_many_rows_as_are_counted(make: Any) -> None:
+    pairs = [[1, 0, 3], [2, 2, 0], [0, 1, 1]]
+    counts = make(pairs)
+    total = [sum(row) for row in pairs]
+    sent = [[(100 * rank + row) for row in range(total[rank])] for rank in range(3)]
+
+    def block(sender: int, receiver: int) -> list[int]:
+        first = sum(pairs[sender][:receiver])
+        return sent[sender][first : first + pairs[sender][receiver]]
+
+    def body(group: gemmesh.Group) -> None:
+        expected = [x for sender in range(3) for x in block(sender, group.rank)]
+        expected += [7] * (6 - len(expected))
+        a = group.zeros(total[group.rank], 1, "u32")
+        np.from_dlpack(a)[:, 0] = sent[group.rank]
+        out = group.sharded(6, 1, "u32")
+        np.from_dlpack(out.whole)[:] = 7
+        group.all_to_all(a, out, counts=counts)
+        assert np.from_dlpack(out.whole)[:, 0].tolist() == expected
+
+        def produce(chunk: gemmesh.Chunk) -> None:
+            made = block(group.rank, chunk.rank)[chunk.rows.start : chunk.rows.stop]
+            np.from_dlpack(chunk.matrix)[:, 0] = made
+
+        np.from_dlpack(out.whole)[:] = 7
+        group.produce_and_all_to_all(out, produce, counts=counts)
+        assert np.from_dlpack(out.whole)[:, 0].tolist() == expected
+        with pytest.raises(gemmesh.ArgumentError, match=r"counts has rows of \[3, 2\] numbers and must have 3 rows of 3"):
+            group.all_to_all(a, out, counts=[[1, 2, 3], [4, 5]])
+        with pytest.raises(gemmesh.ArgumentError, match="rows for rank 2"):
+            group.all_to_all(a, out, counts=[[0, 0, 3], [0, 0, 3], [0, 0, 1]])
+
+    ranks(3, body)
+
+
 def test_bytes_are_gathered_by_rank() -> None:
     def body(group: gemmesh.Group) -> None:
         assert group.all_gather_bytes(b"x" * group.rank) == [b"", b"x", b"xx"]

@@ -6,14 +6,14 @@ use super::call::{
 };
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
-use crate::element::{DType, Float, Value};
+use crate::element::{Float, Value};
 use crate::error::Result;
 use crate::group::Group;
 use crate::matrix::{MatrixView, MatrixViewMut, ShardedMatrix};
 use crate::schedule::limits::limit;
 use crate::schedule::plan::collectives::{chunked, leaves_gather, stored};
 use crate::schedule::plan::matrices::{A, MATRICES, OUT, PARTIALS};
-use crate::schedule::{Layout, Operation, Problem, Route};
+use crate::schedule::{Counts, Layout, Operation, Problem, Route};
 
 /// Gathers the rows of `a` on every rank, in place. Collective.
 ///
@@ -52,7 +52,7 @@ pub fn gather_rows<B: Backend>(a: RawShards<B>) -> Result<()> {
 fn gather<B: Backend>(operation: Operation, a: RawShards<B>) -> Result<()> {
     let (group, layout) = (a.group, a.layout);
     let problem = Problem::new(operation, a.dtype, layout.clone(), 0);
-    let config = if is_better_stored(group, layout, a.dtype) {
+    let config = if is_better_stored(group, &problem) {
         stored()
     } else {
         chunked(1).with_route(Route::Pull)
@@ -113,11 +113,10 @@ pub fn broadcast_rows<B: Backend>(a: RawShards<B>, root: usize) -> Result<()> {
     // With two ranks, no rank sends chunks on while others arrive.
     let chunks = if world == 2 { 1 } else { 4 };
     let call = CollectiveCall {
-        operation: OPERATION,
-        dtype: a.dtype,
+        problem: Problem::new(OPERATION, a.dtype, layout, n),
         chunks,
     };
-    call.run(group, &layout, Bound::Nothing, a.bound(), &[a.id])
+    call.run(group, Bound::Nothing, a.bound(), &[a.id])
 }
 
 /// Sums the ranks' addends; each rank gets its rows of the sum. Collective.
@@ -174,11 +173,10 @@ pub fn scatter_sums<B: Backend>(a: RawView<B>, out: RawOutput<B>) -> Result<()> 
     };
     let layout = layout().map_err(group.refusal(OPERATION.name()))?;
     let call = CollectiveCall {
-        operation: OPERATION,
-        dtype: a.dtype,
+        problem: Problem::new(OPERATION, a.dtype, layout, n),
         chunks: 1,
     };
-    call.run(group, &layout, a.input(), out.bound, &[])
+    call.run(group, a.input(), out.bound, &[])
 }
 
 /// Sums the ranks' addends; every rank gets the whole sum. Collective.
@@ -225,17 +223,14 @@ pub fn sum_for_all<B: Backend>(a: RawView<B>, out: RawShards<B>) -> Result<()> {
         .and_then(|()| require_float("a", a.dtype))
         .and_then(|()| require_alike(a.dtype, out.dtype));
     fits.map_err(group.refusal(OPERATION.name()))?;
-    let call = CollectiveCall {
-        operation: OPERATION,
-        dtype: a.dtype,
-        chunks: 1,
-    };
-    call.run(group, out.layout, a.input(), out.bound(), &[out.id])?;
-    let problem = Problem {
+    let problem = Problem::new(OPERATION, a.dtype, out.layout.clone(), n);
+    let over_hosts = Problem {
         hosts: group.host_map().clone(),
-        ..Problem::new(OPERATION, a.dtype, out.layout.clone(), n)
+        ..problem.clone()
     };
-    if leaves_gather(&problem) {
+    let call = CollectiveCall { problem, chunks: 1 };
+    call.run(group, a.input(), out.bound(), &[out.id])?;
+    if leaves_gather(&over_hosts) {
         gather(Operation::GATHER_OF_ALL_REDUCE, out)
     } else {
         Ok(())
@@ -271,57 +266,110 @@ pub fn all_to_all<'a, B: Backend, T: Value>(
     a: impl Into<MatrixView<'a, B, T>>,
     out: &mut ShardedMatrix<B, T>,
 ) -> Result<()> {
-    exchange_blocks(a.into().into(), (&*out).into())
+    exchange_blocks(a.into().into(), (&*out).into(), None)
 }
 
-/// [`all_to_all`], without element types.
+/// [`all_to_all`], with a count of rows for each pair of ranks. Collective.
+///
+/// Rank s sends rank r `counts[s * W + r]` rows, which may be 0. `a` has the rows for rank 0, then those for rank 1, and
+/// so on, and no others. The first rows of `out`, [M, N], become those of rank 0, then those of rank 1, and so on. The
+/// rows after these stay as they are, so one `out` serves all calls if M is the most rows that a rank may get.
+///
+/// All ranks give the counts of all pairs, because where a block lies at its receiver depends on the ranks before its
+/// sender. If a rank knows only its own counts, as in a layer of experts, the ranks gather them first. What goes back to
+/// the senders has the transposed counts, and needs no second gather. Calls with the same counts are planned once.
+///
+/// ```
+/// use gemmesh::{Group, Host, Result, all_to_all_with_counts};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let rank = group.rank();
+///     let own: [u8; 2] = [[1, 2], [0, 1]][rank]; // the rows for each rank
+///     let counts: Vec<usize> = group.all_gather_bytes(&own)?.concat().into_iter().map(usize::from).collect();
+///     let a = group.upload(&[[10u32, 20, 21].as_slice(), &[30]][rank], [3, 1][rank], 1)?;
+///     let mut out = group.sharded::<u32>(4, 1)?;
+///     all_to_all_with_counts(&a, &mut out, &counts)?;
+///     let received = [[10, 0, 0, 0], [20, 21, 30, 0]];
+///     assert_eq!(out.to_vec()?, received[rank]);
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`all_to_all`]; [`Kind::Unsuitable`](crate::error::Kind::Unsuitable) unless there is one count for each pair of
+/// ranks; [`Kind::Limit`](crate::error::Kind::Limit) if a rank gets more than M rows.
 #[track_caller]
-pub fn exchange_blocks<B: Backend>(a: RawView<B>, out: RawShards<B>) -> Result<()> {
+pub fn all_to_all_with_counts<'a, B: Backend, T: Value>(
+    a: impl Into<MatrixView<'a, B, T>>,
+    out: &mut ShardedMatrix<B, T>,
+    counts: &[usize],
+) -> Result<()> {
+    exchange_blocks(a.into().into(), (&*out).into(), Some(counts))
+}
+
+/// [`all_to_all`] or, with counts, [`all_to_all_with_counts`], without element types.
+#[track_caller]
+pub fn exchange_blocks<B: Backend>(
+    a: RawView<B>,
+    out: RawShards<B>,
+    counts: Option<&[usize]>,
+) -> Result<()> {
     const OPERATION: Operation = Operation::ALL_TO_ALL;
-    let (group, [_, n]) = (a.group, out.shape());
-    let fits = require_same_group("out", out.group, group).and_then(|()| {
-        let rows = group.world_size() * out.layout.rows_of(group.rank()).len();
-        let what = "a [W · rows of this rank, N]";
+    let (group, layout, n) = (a.group, out.layout, out.layout.k());
+    let problem = require_same_group("out", out.group, group).and_then(|()| {
         out.require_by_rank("out")?;
+        let counts = counts.map(|rows| Counts::new(rows, layout)).transpose()?;
+        let (what, rows) = match &counts {
+            Some(counts) => (
+                "a [rows that this rank sends, N]",
+                counts.sent(group.rank()),
+            ),
+            None => {
+                let rows = layout.rows_of(group.rank()).len();
+                ("a [W · rows of this rank, N]", group.world_size() * rows)
+            }
+        };
         require_shape(what, [rows, n], a.shape)?;
-        require_alike(a.dtype, out.dtype)
+        require_alike(a.dtype, out.dtype)?;
+        Ok(Problem {
+            counts,
+            ..Problem::new(OPERATION, a.dtype, layout.clone(), n)
+        })
     });
-    fits.map_err(group.refusal(OPERATION.name()))?;
-    let call = CollectiveCall {
-        operation: OPERATION,
-        dtype: a.dtype,
-        chunks: 1,
-    };
-    call.run(group, out.layout, a.input(), out.bound(), &[out.id])
+    let problem = problem.map_err(group.refusal(OPERATION.name()))?;
+    let call = CollectiveCall { problem, chunks: 1 };
+    call.run(group, a.input(), out.bound(), &[out.id])
 }
 
 /// A collective without a product whose input exists when it begins.
 struct CollectiveCall {
-    operation: Operation,
-    dtype: DType,
+    problem: Problem,
     /// How many chunks each block has.
     chunks: usize,
 }
 
 impl CollectiveCall {
-    /// `layout` has as many columns as the rows. `shared`: the numbers of the sharded matrices.
+    /// `shared`: the numbers of the sharded matrices.
     #[track_caller]
     fn run<B: Backend>(
-        &self,
+        self,
         group: &Group<B>,
-        layout: &Layout,
         input: Bound<B>,
         out: Bound<B>,
         shared: &[u32],
     ) -> Result<()> {
-        let problem = Problem::new(self.operation, self.dtype, layout.clone(), layout.k());
-        let config = if is_better_stored(group, layout, self.dtype) {
+        let CollectiveCall { problem, chunks } = self;
+        let call = problem.operation.name();
+        let config = if is_better_stored(group, &problem) {
             stored()
         } else {
-            chunked(self.chunks)
+            chunked(chunks)
         };
         let program = group.program(problem, Some(config));
-        let program = program.map_err(group.refusal(self.operation.name()))?;
+        let program = program.map_err(group.refusal(call))?;
         let schedule = B::schedule(&program);
         let room = match schedule.matrices()[PARTIALS].rows {
             0 => None,
@@ -334,7 +382,7 @@ impl CollectiveCall {
             matrices[PARTIALS] = Bound::Symmetric(room.as_ref());
         }
         let arguments = Arguments {
-            call: self.operation.name(),
+            call,
             matrices: &matrices,
             shared,
             added: Added::default(),
@@ -343,9 +391,12 @@ impl CollectiveCall {
     }
 }
 
-/// True if a kernel should store the rows of this layout. They must be few, and each a multiple of 16 bytes long.
-fn is_better_stored<B: Backend>(group: &Group<B>, layout: &Layout, dtype: DType) -> bool {
-    let row = layout.k() * dtype.bytes();
-    let bytes = layout.m().div_ceil(group.world_size()) * row;
-    row.is_multiple_of(16) && group.inner().backend.is_better_stored(bytes)
+/// True if a kernel should store the rows. They must be few, and each a multiple of 16 bytes long.
+fn is_better_stored<B: Backend>(group: &Group<B>, problem: &Problem) -> bool {
+    let counts = problem.counts.as_ref();
+    let rows = counts.map_or(problem.layout.m(), Counts::most);
+    let row = problem.layout.k() * problem.dtypes.operands.bytes();
+    let bytes = rows.div_ceil(group.world_size()) * row;
+    let is_possible = row.is_multiple_of(16) && counts.is_none_or(Counts::reach_all);
+    is_possible && group.inner().backend.is_better_stored(bytes)
 }

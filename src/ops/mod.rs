@@ -26,7 +26,9 @@ pub use all_gather_and_consume::{AllGatherAndConsume, Chunk, all_gather_and_cons
 pub use all_gather_matmul::{AllGatherMatmul, Prepared, all_gather_matmul};
 pub use bare::run_schedule;
 pub use callback::CallbackResult;
-pub use collectives::{all_gather, all_reduce, all_to_all, broadcast, reduce_scatter};
+pub use collectives::{
+    all_gather, all_reduce, all_to_all, all_to_all_with_counts, broadcast, reduce_scatter,
+};
 pub use matmul::{Matmul, PreparedMatmul, matmul};
 pub use matmul_all_reduce::{MatmulAllReduce, PreparedAllReduce, matmul_all_reduce};
 pub use matmul_reduce_scatter::{

@@ -24,7 +24,7 @@ use crate::schedule::config::MAX_CHUNKS;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::collectives::chunked;
 use crate::schedule::plan::matrices::{MATRICES, OUT, PARTIALS};
-use crate::schedule::{Layout, Operation, Problem, Request};
+use crate::schedule::{Counts, Layout, Operation, Problem, Request};
 use crate::trace::Trace;
 
 const REDUCE: Operation = Operation::PRODUCE_AND_REDUCE_SCATTER;
@@ -337,11 +337,12 @@ impl<'a> ProduceAndReduceScatter<'a> {
         dtype: DType,
     ) -> Result<PlannedProduction<B>> {
         require_float("out", dtype)?;
-        PlannedProduction::new(group, REDUCE, layout, dtype, self.chunks)
+        let problem = Problem::new(REDUCE, dtype, layout.clone(), layout.k());
+        PlannedProduction::new(group, problem, self.chunks)
     }
 }
 
-/// Builder for [`produce_and_all_to_all`]: chunks.
+/// Builder for [`produce_and_all_to_all`]: a count of rows for each pair of ranks, and chunks.
 ///
 /// ```
 /// use gemmesh::pipelines::ProduceAndAllToAll;
@@ -363,34 +364,53 @@ impl<'a> ProduceAndReduceScatter<'a> {
 /// ```
 #[derive(Clone, Copy, Default)]
 #[must_use = "nothing is done before it is run"]
-pub struct ProduceAndAllToAll {
+pub struct ProduceAndAllToAll<'a> {
+    counts: Option<&'a [usize]>,
     chunks: Option<usize>,
 }
 
-impl fmt::Debug for ProduceAndAllToAll {
+impl fmt::Debug for ProduceAndAllToAll<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let counts = self
+            .counts
+            .map(|counts| format!("counts of {} pairs", counts.len()));
+        let options = [counts, option("chunks", self.chunks)];
         f.write_str("ProduceAndAllToAll")?;
-        write_parts(f, option("chunks", self.chunks))
+        write_parts(f, options.into_iter().flatten())
     }
 }
 
-impl ProduceAndAllToAll {
-    /// Default options: one block for each rank.
+impl<'a> ProduceAndAllToAll<'a> {
+    /// Default options: as many rows for each rank as this rank owns, and one block for each rank.
     pub const fn new() -> Self {
-        ProduceAndAllToAll { chunks: None }
+        ProduceAndAllToAll {
+            counts: None,
+            chunks: None,
+        }
+    }
+
+    /// Rank s makes `counts[s * W + r]` rows for rank r, which come to lie in `out` as by
+    /// [`all_to_all_with_counts`](crate::all_to_all_with_counts). `produce` is not called for a rank that gets none.
+    pub const fn counts(self, counts: &'a [usize]) -> Self {
+        ProduceAndAllToAll {
+            counts: Some(counts),
+            ..self
+        }
     }
 
     /// As [`ProduceAndReduceScatter::chunks`].
     pub const fn chunks(self, chunks: usize) -> Self {
         ProduceAndAllToAll {
             chunks: Some(chunks),
+            ..self
         }
     }
 
     /// Runs the operation, as [`produce_and_all_to_all`].
     ///
     /// # Errors
-    /// As [`produce_and_all_to_all`]; [`Kind::Limit`] if the number of blocks is out of range.
+    /// As [`produce_and_all_to_all`]; [`Kind::Limit`] if the number of blocks is out of range, or if a rank gets more rows
+    /// than `out` has; [`Kind::Unsuitable`] unless there is one count for each pair of ranks.
     ///
     /// # Panics
     /// As [`produce_and_all_to_all`].
@@ -411,9 +431,14 @@ impl ProduceAndAllToAll {
         produce: impl FnMut(RawBlock<'_, B>) -> CallbackResult,
     ) -> Result<()> {
         let (group, layout) = (out.group, out.layout);
-        let planned = out
-            .require_by_rank("out")
-            .and_then(|()| PlannedProduction::new(group, EXCHANGE, layout, out.dtype, self.chunks));
+        let planned = out.require_by_rank("out").and_then(|()| {
+            let counts = self.counts.map(|rows| Counts::new(rows, layout));
+            let problem = Problem {
+                counts: counts.transpose()?,
+                ..Problem::new(EXCHANGE, out.dtype, layout.clone(), layout.k())
+            };
+            PlannedProduction::new(group, problem, self.chunks)
+        });
         let planned = planned.map_err(group.refusal(EXCHANGE.name()))?;
         planned.run(out.bound(), &[out.id], None, produce)
     }
@@ -428,14 +453,7 @@ struct PlannedProduction<B: Backend> {
 }
 
 impl<B: Backend> PlannedProduction<B> {
-    /// `layout` has as many columns as the rows.
-    fn new(
-        group: &Group<B>,
-        operation: Operation,
-        layout: &Layout,
-        dtype: DType,
-        chunks: Option<usize>,
-    ) -> Result<Self> {
+    fn new(group: &Group<B>, problem: Problem, chunks: Option<usize>) -> Result<Self> {
         let chunks = chunks.unwrap_or(1);
         limit(
             "the number of chunks of a rank's rows",
@@ -443,11 +461,10 @@ impl<B: Backend> PlannedProduction<B> {
             1,
             MAX_CHUNKS,
         )?;
-        let problem = Problem::new(operation, dtype, layout.clone(), layout.k());
         Ok(PlannedProduction {
+            operation: problem.operation,
             program: group.program(problem, Some(chunked(chunks)))?,
             group: group.clone(),
-            operation,
         })
     }
 
@@ -462,10 +479,10 @@ impl<B: Backend> PlannedProduction<B> {
     ) -> Result<()> {
         let schedule = B::schedule(&self.program);
         let group = &self.group;
-        let room = if schedule.is_idle() {
-            None
-        } else {
-            Some(group.partials(schedule)?)
+        // The same on all ranks, also if only some of them have rows to send.
+        let room = match schedule.matrices()[PARTIALS].rows {
+            0 => None,
+            _ => Some(group.partials(schedule)?),
         };
         let mut matrices = [const { Bound::Nothing }; MATRICES];
         matrices[OUT] = out;

@@ -313,8 +313,10 @@ pub trait AnyGroup: Any + Send + Sync {
     unsafe fn reduce_scatter(&self, a: Memory, out: Memory) -> Result<()>;
     /// [`all_reduce`](crate::all_reduce). Collective.
     unsafe fn all_reduce(&self, a: Memory, out: &AnyShards) -> Result<()>;
-    /// [`all_to_all`](crate::all_to_all). Collective.
-    unsafe fn all_to_all(&self, a: Memory, out: &AnyShards) -> Result<()>;
+    /// [`all_to_all`](crate::all_to_all). Collective. `counts`: as of
+    /// [`all_to_all_with_counts`](crate::all_to_all_with_counts).
+    unsafe fn all_to_all(&self, a: Memory, out: &AnyShards, counts: Option<&[usize]>)
+    -> Result<()>;
 
     /// Gathers the rows of `a`, and calls `consume` for each chunk of them. Collective.
     fn all_gather_and_consume(
@@ -742,11 +744,16 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
         collectives::sum_for_all(a, raw(self, CALL, "out", out)?)
     }
 
-    unsafe fn all_to_all(&self, a: Memory, out: &AnyShards) -> Result<()> {
+    unsafe fn all_to_all(
+        &self,
+        a: Memory,
+        out: &AnyShards,
+        counts: Option<&[usize]>,
+    ) -> Result<()> {
         const CALL: &str = "all_to_all";
         // SAFETY: as this function's.
         let a = unsafe { view(self, CALL, "a", a)? };
-        collectives::exchange_blocks(a, raw(self, CALL, "out", out)?)
+        collectives::exchange_blocks(a, raw(self, CALL, "out", out)?, counts)
     }
 
     fn all_gather_and_consume(

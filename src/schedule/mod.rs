@@ -3,6 +3,7 @@
 pub(crate) mod agreed;
 mod check;
 pub(crate) mod config;
+mod counts;
 pub mod drive;
 pub(crate) mod form;
 mod hosts;
@@ -19,6 +20,7 @@ mod transfer;
 
 pub use agreed::Agreed;
 pub use config::{CUT_COLUMNS, MAX_CLUSTER, MAX_SLICES};
+pub use counts::Counts;
 pub use form::{Form, Widths};
 pub use hosts::Hosts;
 pub use layout::{Layout, MAX_CHUNKS, MAX_EXTENT, MAX_WORLD, RowOrder, balanced_rows};
@@ -278,8 +280,8 @@ impl Schedule {
         }
     }
 
-    /// True if there is nothing to do because there are no rows. Unless a rank is alone, this is true on all ranks or
-    /// on none.
+    /// True if there is nothing to do because there are no rows. Unless a rank is alone, or ranks exchange blocks, this is
+    /// true on all ranks or on none.
     pub fn is_idle(&self) -> bool {
         let Parts {
             arrivals,

@@ -1,6 +1,6 @@
 //! What a call is asked to do.
 
-use super::{Form, Hosts, Layout, Operation, Quantization};
+use super::{Counts, Form, Hosts, Layout, Operation, Quantization};
 use crate::element::DType;
 use crate::error::{Error, Result};
 
@@ -14,6 +14,9 @@ pub struct Problem {
     pub dtypes: DTypes,
     /// Which rank owns which rows.
     pub layout: Layout,
+    /// The rows that each rank sends to each, if ranks exchange blocks. They come to the first rows of the output. If not
+    /// given, a rank sends every rank as many rows as it has in the layout.
+    pub counts: Option<Counts>,
     /// Which ranks share a host.
     pub hosts: Hosts,
     /// Type and columns of a second matrix. Its rows are split like the first one's and gathered with them.
@@ -34,6 +37,7 @@ impl Problem {
             operation,
             dtypes: DTypes::all(dtype),
             layout,
+            counts: None,
             hosts: Hosts::default(),
             beside: None,
             n,

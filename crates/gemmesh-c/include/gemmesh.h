@@ -791,11 +791,16 @@ gemmesh_status gemmesh_all_reduce(const struct gemmesh_group *group,
                                   const struct gemmesh_memory *a,
                                   const struct gemmesh_sharded *out);
 
-// Sends each rank its block of `a`: block r of rank s becomes block s of rank r, in a sharded matrix of the shape of
-// `a`. Collective.
+// Sends each rank its block of `a`: block r of rank s becomes block s of rank r, in a sharded matrix. Collective.
+//
+// `counts` is NULL if a rank sends every rank as many rows as it has of `out`. Otherwise rank s sends rank r
+// `counts[s * W + r]` rows, `pair_count` numbers, W * W in all, the same on every rank. The blocks follow one another in
+// `a`, and in the first rows of `out`. Its other rows stay as they are.
 gemmesh_status gemmesh_all_to_all(const struct gemmesh_group *group,
                                   const struct gemmesh_memory *a,
-                                  const struct gemmesh_sharded *out);
+                                  const struct gemmesh_sharded *out,
+                                  const size_t *counts,
+                                  size_t pair_count);
 
 // Says why the callback that runs on this thread is about to return an error. The words are copied.
 gemmesh_status gemmesh_set_reason(const char *reason);
@@ -829,9 +834,12 @@ gemmesh_status gemmesh_produce_and_reduce_scatter(const struct gemmesh_group *gr
                                                   void *context);
 
 // Sends the rows that `produce` makes for each rank to that rank. Block s of `out` gets what rank s has made for this
-// rank. `produce` is called as by gemmesh_produce_and_reduce_scatter. Collective.
+// rank. `counts` is as of gemmesh_all_to_all, and `produce` is called as by gemmesh_produce_and_reduce_scatter.
+// Collective.
 gemmesh_status gemmesh_produce_and_all_to_all(const struct gemmesh_group *group,
                                               const struct gemmesh_sharded *out,
+                                              const size_t *counts,
+                                              size_t pair_count,
                                               size_t chunks,
                                               gemmesh_on_rows produce,
                                               void *context);

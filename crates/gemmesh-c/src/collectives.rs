@@ -1,7 +1,7 @@
 //! Operations that move or add rows without a product. They return when the operation has been begun.
 
 use crate::calls::{Call, in_group};
-use crate::convert::memory;
+use crate::convert::{by_pair, memory};
 use crate::group::gemmesh_group;
 use crate::sharded::{gemmesh_sharded, shards};
 use crate::status::gemmesh_status;
@@ -57,16 +57,24 @@ pub unsafe extern "C" fn gemmesh_all_reduce(
     })
 }
 
-/// Sends each rank its block of `a`: block r of rank s becomes block s of rank r, in a sharded matrix of the shape of
-/// `a`. Collective.
+/// Sends each rank its block of `a`: block r of rank s becomes block s of rank r, in a sharded matrix. Collective.
+///
+/// `counts` is NULL if a rank sends every rank as many rows as it has of `out`. Otherwise rank s sends rank r
+/// `counts[s * W + r]` rows, `pair_count` numbers, W * W in all, the same on every rank. The blocks follow one another in
+/// `a`, and in the first rows of `out`. Its other rows stay as they are.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_all_to_all(
     group: *const gemmesh_group,
     a: *const gemmesh_memory,
     out: *const gemmesh_sharded,
+    counts: *const usize,
+    pair_count: usize,
 ) -> gemmesh_status {
     in_group("gemmesh_all_to_all", Call::Collective, group, |group| {
         // SAFETY: as the crate and the header's gemmesh_memory say.
-        unsafe { Ok(group.all_to_all(memory("a", a)?, &*shards("out", out)?)?) }
+        unsafe {
+            let counts = by_pair(counts, pair_count)?;
+            Ok(group.all_to_all(memory("a", a)?, &*shards("out", out)?, counts)?)
+        }
     })
 }

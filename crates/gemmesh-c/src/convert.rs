@@ -67,6 +67,21 @@ pub(crate) unsafe fn by_rank<'a>(
     unsafe { slice(argument, first, count) }
 }
 
+/// The counts of pairs of ranks. None if they are NULL. The call refuses another number of them before it reads the first.
+///
+/// # Safety
+/// As [`slice`].
+pub(crate) unsafe fn by_pair<'a>(
+    counts: *const usize,
+    pair_count: usize,
+) -> Result<Option<&'a [usize]>> {
+    if counts.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: as this function's.
+    unsafe { slice("counts", counts, pair_count).map(Some) }
+}
+
 /// Checks that there is a value for each of `world` ranks.
 pub(crate) fn check_by_rank(argument: &str, count: usize, world: usize) -> Result<()> {
     if count == world {

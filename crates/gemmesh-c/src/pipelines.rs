@@ -9,7 +9,7 @@ use gemmesh::pipelines::{
 use gemmesh::raw::{Rows, RowsFor};
 
 use crate::calls::{Call, guarded, in_group};
-use crate::convert::{by_rank, described, memory, words};
+use crate::convert::{by_pair, by_rank, described, memory, words};
 use crate::failure::{Failure, Result};
 use crate::group::gemmesh_group;
 use crate::sharded::{gemmesh_sharded, shards};
@@ -153,11 +153,14 @@ pub unsafe extern "C" fn gemmesh_produce_and_reduce_scatter(
 }
 
 /// Sends the rows that `produce` makes for each rank to that rank. Block s of `out` gets what rank s has made for this
-/// rank. `produce` is called as by gemmesh_produce_and_reduce_scatter. Collective.
+/// rank. `counts` is as of gemmesh_all_to_all, and `produce` is called as by gemmesh_produce_and_reduce_scatter.
+/// Collective.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_produce_and_all_to_all(
     group: *const gemmesh_group,
     out: *const gemmesh_sharded,
+    counts: *const usize,
+    pair_count: usize,
     chunks: usize,
     produce: gemmesh_on_rows,
     context: *mut c_void,
@@ -165,10 +168,14 @@ pub unsafe extern "C" fn gemmesh_produce_and_all_to_all(
     const CALL: &str = "gemmesh_produce_and_all_to_all";
     in_group(CALL, Call::Collective, group, |group| {
         let callback = Callback::new("produce", produce, context)?;
-        let options = match chunks {
-            0 => ProduceAndAllToAll::new(),
-            chunks => ProduceAndAllToAll::new().chunks(chunks),
-        };
+        let mut options = ProduceAndAllToAll::new();
+        if chunks != 0 {
+            options = options.chunks(chunks);
+        }
+        // SAFETY: as the crate says.
+        if let Some(counts) = unsafe { by_pair(counts, pair_count)? } {
+            options = options.counts(counts);
+        }
         let out = shards("out", out)?;
         Ok(group.produce_and_all_to_all(options, &out, &mut |rows| callback.produce(rows))?)
     })

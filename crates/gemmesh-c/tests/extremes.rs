@@ -303,13 +303,10 @@ fn shapes_counts_and_ranks_are_checked() {
                 let gather = gemmesh_all_gather_and_consume;
                 told(gather(group, x, one, 1, Some(accept), null_mut()));
                 told(gather(group, x, 1, one, Some(accept), null_mut()));
-                told(gemmesh_produce_and_all_to_all(
-                    group,
-                    x,
-                    one,
-                    Some(accept),
-                    null_mut(),
-                ));
+                let exchange = gemmesh_produce_and_all_to_all;
+                let (none, accept) = (null(), Some(accept as _));
+                told(exchange(group, x, none, 0, one, accept, null_mut()));
+                told(exchange(group, x, &one, 1, 1, accept, null_mut()));
                 let (mut range, mut count) = (gemmesh_range::default(), 0);
                 ok(gemmesh_sharded_rows_of(x, one, &mut range));
                 ok(gemmesh_sharded_blocks_of(x, one, &mut range, 1, &mut count));

@@ -217,7 +217,7 @@ static void collects(const double *all, const double *sum, const double *exchang
     MUST(gemmesh_all_reduce(group, &given, a = sharded_of(GEMMESH_F32, N, NULL)));
     MUST(gemmesh_sharded_whole(a, &whole));
     check("all_reduce", whole, sum, NULL, 0);
-    MUST(gemmesh_all_to_all(group, &given, a = sharded_of(GEMMESH_F32, N, NULL)));
+    MUST(gemmesh_all_to_all(group, &given, a = sharded_of(GEMMESH_F32, N, NULL), NULL, 0));
     MUST(gemmesh_sharded_whole(a, &whole));
     check("all_to_all", whole, exchanged, NULL, 0);
     a = sharded_of(GEMMESH_F32, N, NULL);
@@ -273,7 +273,8 @@ static void pipes(const double *all, const double *sum, const double *exchanged)
     check("all_gather_and_consume", into, all, NULL, 0);
     MUST(gemmesh_produce_and_reduce_scatter(group, rows, NULL, 0, &own, 2, produce_sums, &given));
     check("produce_and_reduce_scatter", own, sum, NULL, rank * OWN);
-    MUST(gemmesh_produce_and_all_to_all(group, a = sharded_of(GEMMESH_F32, N, NULL), 2, produce_blocks, &given));
+    a = sharded_of(GEMMESH_F32, N, NULL);
+    MUST(gemmesh_produce_and_all_to_all(group, a, NULL, 0, 2, produce_blocks, &given));
     MUST(gemmesh_sharded_whole(a, &whole));
     check("produce_and_all_to_all", whole, exchanged, NULL, 0);
     free(mine), free(first);

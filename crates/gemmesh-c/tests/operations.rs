@@ -391,8 +391,12 @@ fn collectives_move_and_add_rows() {
             ok(gemmesh_copy(group, &own, &whole));
             ok(gemmesh_broadcast(group, numbers, 1));
             assert_eq!(all_of::<u32>(group, numbers), [10, 11, 12, 13]);
-            ok(gemmesh_all_to_all(group, &own, numbers));
+            ok(gemmesh_all_to_all(group, &own, numbers, null(), 0));
             let expected = [[0, 1, 10, 11], [2, 3, 12, 13]];
+            assert_eq!(all_of::<u32>(group, numbers), expected[rank]);
+            let counts = [3, 1, 1, 3usize];
+            ok(gemmesh_all_to_all(group, &own, numbers, counts.as_ptr(), 4));
+            let expected = [[0, 1, 2, 10], [3, 11, 12, 13]];
             assert_eq!(all_of::<u32>(group, numbers), expected[rank]);
             let (sum, mut mine) = (sharded::<f32>(group, 4, 1), [0.0f32; 2]);
             let mut addends = [1.0f32, 2.0, 3.0, 4.0];
@@ -473,15 +477,25 @@ fn callbacks_get_rows_and_make_them() {
             ok(gemmesh_synchronize(group));
             let first = (3 * rank + 100 * rank) as f32;
             assert_eq!(out, [0.0, 1.0, 2.0].map(|n| 2.0 * (first + n)));
-            ok(gemmesh_produce_and_all_to_all(
-                group,
-                rows,
-                1,
-                produce,
-                null_mut(),
-            ));
-            ok(gemmesh_synchronize(group));
-            let expected = [0.0, 1.0, 2.0, 0.0, 1.0, 2.0].map(|n| n + 100.0 * rank as f32);
+            let exchange = |counts: &[usize]| {
+                let first = if counts.is_empty() {
+                    null()
+                } else {
+                    counts.as_ptr()
+                };
+                let exchange = gemmesh_produce_and_all_to_all;
+                let count = counts.len();
+                ok(exchange(group, rows, first, count, 1, produce, null_mut()));
+                ok(gemmesh_synchronize(group));
+            };
+            exchange(&[]);
+            let blocks = [0.0, 1.0, 2.0, 0.0, 1.0, 2.0].map(|n| n + 100.0 * rank as f32);
+            assert_eq!(all_of::<f32>(group, rows), blocks);
+            exchange(&[1, 0, 3, 2]);
+            let expected = match rank {
+                0 => [0.0, 0.0, 1.0, 2.0, 1.0, 2.0],
+                _ => [100.0, 101.0, 102.0, 100.0, 101.0, 102.0],
+            };
             assert_eq!(all_of::<f32>(group, rows), expected);
             ok(gemmesh_sharded_free(rows));
         }

@@ -40,7 +40,7 @@ pub trait AnyRanks: Send + Sync {
     ) -> Result<Arc<dyn Product>, Failure>;
     /// Makes a layer of a row-parallel weight.
     fn rows(self: Arc<Self>, tensors: LayerTensors) -> Result<Arc<dyn Product>, Failure>;
-    fn exchange(&self, collective: Collective, x: &Tensor) -> Result<Tensor, Failure>;
+    fn exchange(&self, collective: Collective<'_>, x: &Tensor) -> Result<Tensor, Failure>;
 }
 
 impl<B: Device> AnyRanks for Ranks<B> {
@@ -124,7 +124,7 @@ impl<B: Device> AnyRanks for Ranks<B> {
         })
     }
 
-    fn exchange(&self, collective: Collective, x: &Tensor) -> Result<Tensor, Failure> {
+    fn exchange(&self, collective: Collective<'_>, x: &Tensor) -> Result<Tensor, Failure> {
         match x.dtype() {
             DType::BF16 => self.exchange_typed::<bf16>(collective, x),
             DType::F16 => self.exchange_typed::<f16>(collective, x),

@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{Device as CandleDevice, Error as CandleError, Tensor};
 use gemmesh::error::{Call, Kind};
-use gemmesh::{Group, Result, ShardedMatrix, all_gather, all_reduce, reduce_scatter};
+use gemmesh::{
+    Group, Result, ShardedMatrix, all_gather, all_reduce, all_to_all_with_counts, reduce_scatter,
+};
 
 use crate::device::{Device, Half, Input, Rows, Value};
 use crate::error::{gemmesh_error, words};
@@ -26,10 +28,12 @@ pub struct Ranks<B: Device> {
 
 /// A collective that a model calls between layers.
 #[derive(Clone, Copy)]
-pub enum Collective {
+pub enum Collective<'a> {
     AllGather,
     ReduceScatter,
     AllReduce,
+    /// With a count of rows for each pair of ranks.
+    AllToAll(&'a [usize]),
 }
 
 impl<B: Device> Ranks<B> {
@@ -158,17 +162,22 @@ impl<B: Device> Ranks<B> {
 
     pub fn exchange_typed<T: Half>(
         &self,
-        collective: Collective,
+        collective: Collective<'_>,
         x: &Tensor,
     ) -> Result<Tensor, Failure> {
         let (m, split) = self.step()?;
         let (storage, layout) = x.storage_and_layout();
         let columns = *layout.dims().last().unwrap_or(&0);
-        let own = own_of(&split, self.group.rank());
+        let (own, world) = (own_of(&split, self.group.rank()), self.group.world_size());
         let (call, argument, rows) = match collective {
             Collective::AllGather => ("all_gather", "x [tokens of this rank, N]", own.len()),
             Collective::ReduceScatter => ("reduce_scatter", "x [tokens, N]", m),
             Collective::AllReduce => ("all_reduce", "x [tokens, N]", m),
+            Collective::AllToAll(counts) => {
+                let sent = counts.iter().skip(self.group.rank() * world).take(world);
+                let sent = total(sent);
+                ("all_to_all", "x [rows that this rank sends, N]", sent)
+            }
         };
         let prepare = || {
             let rows = self.rows::<T>(argument, (&storage, layout), [rows, columns])?;
@@ -208,9 +217,30 @@ impl<B: Device> Ranks<B> {
                 all_reduce(&a.matrix, &mut out)?;
                 self.take(&mut out, sums)?
             }
+            Collective::AllToAll(counts) => {
+                let out = self.symmetric::<T>(columns)?;
+                let mut out = lock(&out);
+                let received: Vec<usize> = (0..world)
+                    .map(|to| total(counts.iter().skip(to).step_by(world)))
+                    .collect();
+                let most = received.iter().copied().max().unwrap_or(0);
+                let prepare = || {
+                    out.set_rows(&self.group.even_rows(most))?;
+                    Ok((self.input::<T>(&rows)?, self.allocate([most, columns])?))
+                };
+                let (a, memory) = self.before(call, prepare)?;
+                all_to_all_with_counts(&a.matrix, &mut out, counts)?;
+                let all = self.take(&mut out, memory)?;
+                all.narrow(0, 0, received[self.group.rank()])?
+            }
         };
         Ok(with_leading(out, x)?)
     }
+}
+
+/// The sum of counts. The call refuses those that are too large.
+fn total<'c>(counts: impl Iterator<Item = &'c usize>) -> usize {
+    counts.fold(0, |sum, &count| sum.saturating_add(count))
 }
 
 /// The rows of `rank` among all rows.

@@ -273,6 +273,24 @@ impl TensorParallel {
         self.exchange(Collective::AllReduce, "TensorParallel::all_reduce", x)
     }
 
+    /// Sends rows of `x`, [rows, N], to all ranks, and returns the rows that come to this one, sender by sender.
+    /// Collective.
+    ///
+    /// Rank s sends rank r `counts[s * W + r]` rows, which may be 0. `x` has the rows for rank 0, then those for rank 1,
+    /// and so on. All ranks give the counts of all pairs, which [`TensorParallel::all_gather_bytes`] can bring. A rank
+    /// gets no more rows than the capacity.
+    ///
+    /// # Errors
+    /// As [`TensorParallel::all_gather`]; [`Kind::Limit`] if a rank would get more rows than the capacity.
+    #[track_caller]
+    pub fn all_to_all(&self, x: &Tensor, counts: &[usize]) -> Result<Tensor> {
+        self.exchange(
+            Collective::AllToAll(counts),
+            "TensorParallel::all_to_all",
+            x,
+        )
+    }
+
     /// Sends `bytes` to every rank and returns what each rank sent, by rank. Collective.
     ///
     /// It is meant for small data, such as a token, because it goes through the host.
@@ -305,7 +323,12 @@ impl TensorParallel {
     }
 
     #[track_caller]
-    fn exchange(&self, collective: Collective, call: &'static str, x: &Tensor) -> Result<Tensor> {
+    fn exchange(
+        &self,
+        collective: Collective<'_>,
+        call: &'static str,
+        x: &Tensor,
+    ) -> Result<Tensor> {
         within(call, || self.0.exchange(collective, x))
     }
 

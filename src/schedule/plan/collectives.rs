@@ -24,7 +24,7 @@ use crate::schedule::plan::chunks::{
 use crate::schedule::plan::matrices::{self, A, OUT, PARTIALS};
 use crate::schedule::plan::partials::{FEW_BYTES, Partials, is_little_for_network};
 use crate::schedule::{
-    Agreed, DTypes, Layout, MatrixSpec, Move, Parts, Problem, Region, Schedule, Transfer,
+    Agreed, Counts, DTypes, Layout, MatrixSpec, Move, Parts, Problem, Region, Schedule, Transfer,
 };
 
 /// Cuts each block into `chunks` chunks.
@@ -79,13 +79,12 @@ pub fn leaves_gather(problem: &Problem) -> bool {
 
 /// Each rank sends every rank a block of rows.
 ///
-/// Rank s sends each rank as many rows as s has in the layout of the output, and they come to lie in the place of s:
-/// row i of block p of the input of s becomes the i-th row of s in the output of rank p. Blocks for other hosts go to
-/// their ranks at once, because no two of them are the same rows. A caller makes first the blocks for the peers, in ring
-/// order, then its own.
+/// Block p of the input of rank s becomes block s of the output of rank p. The blocks of an output follow one another,
+/// as many rows each as the problem counts. Blocks for other hosts go to their ranks at once, because no two of them are
+/// the same rows. A caller makes first the blocks for the peers, in ring order, then its own.
 ///
 /// # Errors
-/// As [`reduce_scatter`].
+/// As [`reduce_scatter`]; `Kind::Unsupported` if a rank that sends and gets no rows would have to store.
 pub(super) fn all_to_all(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     CollectivePlan::new(problem, rank, config)?.exchange()
 }
@@ -250,6 +249,7 @@ impl<'a> CollectivePlan<'a> {
             RowSource::Root => arguments.push(format!("root = {}", self.root())),
             RowSource::Own | RowSource::Gathered => arguments.extend(layout.agreed()),
         }
+        arguments.extend(self.problem.counts.iter().flat_map(Counts::agreed));
         Agreed::new(self.problem.operation.name(), arguments)
     }
 }

@@ -53,12 +53,12 @@ impl Produces for Host {
     }
 }
 
-fn bytes<T: Pod>(values: &[T]) -> &[u8] {
+pub fn bytes<T: Pod>(values: &[T]) -> &[u8] {
     bytemuck::cast_slice(values)
 }
 
 /// Any bits.
-fn random<T: Value>(seed: u64, count: usize) -> Vec<T> {
+pub fn random<T: Value>(seed: u64, count: usize) -> Vec<T> {
     let mut values = vec![T::zeroed(); count];
     rng(seed).fill(bytemuck::cast_slice_mut::<T, u8>(&mut values));
     values
@@ -78,7 +78,7 @@ fn sums<T: Float>(addends: &[Vec<T>]) -> Vec<T> {
 const SEEDS: u64 = 24;
 
 /// Runs `step` with seeds, most of them with delays.
-fn with_delays(mut step: impl FnMut(u64) -> Result<(), Error>) -> Result<String, Error> {
+pub fn with_delays(mut step: impl FnMut(u64) -> Result<(), Error>) -> Result<String, Error> {
     for seed in 0..SEEDS {
         gemmesh::testing::delay_chunks((seed > 3).then_some(seed));
         step(seed)?;

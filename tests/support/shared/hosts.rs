@@ -12,6 +12,7 @@ use gemmesh::{
 use crate::support::numbers::{bits, nan, normal};
 use crate::support::products::{Case, Placed};
 use crate::support::shared::collectives::Produces;
+use crate::support::shared::counts;
 
 /// Ranks' hosts, and the rows of each rank. Ranks are not all numbered host by host, and some have no rows.
 pub const LAYOUTS: [(&str, &[&[usize]]); 6] = [
@@ -245,6 +246,9 @@ pub fn blocks_and_a_root_s_rows_come(group: &Group<Host>, hosts: &str, rows: &[u
         });
         produced.unwrap();
         assert_eq!(out.to_vec().unwrap(), come, "{hosts}, {rows:?}");
+    }
+    for seed in 4..8 {
+        counts::step::<Host, bf16>(group, seed).unwrap();
     }
     for root in 0..world {
         out.poison(u32::MAX).unwrap();

@@ -2,6 +2,7 @@
 //! here, and each runs the list; what depends on the backend is listed by its test file.
 
 pub mod collectives;
+pub mod counts;
 pub mod failures;
 pub mod forms;
 pub mod fp8;
@@ -64,7 +65,15 @@ macro_rules! collectives_tests {
                 a_rank_that_sends_nothing_completes
                 a_trace_shows_blocks_sent_when_they_are_made
             }
+            counts {
+                counts_that_do_not_fit_are_refused
+                counts_that_differ_are_a_mismatch
+            }
             ;
+            blocks_of_counts_of_one_rank_stay = counts::blocks_of_counts_reach_their_ranks(1);
+            blocks_of_counts_of_two_ranks_reach_them = counts::blocks_of_counts_reach_their_ranks(2);
+            blocks_of_counts_of_three_ranks_reach_them = counts::blocks_of_counts_reach_their_ranks(3);
+            blocks_of_counts_of_four_ranks_reach_them = counts::blocks_of_counts_reach_their_ranks(4);
             collectives_of_one_rank_exchange_what_they_have = collectives::collectives_exchange_what_ranks_have(1);
             collectives_of_two_ranks_exchange_what_they_have = collectives::collectives_exchange_what_ranks_have(2);
             collectives_of_three_ranks_exchange_what_they_have = collectives::collectives_exchange_what_ranks_have(3);

@@ -219,6 +219,8 @@ fn a_rank_without_tokens_takes_views_of_none() -> Result<(), Failure> {
         assert_eq!(ranks.all_gather(&empty)?.dims(), [0, k]);
         assert_eq!(ranks.reduce_scatter(&empty)?.dims(), [0, k]);
         assert_eq!(ranks.all_reduce(&empty)?.dims(), [0, k]);
+        let none = vec![0; ranks.world_size() * ranks.world_size()];
+        assert_eq!(ranks.all_to_all(&empty, &none)?.dims(), [0, k]);
         Ok(())
     })
 }
@@ -280,6 +282,34 @@ fn row_parallel_layers_equal_candles_linear() -> Result<(), Failure> {
                 Ok(())
             })?;
         }
+    }
+    Ok(())
+}
+
+#[test]
+fn tokens_come_to_the_ranks_that_are_counted_and_back() -> Result<(), Failure> {
+    let n = 16;
+    for (dtype, _) in DTYPES {
+        each(|ranks| {
+            let (rank, world) = (ranks.rank(), ranks.world_size());
+            let of_pair = |from: usize, to: usize| (2 * from + to) % 3;
+            let pairs = |from: usize| (0..world).map(move |to| (from, to));
+            let all = || (0..world).flat_map(pairs);
+            let counts: Vec<usize> = all().map(|(from, to)| of_pair(from, to)).collect();
+            let sent = |from: usize| pairs(from).map(|(from, to)| of_pair(from, to)).sum();
+            let x = |from: usize| random(from + 1, (sent(from), n), dtype);
+            let received = ranks.all_to_all(&x(rank)?, &counts)?;
+            let mut blocks = Vec::new();
+            for from in 0..world {
+                let first = (0..rank).map(|to| of_pair(from, to)).sum();
+                blocks.push(x(from)?.narrow(0, first, of_pair(from, rank))?);
+            }
+            assert_eq!(wide(&received)?, wide(&Tensor::cat(&blocks, 0)?)?);
+            let back: Vec<usize> = all().map(|(from, to)| of_pair(to, from)).collect();
+            let returned = ranks.all_to_all(&received, &back)?;
+            assert_eq!(wide(&returned)?, wide(&x(rank)?)?);
+            Ok(())
+        })?;
     }
     Ok(())
 }

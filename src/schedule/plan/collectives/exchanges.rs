@@ -3,25 +3,39 @@
 use super::CollectivePlan;
 use crate::Result;
 use crate::route::Route;
+use crate::schedule::limits::require;
 use crate::schedule::plan::chunks::{Cutter, Part};
 use crate::schedule::plan::matrices::{A, OUT, PARTIALS};
-use crate::schedule::plan::partials::{Partials, among_others};
+use crate::schedule::plan::partials::Partials;
 use crate::schedule::plan::tile_order::ring;
-use crate::schedule::{Move, Region, Request, Schedule, Transfer};
+use crate::schedule::{Counts, Move, Region, Request, Schedule, Transfer};
 
 impl CollectivePlan<'_> {
     pub(super) fn exchange(&self) -> Result<Schedule> {
         let (layout, world) = (&self.problem.layout, self.world());
-        let most = layout.rows().into_iter().max().unwrap_or(0);
+        let counts = self.problem.counts.clone();
+        let counts = counts.unwrap_or_else(|| Counts::of_senders(layout));
+        require(
+            "there must be a count for each pair of ranks",
+            counts.world() == world,
+        )?;
+        // All kernels that store wait for one another, and a rank without transfers has none.
+        let what = "rows must not be stored if only some ranks send or get any";
+        require(
+            what,
+            self.config.route != Route::Store || counts.reach_all(),
+        )?;
+        let most = |rows: &dyn Fn(usize) -> usize| (0..world).map(rows).max().unwrap_or(0);
+        let input = most(&|rank| counts.sent(rank));
         let callers = if self.is_produced() {
-            (world - 1) * most
+            most(&|rank| counts.sent(rank) - counts.between(rank, rank))
         } else {
             0
         };
         let room = Partials::of_callers(self.problem, callers, 0);
-        let exchange = BlockTransfers { plan: self };
+        let exchange = BlockTransfers { plan: self, counts };
         // A matrix has the same extents on all ranks, those of the longest input.
-        let mut parts = self.parts([world * most, layout.m()], &room);
+        let mut parts = self.parts([input, layout.m()], &room);
         parts.arrivals = exchange.arrivals();
         (parts.departures, parts.requests) = exchange.departures();
         Schedule::new(parts)
@@ -107,32 +121,47 @@ impl CollectivePlan<'_> {
 /// The transfers between ranks, if nothing is added up.
 struct BlockTransfers<'a> {
     plan: &'a CollectivePlan<'a>,
+    counts: Counts,
 }
 
 impl BlockTransfers<'_> {
-    /// The parts of the rows that a rank sends to each other rank.
-    fn parts_of(&self, from: usize) -> Vec<Part> {
-        let rows = self.plan.problem.layout.rows_of(from);
-        self.plan.cut(rows)
+    /// The parts of the rows from one rank to another, counted among these rows.
+    fn parts_of(&self, [from, to]: [usize; 2]) -> Vec<Part> {
+        self.plan.cut(0..self.counts.between(from, to))
     }
 
     /// The region in the memory of `from` of a part that it sends to `to`.
-    fn source(&self, [from, to]: [usize; 2], Part { rows, columns }: &Part) -> Region {
-        let own = self.plan.problem.layout.rows_of(from);
-        let (matrix, before) = if self.plan.is_produced() {
-            (PARTIALS, among_others(to, from))
+    fn source(&self, [from, to]: [usize; 2], part: &Part) -> Region {
+        let counts = &self.counts;
+        let before = counts.sent_before(from, to);
+        if !self.plan.is_produced() {
+            return self.region(A, before, part);
+        }
+        // A caller makes the rows that stay at their place.
+        let own = if from < to {
+            counts.between(from, from)
         } else {
-            (A, to)
+            0
         };
-        let first = before * own.len() + rows.start - own.start;
-        self.plan.part(matrix, first..first + rows.len(), columns)
+        self.region(PARTIALS, before - own, part)
+    }
+
+    /// The region in the memory of `to` of a part that it gets from `from`.
+    fn target(&self, [from, to]: [usize; 2], part: &Part) -> Region {
+        let before = self.counts.received_before(from, to);
+        self.region(OUT, before, part)
+    }
+
+    fn region(&self, matrix: usize, first: usize, Part { rows, columns }: &Part) -> Region {
+        let rows = first + rows.start..first + rows.end;
+        self.plan.part(matrix, rows, columns)
     }
 
     /// Flags are numbered by source, then by row.
     fn flag(&self, [from, to]: [usize; 2], part: usize) -> usize {
         let before = (0..from).filter(|&other| other != to || !self.plan.is_produced());
         before
-            .map(|other| self.parts_of(other).len())
+            .map(|other| self.parts_of([other, to]).len())
             .sum::<usize>()
             + part
     }
@@ -140,7 +169,7 @@ impl BlockTransfers<'_> {
     fn transfer(&self, ends: [usize; 2], number: usize, part: &Part) -> Transfer {
         let moved = Move {
             from: self.source(ends, part),
-            to: self.plan.part(OUT, part.rows.clone(), &part.columns),
+            to: self.target(ends, part),
         };
         self.plan
             .transfer(ends, moved, number, self.flag(ends, number))
@@ -151,7 +180,7 @@ impl BlockTransfers<'_> {
         let senders = (1..world).map(|step| (rank + world - step) % world);
         let senders = senders.chain((!self.plan.is_produced()).then_some(rank));
         let arrivals = senders.flat_map(|from| {
-            let parts = self.parts_of(from).into_iter().enumerate();
+            let parts = self.parts_of([from, rank]).into_iter().enumerate();
             parts.map(move |(number, part)| self.transfer([from, rank], number, &part))
         });
         arrivals.collect()
@@ -160,26 +189,26 @@ impl BlockTransfers<'_> {
     /// The transfers from this rank, and the blocks that its caller makes.
     fn departures(&self) -> (Vec<Transfer>, Vec<Request>) {
         let rank = self.plan.rank;
-        let first = self.plan.problem.layout.rows_of(rank).start;
         let (mut departures, mut requests) = (Vec::new(), Vec::new());
         let is_produced = self.plan.is_produced();
         for to in ring(rank, self.plan.world()).chain([rank]) {
+            let ends = [rank, to];
             let stays = to == rank && is_produced;
-            for (number, part) in self.parts_of(rank).iter().enumerate() {
+            for (number, part) in self.parts_of(ends).iter().enumerate() {
                 if !stays {
                     departures.push(Transfer {
                         produced: is_produced.then_some(requests.len()),
-                        ..self.transfer([rank, to], number, part)
+                        ..self.transfer(ends, number, part)
                     });
                 }
                 if is_produced {
                     requests.push(Request {
                         owner: to,
-                        rows: part.rows.start - first..part.rows.end - first,
+                        rows: part.rows.clone(),
                         place: if stays {
-                            self.plan.region(OUT, part.rows.clone())
+                            self.target(ends, part)
                         } else {
-                            self.source([rank, to], part)
+                            self.source(ends, part)
                         },
                         addends: 0..0,
                     });
