@@ -101,3 +101,47 @@ impl Counts {
         of_ranks.map(|(from, rows)| format!("rank {from} sends {rows:?}"))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Counts;
+    use crate::element::DType;
+    use crate::error::Kind;
+    use crate::schedule::plan::collectives::{chunked, stored};
+    use crate::schedule::plan::plan;
+    use crate::schedule::{Layout, Operation, Problem};
+
+    /// The kernel of each rank waits for those of all others.
+    #[test]
+    fn rows_are_stored_if_all_ranks_send_or_get_some() {
+        let problem = |rows: [usize; 9]| {
+            let layout = Layout::new(&[5, 0, 0], 8).unwrap();
+            let counts = Counts::new(&rows, &layout).unwrap();
+            Problem {
+                counts: Some(counts),
+                ..Problem::new(Operation::ALL_TO_ALL, DType::U8, layout, 8)
+            }
+        };
+        let all = problem([0, 0, 1, 0, 2, 0, 0, 0, 0]);
+        let some = problem([0, 0, 1, 0, 0, 0, 0, 0, 4]);
+        for rank in 0..3 {
+            let schedule = plan(&all, rank, stored()).unwrap();
+            assert!(schedule.is_pushed(), "rank {rank} has no kernel");
+            let error = plan(&some, rank, stored()).unwrap_err();
+            assert!(matches!(error.kind(), Kind::Unsupported { .. }), "{error}");
+            assert!(plan(&some, rank, chunked(1)).is_ok());
+            assert!(plan(&problem([0; 9]), rank, stored()).unwrap().is_idle());
+        }
+    }
+
+    #[test]
+    fn counts_of_other_ranks_are_refused() {
+        let [two, three] = [2, 3].map(|world| Layout::balanced(6, 8, world).unwrap());
+        let counts = Counts::new(&[1; 4], &two).unwrap();
+        let problem = Problem {
+            counts: Some(counts),
+            ..Problem::new(Operation::ALL_TO_ALL, DType::U8, three, 8)
+        };
+        assert!(plan(&problem, 0, chunked(1)).is_err());
+    }
+}

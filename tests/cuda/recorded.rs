@@ -10,7 +10,7 @@ use gemmesh::pipelines::{
     all_gather_and_consume, produce_and_all_to_all,
 };
 use gemmesh::{
-    Cuda, Error, Group, Matrix, all_gather, all_reduce, all_to_all, bf16, broadcast, reduce_scatter,
+    Cuda, Error, Group, Matrix, all_gather, all_reduce, all_to_all, all_to_all_with_counts, bf16, broadcast, reduce_scatter,
 };
 
 use crate::graphs::miss;
@@ -262,6 +262,57 @@ fn collectives_are_replayed_beside_live_calls(test: &str, world: usize) {
             }
         }
         Ok("6 replays of each".into())
+    }));
+}
+
+/// A rank that sends and gets nothing records nothing, and no other rank waits for it.
+#[test]
+fn blocks_of_counts_are_sent_anew_at_each_replay() {
+    let Some(_leave) = gpu() else { return };
+    const COUNTS: [usize; 9] = [0, 0, 3, 0, 0, 0, 1, 0, 2];
+    all_done(ranks_with(test_name!(), 3, &patient(), |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let rows = [3, 0, 3][rank.rank];
+        let mut a = group.zeros::<u32>(rows, N)?;
+        let mut outs = [group.sharded::<u32>(6, N)?, group.sharded(6, N)?];
+        let [moved, made] = &mut outs;
+        let mut both = || -> Result<(), Error> {
+            all_to_all_with_counts(&a, moved, &COUNTS)?;
+            let produced = ProduceAndAllToAll::new().counts(&COUNTS);
+            produced.run(made, |mut block| {
+                let before = usize::from(rank.rank == 2 && block.owner() == 2);
+                let first = before + block.rows().start;
+                Cuda::put(&mut block, &a, &[], first);
+                Ok(())
+            })
+        };
+        both()?;
+        group.synchronize()?;
+        let replay = Replay::capture(&group, RELAXED, || both().expect("it can be captured"));
+        for turn in 0..6 {
+            let row = |of: u32, row: u32| [100 * turn + 10 * of + row; N];
+            let own: Vec<u32> = (0..rows)
+                .flat_map(|i| row(rank.rank as u32, i as u32))
+                .collect();
+            a.copy_from_host(&own)?;
+            for out in &mut outs {
+                out.write(0, &[u32::MAX; 6 * N])?;
+            }
+            (0..1 + turn % 2).for_each(|_| replay.launch());
+            group.synchronize()?;
+            let mut expected = match rank.rank {
+                0 => row(2, 0).to_vec(),
+                1 => Vec::new(),
+                _ => [row(0, 0), row(0, 1), row(0, 2), row(2, 1), row(2, 2)].concat(),
+            };
+            expected.resize(6 * N, u32::MAX);
+            for out in &outs {
+                assert_eq!(out.to_vec()?, expected, "turn {turn}");
+            }
+            // No rank writes its rows again before all have theirs.
+            group.barrier()?;
+        }
+        Ok("6 replays".into())
     }));
 }
 
