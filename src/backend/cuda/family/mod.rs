@@ -5,6 +5,8 @@
 
 pub mod launch;
 pub mod rates;
+#[cfg(test)]
+mod sm80;
 mod sm90;
 
 use std::sync::Arc;
@@ -29,6 +31,8 @@ pub use list::{KernelList, Shape, Variant, symbol, variants};
 /// The families. The first one's rates are those of files that name no family.
 pub static FAMILIES: &[&dyn Family] = &[
     &list::sm90::Sm90,
+    #[cfg(test)]
+    &sm80::Sm80,
 ];
 
 /// A family of kernels, for GPUs of one compute capability.

@@ -293,7 +293,7 @@ fn check(ranks: &[Introduction], hosts: &Hosts) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::cuda::family::H200;
+    use crate::backend::cuda::family::{H200, named};
 
     fn rank(pid: u32, gpu: u8, visible: &[u8], chosen: bool) -> Introduction {
         Introduction {
@@ -345,6 +345,17 @@ mod tests {
         assert_eq!(check(&chosen, &Hosts::default()), Ok(()));
         let scarce = [rank(1, 1, &[1], false), rank(2, 1, &[1], false)];
         assert_eq!(check(&scarce, &Hosts::default()), Ok(()));
+    }
+
+    #[test]
+    fn gpus_of_different_families_are_refused_by_name() {
+        let mut ranks = [rank(1, 1, &[1, 2], false), rank(2, 2, &[1, 2], false)];
+        ranks[1].rates.family = named("sm80").unwrap();
+        let words = check(&ranks, &Hosts::default()).unwrap_err().to_string();
+        assert!(
+            words.contains("rank 1") && words.contains("sm80"),
+            "{words}"
+        );
     }
 
     #[test]
