@@ -9,7 +9,7 @@ use std::process::{Command, ExitCode};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use kernels::{FAMILIES, Family, Shape, Variant};
+use kernels::{COMPILED, KernelList, OperandTypes, Shape};
 
 // The library uses the rest of it.
 #[allow(dead_code)]
@@ -29,9 +29,18 @@ struct Unit {
     /// The cubin's name, without its ending.
     name: String,
     source: PathBuf,
-    /// The architecture that it is compiled for.
-    arch: &'static str,
+    /// Its architecture is what it is compiled for.
+    family: &'static dyn KernelList,
 }
+
+/// The kernels that all families share, each with the folder of its source.
+const SHARED: [(&str, &str); 5] = [
+    ("protocol", "align"),
+    ("protocol", "count"),
+    ("collective", "store"),
+    ("collective", "reduce"),
+    ("collective", "quantize"),
+];
 
 fn main() -> ExitCode {
     println!("cargo:rerun-if-changed=build.rs");
@@ -80,56 +89,80 @@ fn build() -> Result<(), String> {
     })
 }
 
-/// Writes the sources of the families, and cubins.rs, which embeds their cubins. Returns the units, with those first
-/// that take the longest.
+/// Writes the sources of the families, and cubins.rs and shared_cubins.rs, which embed their cubins. Returns the units,
+/// with those first that take the longest.
 fn units(out: &Path) -> Result<Vec<Unit>, String> {
-    let mut units = Vec::new();
-    let mut cubins = String::from("[\n");
-    for (index, family) in FAMILIES.iter().enumerate() {
-        family
-            .check()
-            .map_err(|reason| format!("cuda/kernels.rs: {reason}"))?;
-        let parts = family.shapes.len().div_ceil(SHAPES_OF_A_CUBIN);
-        for (elements, part) in family
-            .elements
-            .iter()
-            .flat_map(|elements| (0..parts).map(move |part| (elements, part)))
-        {
-            let name = format!("{}_{elements}_{part}", family.name);
-            let [a, b] = dtypes(elements);
+    let (mut cubins, mut shared_cubins) = (String::from("[\n"), String::from("[\n"));
+    let (mut units, mut shared) = (Vec::new(), Vec::new());
+    for family in COMPILED {
+        for (list, types) in family.types().iter().enumerate() {
+            family
+                .check(types.shapes)
+                .map_err(|reason| format!("cuda/{}/kernels.rs: {reason}", family.name()))?;
+            for elements in types.elements {
+                units.extend(write_sources(
+                    out,
+                    family,
+                    (list, types),
+                    elements,
+                    &mut cubins,
+                )?);
+            }
+        }
+        for (folder, kernel) in SHARED {
+            let name = format!("{kernel}_{}", family.name());
             let _ = writeln!(
-                cubins,
-                "Cubin {{ family: &FAMILIES[{index}], elements: \"{elements}\", \
-                 dtypes: [DType::{a}, DType::{b}], part: {part}, parts: {parts}, \
-                 image: include_bytes!(\"{name}.cubin\") }},"
+                shared_cubins,
+                "(\"{}\", \"{kernel}\", include_bytes!(\"{name}.cubin\")),",
+                family.name()
             );
-            let source = out.join(format!("{name}.cu"));
-            // Like shapes stand together, so that each part has some of each kind.
-            let shapes = family.shapes.iter().skip(part).step_by(parts);
-            write(&source, source_of(family, elements, shapes).as_bytes())?;
-            units.push(Unit {
+            shared.push(Unit {
                 name,
-                source,
-                arch: family.arch,
+                source: format!("cuda/{folder}/{kernel}.cu").into(),
+                family,
             });
         }
     }
     write(&out.join("cubins.rs"), (cubins + "]\n").as_bytes())?;
-    for source in [
-        "protocol/align",
-        "protocol/count",
-        "collective/store",
-        "collective/reduce",
-        "collective/quantize",
-    ] {
-        let (_, name) = source.split_once('/').unwrap_or(("", source));
-        units.push(Unit {
-            name: name.into(),
-            source: format!("cuda/{source}.cu").into(),
-            arch: FAMILIES[0].arch,
-        });
-    }
+    write(
+        &out.join("shared_cubins.rs"),
+        (shared_cubins + "]\n").as_bytes(),
+    )?;
+    units.extend(shared);
     Ok(units)
+}
+
+/// Writes the sources of a family's kernels for some types, with this number in its list, and a line of `cubins` for
+/// each.
+fn write_sources(
+    out: &Path,
+    family: &'static dyn KernelList,
+    (list, types): (usize, &'static OperandTypes),
+    elements: &str,
+    cubins: &mut String,
+) -> Result<Vec<Unit>, String> {
+    let parts = types.shapes.len().div_ceil(SHAPES_OF_A_CUBIN);
+    let [a, b] = dtypes(elements);
+    let write_part = |part| {
+        let family_name = family.name();
+        let name = format!("{family_name}_{elements}_{part}");
+        let _ = writeln!(
+            cubins,
+            "Cubin {{ family: \"{family_name}\", list: {list}, elements: \"{elements}\", \
+             dtypes: [DType::{a}, DType::{b}], part: {part}, parts: {parts}, \
+             image: include_bytes!(\"{name}.cubin\") }},"
+        );
+        let source = out.join(format!("{name}.cu"));
+        // Like shapes stand together, so that each part has some of each kind.
+        let shapes: Vec<&Shape> = types.shapes.iter().skip(part).step_by(parts).collect();
+        write(&source, family.source(elements, &shapes).as_bytes())?;
+        Ok(Unit {
+            name,
+            source,
+            family,
+        })
+    };
+    (0..parts).map(write_part).collect()
 }
 
 /// The variants of `DType` for the types of `a` and `b`.
@@ -144,47 +177,17 @@ fn dtypes(elements: &str) -> [&'static str; 2] {
     [of(a), of(b)]
 }
 
-/// The family's kernels of these shapes for the types of `a` and `b`.
-fn source_of<'a>(
-    family: &Family,
-    elements: &str,
-    shapes: impl Iterator<Item = &'a Shape>,
-) -> String {
-    let Family { name, threads, .. } = family;
-    let mut source = format!(
-        "#include \"cuda/{name}/matmul.cuh\"\n\
-         static_assert(GEMMESH_THREADS == {threads}, \"cuda/kernels.rs says so\");\n"
-    );
-    for shape in shapes {
-        for variant in family.variants(shape) {
-            let head = match variant {
-                Variant::Sums => "GEMMESH_MATMUL_SUMS",
-                _ => "GEMMESH_MATMUL",
-            };
-            let _ = writeln!(
-                source,
-                "{head}({}, {}, {}, gemmesh::{elements}, {}, {}, {}, {}, {}, {}, {}, {}, gemmesh::Variant::k{variant:?})",
-                family.kernel(elements, shape, variant),
-                family.shared_bytes(shape),
-                shape.ctas(),
-                shape.tile_m,
-                shape.tile_n,
-                shape.stages,
-                shape.cluster_m,
-                shape.cluster_n,
-                shape.split,
-                shape.is_pingpong(variant),
-                family.boxes(shape),
-            );
-        }
-    }
-    source
-}
-
 fn compile(nvcc: &Path, unit: &Unit, out: &Path) -> Result<(), String> {
-    let Unit { name, source, arch } = unit;
+    let Unit {
+        name,
+        source,
+        family,
+    } = unit;
+    let arch = family.arch();
     let output = Command::new(nvcc)
         .args(["-std=c++17", "-O3", "-cubin", "-Xptxas", "-v", "-I."])
+        // Its family.cuh.
+        .arg(format!("-Icuda/{}", family.name()))
         .arg(format!("-gencode=arch=compute_{arch},code=sm_{arch}"))
         .arg("-o")
         .arg(out.join(format!("{name}.cubin")))

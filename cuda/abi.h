@@ -17,64 +17,8 @@
  *              Or all rows are partials, sent as they are made, and `out` has the sums of this rank's rows
  *              (GemmeshLowLatency). Bias, activation and residual follow the sum.
  *
- * Kernel:      extern "C" void <name>(CUtensorMap a, CUtensorMap b, CUtensorMap out, GemmeshParams params,
- *                              struct {CUtensorMap b[GEMMESH_MAX_WEIGHTS - 1], out[GEMMESH_MAX_WEIGHTS - 1];} more,
- *                              struct {CUtensorMap a, b[GEMMESH_MAX_WEIGHTS];} tails)
- *              or, if it adds partials,
- *                              <name>(CUtensorMap a, CUtensorMap b, CUtensorMap added, GemmeshParams params,
- *                                     struct {CUtensorMap maps[2 * GEMMESH_MAX_TARGETS];} targets, GemmeshSums sums)
- *
- *              Every argument is __grid_constant__. kernels.rs lists the kernels, with the tile_m, tile_n, cluster_m,
- *              cluster_n and split of each. <name>_plain, <name>_alone and <name>_low_latency have the arguments of
- *              <name>. The first is for products whose params.activation, is_gated, is_f32, stored_type and
- *              b_is_kn are zero, without bias and residual. The second is for those of them that wait for no flags, and whose
- *              peers.push_epoch, slices and trace are null. The third is for those whose low_latency.share is not zero,
- *              which the others take for zero.
- *
- * Launch:      grid    whole clusters of cluster_m * cluster_n * split CTAs, at most one on a multiprocessor: as many
- *                      as the device holds at a time, and no more than tile_count unless they have rows to push
- *              block   GEMMESH_THREADS
- *              cluster compiled into the kernel
- *              attrs   PROGRAMMATIC_STREAM_SERIALIZATION, if params.constant_weights is not zero and the kernel adds no
- *                      partials: it waits for the kernels before it; otherwise none
- *              shared  Family::shared_bytes of kernels.rs, dynamic; raise
- *                      CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES to it first
- *
- * Tensor maps: rank 2, dimension 0 the contiguous one, element strides 1, interleave none, swizzle 128B, out-of-bounds
- *              fill zeros. Base addresses and row pitches are multiples of 16 bytes. Sizes are the logical ones, so
- *              a box reads zeros past an edge, and writes there are dropped.
- *
- *              map   sizes    box                                             L2 promotion
- *              a     {K, M}   {GEMMESH_STAGE_ROW bytes, tile_m / cluster_n}   128B
- *              b     {K, N}   {GEMMESH_STAGE_ROW bytes, tile_n / cluster_m}   128B
- *              out   {N, M}   {GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS}     none
- *               f32  {N, M}   {GEMMESH_STORE_COLUMNS / 2, GEMMESH_STORE_ROWS} none
- *
- *              `more` has the maps of the other weights and their outputs. In a gated product, `b` is gate's map,
- *              more.b[0] is up's, and their boxes have Shape::gate_box rows (kernels.rs). If `b` is [K, N]:
- *
- *              b     {N, K}   {64, 64}                                        128B
- *
- *              `tails` has maps of `a` and, by weight, of `b`, for tiles that have fewer rows than their boxes. TMA
- *              takes several times as long to write a row of zeros past an edge as to load a row. So the box of
- *              tails.a has M % (tile_m / cluster_n) rows, and that of tails.b the next multiple of 8 from
- *              N % (tile_n / cluster_m) on.
- *              A kernel that adds partials loads whole boxes, and so does every kernel from `b` that is gated or
- *              [K, N].
- *
- *              A map that no load or store uses may hold anything. This is so for `out` of kernels that swap operands,
- *              of f32 sums, of results of 8 bits, and of gated products of the element type if Shape::gate_rows is less
- *              than GEMMESH_STORE_COLUMNS; and for tails of matrices that end with a whole box, or
- *              that are loaded by whole boxes.
- *
- *              `added` is this rank's matrix of partials, with the boxes of `a`. The targets have the boxes of `out`.
- *              They are the matrices of partials of this rank and of the ranks after it in the ring. From
- *              GEMMESH_MAX_TARGETS on they are the matrices of sums, with only the rows that are written there.
- *
- *              TMA drops columns in pieces of 16 bytes. If N is no multiple of 8, a row's columns from N to the next
- *              multiple of 8 are written too. (Pieces of f32 are 4 columns.) These columns are padding, because
- *              pitches are multiples of 16 bytes too. Their numbers have no meaning: zeros, or NaN if the row of `a`
- *              is not finite, plus the residual's padding.
+ * The abi.h of a family (cuda/sm90) has what its products share with the host besides: the kernels' arguments, and how
+ * they are launched.
  */
 #ifndef GEMMESH_ABI_H
 #define GEMMESH_ABI_H
@@ -83,20 +27,11 @@
 #include <stddef.h> /* offsetof */
 #include <stdint.h>
 
-/* Bytes of each row of `a` and `b` that one pipeline stage holds: the width of the swizzle. They are a step through K. */
-#define GEMMESH_STAGE_ROW 128
-/* Threads of a CTA: a warpgroup with the producers, and two consumer warpgroups. */
-#define GEMMESH_THREADS 384
-
-/* The box of one store: what one warp writes at a time. */
+/* Rows that one warp stores at a time. */
 #define GEMMESH_STORE_ROWS 16
-#define GEMMESH_STORE_COLUMNS 64
 
 /* The most weights that one operation multiplies the rows of `a` with. */
 #define GEMMESH_MAX_WEIGHTS 4
-
-/* The widest tiles of kernels that know GemmeshParams.is_fast. */
-#define GEMMESH_FAST_COLUMNS 176
 
 /* GemmeshParams.activation. GELU is x * Phi(x), GELU_TANH its approximation by tanh, and SILU x * sigmoid(x). */
 #define GEMMESH_IDENTITY 0
@@ -148,7 +83,7 @@ typedef struct GemmeshTile {
 
 /* The part of its tile that an entry computes, if K is cut. */
 typedef struct GemmeshSlice {
-    uint32_t begin;  /* the first step through K, GEMMESH_STAGE_ROW bytes each, */
+    uint32_t begin;  /* the first step through K, tile_k columns each, */
     uint32_t end;    /* and the one after the last; operands after K are zero. At least one step */
     uint32_t place;  /* where the tile's first slice leaves its sums; the other slices follow, in their order */
     uint16_t number; /* of this slice in its tile, from 0 */
@@ -298,8 +233,8 @@ typedef struct GemmeshOutput {
     uint32_t scale_row;      /* floats from a row's scale, or that of a block of rows, to the next; 0: all have one */
     uint32_t scale_first;    /* the place of the first row in its block of GEMMESH_SCALE_BLOCK rows; a multiple of 16 */
     uint32_t reserved;
-    GemmeshOutputScales quantized; /* of results that are stored as e4m3. Scales are made only if `quantizes`
-                                    * of kernels.rs says so */
+    GemmeshOutputScales quantized; /* of results that are stored as e4m3. Scales are made only if the family
+                                    * `quantizes` */
 } GemmeshOutput;
 
 /* How operands of 8 bits are scaled. Scales are f32.
@@ -309,7 +244,7 @@ typedef struct GemmeshOutput {
  * then by that of its row of `a`. Otherwise each promoted part is multiplied by the product of its blocks' scales: of
  * 1 x GEMMESH_SCALE_BLOCK elements of `a`, and of GEMMESH_SCALE_BLOCK x GEMMESH_SCALE_BLOCK of `b`, whose scales are side
  * by side along K. Steps through K begin where blocks do. If the operands begin inside a block, so does the first step, in
- * front of their first column. TMA reads zeros there. */
+ * front of their first column. They are read as zeros. */
 typedef struct GemmeshScales {
     const float *a;      /* null: 1, as GemmeshOutput.scales */
     uint32_t a_row;      /* floats from the scale of a row of `a` to that of the next; 0: all have one */
@@ -339,7 +274,7 @@ typedef struct GemmeshParams {
     uint32_t m;                     /* rows of `a` and `out`; m, n and k are at least 1 */
     uint32_t k;                     /* columns of `a` and `b`, and the GemmeshScales.first_column before them */
     uint32_t deferred_flag;         /* the one flag that tiles await only before `deferred_step` */
-    uint32_t deferred_step;         /* a step through K, of GEMMESH_STAGE_ROW bytes; UINT32_MAX if there is none */
+    uint32_t deferred_step;         /* a step through K, of tile_k columns; UINT32_MAX if there is none */
     uint32_t activation;            /* GEMMESH_IDENTITY, ... */
     uint32_t is_gated;              /* nonzero: outputs[0] is gate's and the only one that is stored, and outputs[1] has
                                      * up's bias. Zero for kernels that add partials, and with low-latency areas */

@@ -1,182 +1,49 @@
-//! The list of kernels, which build.rs and the library read. build.rs compiles a cubin for each family and dtype, and
-//! the library loads them.
+//! The lists of kernels, which build.rs and the library read. build.rs compiles the kernels, and the library loads them.
 
-use std::fmt::Display;
+use std::fmt::{Debug, Display};
 
-pub static FAMILIES: [Family; 3] = [
-    Family {
-        elements: &["bf16", "f16"],
-        shapes: &SM90,
-        ..SM90_FAMILY
-    },
-    Family {
-        elements: &["e4m3"],
-        shapes: &SM90_FP8,
-        ..SM90_FAMILY
-    },
-    Family {
-        elements: &["e4m3_e5m2", "e5m2_e4m3"],
-        shapes: &SM90_MIXED_FP8,
-        ..SM90_FAMILY
-    },
-];
+#[path = "sm90/kernels.rs"]
+pub mod sm90;
 
-const SM90_FAMILY: Family = Family {
-    name: "sm90",
-    arch: "90a",
-    threads: 384,
-    elements: &[],
-    shapes: &[],
-};
+/// Those that are compiled. Each has its folder here, and its [`family`](../src/backend/cuda/family/mod.rs) in the library.
+#[allow(dead_code)] // by build.rs alone
+pub static COMPILED: [&dyn KernelList; 1] = [&sm90::Sm90];
 
-/// Shapes have about as many stages as shared memory holds beside the boxes. Wide tiles move the fewest bytes for a
-/// product. In long products they do so in pairs, which share loads. Which width or height is best depends on how evenly
-/// a problem's tiles fill the multiprocessors, so there are many of each. Tiles of any height but 64 and 128 swap the
-/// operands (swap_ab). Narrow ones are for small problems, and for finer steps while rows arrive. Tiles of 64 rows and
-/// fewer are for few rows, where the speed of reading `b` counts. They come in many widths too, because that speed needs
-/// as many tiles as there are multiprocessors, or twice as many, and models' weights have few widths. The low ones have
-/// deep rings, and a CTA that shares K has little to send.
-#[rustfmt::skip]
-const SM90: [Shape; 62] = [
-    //    tile_m   tile_n   stages   cluster_m   cluster_n   split
-    shape(   128,     256,       4,          2,          1,       1),
-    shape(   128,     224,       4,          2,          1,       1),
-    shape(   128,     192,       4,          2,          1,       1),
-    shape(   128,     160,       5,          2,          1,       1),
-    shape(   128,     128,       6,          2,          1,       1),
-    shape(   112,     128,       7,          2,          1,       1),
-    shape(   144,     128,       6,          2,          1,       1),
-    shape(    64,      64,      12,          2,          2,       1),
-    shape(    88,     128,       7,          4,          1,       1),
-    shape(   128,     256,       4,          1,          1,       1),
-    shape(   128,     208,       5,          1,          1,       1),
-    shape(   128,     192,       4,          1,          1,       1),
-    shape(   128,     160,       5,          1,          1,       1),
-    shape(   128,     128,       6,          1,          1,       1),
-    shape(   128,     112,       7,          1,          1,       1),
-    shape(   128,      96,       7,          1,          1,       1),
-    shape(   128,      80,       8,          1,          1,       1),
-    shape(   128,      64,       8,          1,          1,       1),
-    shape(    64,     256,       5,          1,          1,       1),
-    shape(    64,     224,       5,          1,          1,       1),
-    shape(    64,     160,       7,          1,          1,       1),
-    shape(    64,     128,       8,          1,          1,       1),
-    shape(    64,     112,       9,          1,          1,       1),
-    shape(    64,      96,      10,          1,          1,       1),
-    shape(    64,      80,      11,          1,          1,       1),
-    shape(    64,      64,      12,          1,          1,       1),
-    shape(    16,     128,      11,          1,          1,       1),
-    shape(    32,     128,      10,          1,          1,       1),
-    shape(    48,     128,       9,          1,          1,       1),
-    shape(    16,      64,      20,          1,          1,       1),
-    shape(    32,      64,      16,          1,          1,       1),
-    shape(    48,      64,      15,          1,          1,       1),
-    shape(    80,     128,       8,          1,          1,       1),
-    shape(    96,     128,       7,          1,          1,       1),
-    shape(   112,     128,       7,          1,          1,       1),
-    shape(   144,     128,       6,          1,          1,       1),
-    shape(   208,     128,       5,          1,          1,       1),
-    shape(   240,     128,       4,          1,          1,       1),
-    shape(    80,      64,      11,          1,          1,       1),
-    shape(    96,      64,      10,          1,          1,       1),
-    shape(   144,      64,       8,          1,          1,       1),
-    shape(   176,      64,       7,          1,          1,       1),
-    shape(   104,     128,       7,          1,          1,       1),
-    shape(   136,     128,       6,          1,          1,       1),
-    shape(   152,     128,       6,          1,          1,       1),
-    shape(   168,     128,       5,          1,          1,       1),
-    shape(    72,      64,      12,          1,          1,       1),
-    shape(   136,      64,       8,          1,          1,       1),
-    shape(   152,      64,       7,          1,          1,       1),
-    shape(   128,     176,       5,          1,          1,       1),
-    shape(   128,     128,       5,          1,          1,       2),
-    shape(   128,      64,       7,          1,          1,       4),
-    shape(    64,     128,       8,          1,          1,       2),
-    shape(    64,     128,       7,          1,          1,       4),
-    shape(    64,     256,       4,          1,          1,       2),
-    shape(    16,     128,      11,          1,          1,       2),
-    shape(    16,     128,      11,          1,          1,       4),
-    shape(    16,     128,      11,          1,          1,       8),
-    shape(    32,     128,      10,          1,          1,       2),
-    shape(    32,     128,       9,          1,          1,       4),
-    shape(    32,     128,       9,          1,          1,       8),
-    shape(    48,     128,       8,          1,          1,       8),
-];
-
-/// For operands of 8 bits, whose sums are promoted: each consumer has a second set of accumulators. So few tiles are taken
-/// by turns, and those with swap_ab are low. A ring has as many bytes as one of 16 bits, and twice as much of K.
-#[rustfmt::skip]
-const SM90_FP8: [Shape; 40] = [
-    //    tile_m   tile_n   stages   cluster_m   cluster_n   split
-    fp8(    128,     256,       4,          2,          1,       1),
-    fp8(    128,     224,       4,          2,          1,       1),
-    fp8(    128,     192,       4,          2,          1,       1),
-    fp8(    128,     160,       5,          2,          1,       1),
-    fp8(    128,     128,       6,          2,          1,       1),
-    fp8(     64,     128,       8,          2,          1,       1),
-    fp8(     64,      64,      12,          2,          2,       1),
-    fp8(    128,     176,       5,          2,          1,       1),
-    fp8(    128,     208,       4,          2,          1,       1),
-    fp8(    128,     256,       4,          1,          1,       1),
-    fp8(    128,     224,       4,          1,          1,       1),
-    fp8(    128,     192,       4,          1,          1,       1),
-    fp8(    128,     160,       5,          1,          1,       1),
-    fp8(    128,     128,       6,          1,          1,       1),
-    fp8(    128,      96,       7,          1,          1,       1),
-    fp8(    128,      64,       8,          1,          1,       1),
-    fp8(     64,     256,       5,          1,          1,       1),
-    fp8(     64,     128,       8,          1,          1,       1),
-    fp8(     64,      96,      10,          1,          1,       1),
-    fp8(     64,      64,      12,          1,          1,       1),
-    fp8(     16,     128,      11,          1,          1,       1),
-    fp8(     32,     128,      10,          1,          1,       1),
-    fp8(     48,     128,       9,          1,          1,       1),
-    fp8(     16,      64,      20,          1,          1,       1),
-    fp8(     32,      64,      16,          1,          1,       1),
-    fp8(     48,      64,      14,          1,          1,       1),
-    fp8(     80,     128,       7,          1,          1,       1),
-    fp8(     96,     128,       7,          1,          1,       1),
-    fp8(     80,      64,      11,          1,          1,       1),
-    fp8(     96,      64,      10,          1,          1,       1),
-    fp8(    128,     144,       6,          1,          1,       1),
-    fp8(     72,      64,      12,          1,          1,       1),
-    fp8(    128,     128,       5,          1,          1,       2),
-    fp8(     64,     128,       7,          1,          1,       4),
-    fp8(     16,     128,      11,          1,          1,       4),
-    fp8(     16,     128,      11,          1,          1,       8),
-    fp8(     32,     128,       9,          1,          1,       4),
-    fp8(     32,     128,       9,          1,          1,       8),
-    fp8(     48,     128,       8,          1,          1,       8),
-    fp8(    128,      64,       7,          1,          1,       2),
-];
-
-/// For gradients, whose elements are of e5m2.
-#[rustfmt::skip]
-const SM90_MIXED_FP8: [Shape; 6] = [
-    //    tile_m   tile_n   stages   cluster_m   cluster_n   split
-    fp8(     128,     256,       4,          2,          1,       1),
-    fp8(     128,     128,       6,          1,          1,       1),
-    fp8(      64,     128,       8,          1,          1,       1),
-    fp8(      16,     128,      11,          1,          1,       1),
-    fp8(     128,     128,       5,          1,          1,       2),
-    fp8(      16,     128,      11,          1,          1,       4),
-];
-
-/// Kernels of one source: cuda/NAME/matmul.cuh.
-#[derive(Clone, Copy, Debug)]
-pub struct Family {
-    pub name: &'static str,
+/// A family's kernels, whose sources are in cuda/NAME: one architecture's way to multiply.
+///
+/// The folder also has family.cuh, which says how the shared kernels (cuda/protocol, cuda/collective) do what not all
+/// architectures can.
+pub trait KernelList: Debug + Send + Sync {
+    fn name(&self) -> &'static str;
     /// The architecture that nvcc compiles them for.
-    pub arch: &'static str,
+    fn arch(&self) -> &'static str;
     /// Threads of a CTA.
-    pub threads: u32,
-    /// The element types of `a` and `b`, by their names in the kernels' source. If they differ, the name has both.
+    fn threads(&self) -> u32;
+    /// Empty if the family has no kernels.
+    fn types(&self) -> &'static [OperandTypes];
+    /// Whether there is such a kernel of the shape.
+    fn has_variant(&self, shape: &Shape, variant: Variant) -> bool;
+    /// The dynamic shared memory that a shape's kernels are launched with.
+    fn shared_bytes(&self, shape: &Shape) -> u32;
+    /// The source of the kernels of these shapes for these types of `a` and `b`.
+    fn source(&self, elements: &str, shapes: &[&Shape]) -> String;
+    /// Checks that there can be kernels of these shapes.
+    ///
+    /// # Errors
+    /// The first shape that cannot be, and why.
+    fn check(&self, shapes: &[Shape]) -> Result<(), String>;
+}
+
+/// Kernels for some types of `a` and `b`.
+#[derive(Clone, Copy, Debug)]
+pub struct OperandTypes {
+    /// The types, by their names in the kernels' source. If `a` and `b` differ, the name has both.
     pub elements: &'static [&'static str],
-    /// For each of these.
+    /// There are kernels of each of these.
     pub shapes: &'static [Shape],
 }
 
-/// What is particular to one kernel of a family. Each kernel comes in several variants: see [`Family::variants`].
+/// What is particular to one kernel of a family. It has several variants: see [`variants`].
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     /// Rows of a CTA's tile.
@@ -220,299 +87,38 @@ const VARIANTS: [Variant; 5] = [
     Variant::Sums,
 ];
 
-/// A shape for elements of 16 bits.
-const fn shape(
-    tile_m: u32,
-    tile_n: u32,
-    stages: u32,
-    cluster_m: u32,
-    cluster_n: u32,
-    split: u32,
-) -> Shape {
-    Shape {
-        tile_m,
-        tile_n,
-        tile_k: STAGE_ROW / 2,
-        stages,
-        cluster_m,
-        cluster_n,
-        split,
-    }
-}
-
-/// A shape for elements of 8 bits.
-const fn fp8(
-    tile_m: u32,
-    tile_n: u32,
-    stages: u32,
-    cluster_m: u32,
-    cluster_n: u32,
-    split: u32,
-) -> Shape {
-    Shape {
-        tile_k: STAGE_ROW,
-        ..shape(tile_m, tile_n, stages, cluster_m, cluster_n, split)
-    }
-}
-
-/// Bytes that a CTA may have on sm_90.
-const SHARED_LIMIT: u32 = 232_448;
-/// The barriers' share: of each stage, and of all others, with what stands beside them.
-const STAGE_BARRIER_BYTES: u32 = 16;
-const BARRIER_BYTES: u32 = 44;
-/// What a warp stores at a time: 16 rows of 64 columns.
-const BOX_COLUMNS: u32 = 64;
-const BOX_BYTES: u32 = 16 * BOX_COLUMNS * 2;
-/// Columns of a box of `b` that is given as [K, N].
-pub const KN_COLUMNS: u32 = 64;
-/// Those that multiply and store, of a CTA.
-pub const CONSUMER_WARPS: u32 = 8;
-/// Two warpgroups of them.
-const CONSUMERS: u32 = 2;
-/// The height of the instructions.
-const BAND_ROWS: u32 = 64;
-/// Bytes of a row of a stage.
-const STAGE_ROW: u32 = 128;
-/// Wider tiles have no registers for both ways to sum up fp8, so they always promote sums.
-pub const FAST_COLUMNS: u32 = 176;
-/// Columns of a row that have one scale, if outputs are quantised.
-const QUANTIZED_COLUMNS: u32 = 128;
-/// Rows of `b` that have one scale in a stage.
-const SCALE_ROWS: u32 = 16;
-/// The alignment of what shared memory holds.
-const ALIGNMENT: u32 = 1024;
-
-/// Whether rows of `b` are the instructions' rows, so that tiles may be of such a height.
-pub fn swaps_ab(tile_m: u32) -> bool {
-    ![BAND_ROWS, 2 * BAND_ROWS].contains(&tile_m)
-}
-
-/// Whether the consumers take tiles by turns, each alone (pingpong). Then one stores while the other multiplies. Else
-/// they share each tile. It needs registers for a whole tile's accumulators. CTAs that share K meet after each tile,
-/// and partial sums are moved between the products of two tiles, so these gain nothing by it. If sums are promoted, the
-/// tensor cores would wait for that where consumers take turns, so only few rows gain.
-pub fn is_pingpong(tile: [u32; 3], split: u32, variant: Variant) -> bool {
-    let [tile_m, tile_n, tile_k] = tile;
-    let most = match variant {
-        Variant::LowLatency | Variant::Sums => 0,
-        _ if promotes(tile_k) => 64 * 96,
-        Variant::Forms => 128 * 128,
-        Variant::Plain | Variant::Alone => 128 * 176,
-    };
-    split == 1 && tile_m * tile_n <= most
-}
-
-/// Whether a product's kernel can make scales of its outputs: each warp has whole blocks of columns or, with swap_ab, the
-/// warps of a tile have one together. Then K must not be in slices, because each warp finishes its part apart.
-pub fn quantizes(tile: [u32; 3], split: u32, gated: bool) -> bool {
-    let [tile_m, tile_n, tile_k] = tile;
-    let has_blocks = if swaps_ab(tile_m) {
-        tile_n == QUANTIZED_COLUMNS && split == 1 && !gated
-    } else {
-        let halves = u32::from(is_side_by_side(tile, split)) + u32::from(gated);
-        (tile_n >> halves).is_multiple_of(QUANTIZED_COLUMNS)
-    };
-    promotes(tile_k) && has_blocks
-}
-
-/// Whether both consumers of a product have half of a tile's columns each, because it has only one band.
-fn is_side_by_side(tile: [u32; 3], split: u32) -> bool {
-    tile[0] == BAND_ROWS && !is_pingpong(tile, split, Variant::Forms)
-}
-
-/// Whether a step through K is one of elements of 8 bits, whose sums are promoted and scaled.
-pub fn promotes(tile_k: u32) -> bool {
-    tile_k == STAGE_ROW
-}
-
 impl Shape {
-    pub fn swaps_ab(&self) -> bool {
-        swaps_ab(self.tile_m)
-    }
-
     /// CTAs of a cluster.
     pub fn ctas(&self) -> u32 {
         self.cluster_m * self.cluster_n * self.split
     }
-
-    /// Whether the consumers take tiles by turns.
-    pub fn is_pingpong(&self, variant: Variant) -> bool {
-        is_pingpong([self.tile_m, self.tile_n, self.tile_k], self.split, variant)
-    }
-
-    fn is_side_by_side(&self) -> bool {
-        is_side_by_side([self.tile_m, self.tile_n, self.tile_k], self.split)
-    }
-
-    /// Whether both consumers can have a half of each tile: its rows, or whole boxes of its columns.
-    fn is_shared(&self) -> bool {
-        if self.tile_m == BAND_ROWS {
-            self.tile_n.is_multiple_of(2 * BOX_COLUMNS)
-        } else {
-            self.tile_m == 2 * BAND_ROWS || self.tile_n >= 2 * BOX_COLUMNS
-        }
-    }
-
-    /// Whether a gated product can use it; if it swaps operands, without slices of K. Not the narrowest of tiles with
-    /// many rows, half of which is no box of the stores. In fp8, 16 rows of `b` have one scale. With swap_ab, the CTA that
-    /// finishes gate's columns needs the warp of up's too.
-    pub fn is_gated(&self) -> bool {
-        let has_scales = !promotes(self.tile_k) || self.gate_rows().is_multiple_of(SCALE_ROWS);
-        if self.swaps_ab() {
-            self.split <= CONSUMER_WARPS / 2
-        } else {
-            has_scales && (self.tile_m == BAND_ROWS || self.tile_n >= 2 * BOX_COLUMNS)
-        }
-    }
-
-    /// Rows of gate, and then of up, that a gated tile has of `b` by turns.
-    pub fn gate_rows(&self) -> u32 {
-        match (self.swaps_ab(), self.is_side_by_side()) {
-            (true, _) => BAND_ROWS / 2,
-            (_, true) => self.tile_n / 4,
-            (_, false) => self.tile_n / 2,
-        }
-    }
-
-    /// Rows of gate, and of up, that are loaded at a time: of the boxes of their maps.
-    pub fn gate_box(&self) -> u32 {
-        self.gate_rows().min(self.tile_n / self.cluster_m)
-    }
-
-    /// Whether `b` may be given as [K, N]: then each CTA that shares loads has whole boxes of it. A gated product needs
-    /// besides that [`gate_rows`](Self::gate_rows) is a multiple of 64.
-    pub fn takes_kn(&self) -> bool {
-        (self.tile_n / self.cluster_m).is_multiple_of(KN_COLUMNS)
-    }
-
-    /// Boxes that each consumer warp can use.
-    fn most_boxes(&self) -> u32 {
-        match (self.swaps_ab(), self.is_side_by_side()) {
-            // It lays out rows in one box, and stores them itself.
-            (true, _) => 1,
-            (_, true) => (self.tile_n / CONSUMERS).div_ceil(BOX_COLUMNS),
-            (_, false) => self.tile_n.div_ceil(BOX_COLUMNS),
-        }
-    }
 }
 
-impl Family {
-    /// The kernel's symbol.
-    pub fn kernel(&self, elements: impl Display, shape: &Shape, variant: Variant) -> String {
-        let Shape {
-            tile_m,
-            tile_n,
-            tile_k,
-            stages,
-            cluster_m,
-            cluster_n,
-            split,
-        } = shape;
-        let variant = match variant {
-            Variant::Forms => "",
-            Variant::Plain => "_plain",
-            Variant::Alone => "_alone",
-            Variant::LowLatency => "_low_latency",
-            Variant::Sums => "_sums",
-        };
-        let cluster = format!("{cluster_m}x{cluster_n}");
-        format!(
-            "matmul_{elements}_{tile_m}x{tile_n}x{tile_k}_s{stages}_c{cluster}_k{split}{variant}"
-        )
-    }
+/// The variants of a shape's kernel.
+pub fn variants(of: &(impl KernelList + ?Sized), shape: &Shape) -> impl Iterator<Item = Variant> {
+    VARIANTS
+        .into_iter()
+        .filter(|variant| of.has_variant(shape, *variant))
+}
 
-    /// The kernels of a shape. Partials are not added by those that swap operands, and few rows fit one low tile. Both
-    /// consumers have a half of each tile whose partials are moved. None of these has CTAs that share `a`.
-    pub fn variants(&self, shape: &Shape) -> impl Iterator<Item = Variant> + use<> {
-        let is_shared = shape.is_shared() && shape.cluster_n == 1;
-        let swaps_ab = shape.swaps_ab();
-        let is_low = shape.tile_m * shape.cluster_m <= BAND_ROWS;
-        let made = move |variant: &Variant| match variant {
-            Variant::Forms | Variant::Plain | Variant::Alone => true,
-            Variant::LowLatency => is_low && is_shared,
-            Variant::Sums => !swaps_ab && is_shared,
-        };
-        VARIANTS.into_iter().filter(made)
-    }
-
-    /// Boxes that each consumer warp has to store through: as many as it can use and as the rest leaves room for.
-    pub fn boxes(&self, shape: &Shape) -> u32 {
-        let free = SHARED_LIMIT.saturating_sub(self.bytes_beside_boxes(shape));
-        (free / (CONSUMER_WARPS * BOX_BYTES)).min(shape.most_boxes())
-    }
-
-    /// The dynamic shared memory that the kernel is launched with. The kernel static_asserts the same size.
-    pub fn shared_bytes(&self, shape: &Shape) -> u32 {
-        let boxes = CONSUMER_WARPS * self.boxes(shape) * BOX_BYTES;
-        (self.bytes_beside_boxes(shape) + boxes).next_multiple_of(ALIGNMENT)
-    }
-
-    /// The stages, the scales of operands of 8 bits, what CTAs send one another, and the barriers.
-    fn bytes_beside_boxes(&self, shape: &Shape) -> u32 {
-        let ring = (shape.tile_m + shape.tile_n) * STAGE_ROW;
-        let scales = if promotes(shape.tile_k) {
-            (shape.tile_m + shape.tile_n / SCALE_ROWS) * size_of::<f32>() as u32
-        } else {
-            0
-        };
-        let stages = shape.stages * (ring + scales + STAGE_BARRIER_BYTES);
-        stages + self.sum_bytes(shape) + BARRIER_BYTES
-    }
-
-    /// What the CTAs that share a tile send one another.
-    fn sum_bytes(&self, shape: &Shape) -> u32 {
-        (shape.split - 1) * shape.tile_m / shape.split * shape.tile_n * size_of::<f32>() as u32
-    }
-
-    /// Whether there can be such kernels: what their source asserts, and what it takes for granted.
-    ///
-    /// # Errors
-    /// The first shape that cannot be, and why.
-    pub fn check(&self) -> Result<(), String> {
-        for (index, shape) in self.shapes.iter().enumerate() {
-            let alike = |other: &Shape| {
-                let of = |s: &Shape| (s.tile_m, s.tile_n, s.stages);
-                let key = |s: &Shape| (of(s), s.cluster_m, s.cluster_n, s.split);
-                key(other) == key(shape)
-            };
-            let is_taken_whole = || shape.is_pingpong(Variant::Forms);
-            let of_few = |ctas: u32| [1, 2, 4].contains(&ctas);
-            // Small enough for the sums below.
-            let refused = if !(64..=256).contains(&shape.tile_n) || !shape.tile_n.is_multiple_of(16)
-            {
-                "tile_n is a multiple of 16 from 64 to 256"
-            } else if shape.swaps_ab()
-                && !((shape.tile_n == CONSUMERS * BAND_ROWS
-                    || shape.tile_n == BAND_ROWS && is_taken_whole())
-                    && (16..=256).contains(&shape.tile_m)
-                    && shape.tile_m.is_multiple_of(8))
-            {
-                "tile_m is 64 or 128, or a multiple of 8 up to 256 and tile_n 128, or 64 where consumers take turns"
-            } else if shape.tile_m == BAND_ROWS && !(shape.is_shared() || is_taken_whole()) {
-                "tile_n of 64 rows is a multiple of 128, unless consumers take turns"
-            } else if !(2..=64).contains(&shape.stages) {
-                "a product runs while the next stage is loaded: there are 2 stages or more, 64 at the most"
-            } else if !(of_few(shape.cluster_m) && of_few(shape.cluster_n))
-                || !(of_few(shape.split) || shape.split == 8)
-            {
-                "cluster_m and cluster_n are 1, 2 or 4, and split one of these or 8"
-            } else if shape.cluster_m * shape.cluster_n > 1 && shape.split > 1 {
-                "CTAs share loads or K, not both: a cluster or split is 1"
-            } else if shape.ctas() > 8 {
-                "a cluster has 8 CTAs at the most"
-            } else if !(shape.tile_m / shape.cluster_n).is_multiple_of(8)
-                || !(shape.tile_n / shape.cluster_m).is_multiple_of(8)
-            {
-                "tile_m and tile_n over cluster_n and cluster_m are multiples of 8"
-            } else if self.boxes(shape) == 0 {
-                "its stages leave no room in shared memory for the boxes of the stores"
-            } else if self.shapes[..index].iter().any(alike) {
-                "it stands in the list twice"
-            } else {
-                continue;
-            };
-            return Err(format!("family {}, {shape:?}: {refused}", self.name));
-        }
-        Ok(())
-    }
+/// The kernel's symbol.
+pub fn symbol(elements: impl Display, shape: &Shape, variant: Variant) -> String {
+    let Shape {
+        tile_m,
+        tile_n,
+        tile_k,
+        stages,
+        cluster_m,
+        cluster_n,
+        split,
+    } = shape;
+    let variant = match variant {
+        Variant::Forms => "",
+        Variant::Plain => "_plain",
+        Variant::Alone => "_alone",
+        Variant::LowLatency => "_low_latency",
+        Variant::Sums => "_sums",
+    };
+    let cluster = format!("{cluster_m}x{cluster_n}");
+    format!("matmul_{elements}_{tile_m}x{tile_n}x{tile_k}_s{stages}_c{cluster}_k{split}{variant}")
 }

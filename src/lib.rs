@@ -59,7 +59,7 @@
 //! # Backends
 //!
 //! [`Host`] runs on any machine, on shared memory. A rank is a thread or a process. `Cuda` (feature `cuda`) runs on
-//! NVIDIA GPUs of the Hopper generation. A rank is a process with one GPU, and operations go on a stream and return at
+//! NVIDIA GPUs (H100, H200). A rank is a process with one GPU, and operations go on a stream and return at
 //! once. Both walk the same schedules and return the same errors.
 //!
 //! On GPUs the kernels of all ranks wait for one another. The documentation of `Cuda` has the rules for other kernels

@@ -2,6 +2,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <family.cuh>
 
 #include "../abi.h"
 #include "../common/ptx.cuh"
@@ -28,10 +29,10 @@ __device__ float amax_of(const float (&values)[kColumns]) {
 // Each warp takes block after block.
 template <class Element>
 __device__ void quantize(const GemmeshQuantization& of) {
-    using gemmesh::ptx::cvt_rn_satfinite_e4m3x2;
-    gemmesh::ptx::griddepcontrol_launch_dependents();
+    using gemmesh::family::round_to_e4m3;
+    gemmesh::family::launch_dependents();
     // It may have been launched before the kernel that makes the rows has ended.
-    gemmesh::ptx::griddepcontrol_wait();
+    gemmesh::family::wait_for_predecessors();
     const uint32_t lane = threadIdx.x % 32;
     // Blocks begin in front of the first column if it lies inside a block. A lane's columns lie on one side of it.
     const uint32_t first = of.scales.first_column;
@@ -61,8 +62,8 @@ __device__ void quantize(const GemmeshQuantization& of) {
         const float scale = is_given ? *at : gemmesh::scale_of(of.scales, amax_of(values));
         if (!is_given && lane == 0) *at = scale;
         const float factor = __frcp_rn(scale);
-        const uint32_t low = cvt_rn_satfinite_e4m3x2(values[0] * factor, values[1] * factor);
-        const uint32_t high = cvt_rn_satfinite_e4m3x2(values[2] * factor, values[3] * factor);
+        const uint32_t low = round_to_e4m3(values[0] * factor, values[1] * factor);
+        const uint32_t high = round_to_e4m3(values[2] * factor, values[3] * factor);
         const uint32_t bytes = low | high << 16;
         static_assert(sizeof bytes == kColumns);
         uint8_t* to = static_cast<uint8_t*>(of.to) + row * of.to_pitch + column;

@@ -1,5 +1,7 @@
 // A kernel that adds up the ranks' parts of the same rows when all of them have come. It is a module of its own.
 
+#include <family.cuh>
+
 #include "../abi.h"
 #include "../common/ptx.cuh"
 #include "reduce.cuh"
@@ -8,7 +10,7 @@ namespace {
 
 template <class Element>
 __device__ void run(const GemmeshReduction& reduction) {
-    gemmesh::ptx::griddepcontrol_launch_dependents();
+    gemmesh::family::launch_dependents();
     gemmesh::reduce<Element>(reduction);
 }
 

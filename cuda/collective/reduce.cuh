@@ -3,6 +3,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <family.cuh>
 
 #include "../abi.h"
 #include "../common/activation.cuh"
@@ -48,7 +49,7 @@ __device__ __forceinline__ void store(const float* values, Stored* out, uint32_t
 template <uint32_t N>
 __device__ __forceinline__ void store_e4m3(const float* values, uint8_t* out, uint32_t length) {
     for (uint32_t i = 0; i < N; i += 2) {
-        const uint16_t pair = ptx::cvt_rn_satfinite_e4m3x2(values[i], values[i + 1]);
+        const uint16_t pair = family::round_to_e4m3(values[i], values[i + 1]);
         if (i < length) out[i] = pair & 0xff;
         if (i + 1 < length) out[i + 1] = pair >> 8;
     }

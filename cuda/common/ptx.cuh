@@ -20,16 +20,6 @@ __device__ __forceinline__ uint64_t globaltimer() {
     return nanoseconds;
 }
 
-// ---- programmatic dependent launch ---------------------------------------------------------------------------------
-
-// Lets the next kernel on the stream begin, if it may begin early, when every CTA has come here or has ended.
-__device__ __forceinline__ void griddepcontrol_launch_dependents() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// Waits until the kernels before this one have ended and their writes are visible.
-__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // ---- barriers ------------------------------------------------------------------------------------------------------
 
 // Meets `Threads` threads of the CTA, whole warps, at barrier `Barrier`.
@@ -179,19 +169,6 @@ __device__ __forceinline__ float rcp_approx(float x) {
     float value;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
     return value;
-}
-
-// ---- ordering between the generic proxy (ld, st, stmatrix) and the async proxy (TMA) -------------------------------
-
-__device__ __forceinline__ void fence_proxy_async() {
-    asm volatile("fence.proxy.async;" ::: "memory");
-}
-
-// Rounds to e4m3, to nearest even; `low` goes to the lower address. What is too large becomes the largest number.
-__device__ __forceinline__ uint16_t cvt_rn_satfinite_e4m3x2(float low, float high) {
-    uint16_t packed;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
-    return packed;
 }
 
 }  // namespace gemmesh::ptx

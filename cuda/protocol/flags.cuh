@@ -1,6 +1,8 @@
 // Waits for words that peers or copy engines write, and gives up at the deadline.
 #pragma once
 
+#include <family.cuh>
+
 #include "../abi.h"
 #include "../common/ptx.cuh"
 
@@ -114,7 +116,7 @@ public:
         }
         // What the lanes have acquired comes before what one of them does next.
         __syncwarp();
-        ptx::fence_proxy_async();
+        family::fence_loads();
     }
 
     // The step through K of the tile before which `wait_deferred` must be called. No step has the number if it need not
@@ -127,12 +129,11 @@ public:
     // One lane: waits until the deferred flag has reached the epoch or has been given up.
     __device__ void wait_deferred(uint32_t epoch) {
         wait(params_.deferred_flag, epoch);
-        ptx::fence_proxy_async();
+        family::fence_loads();
     }
 
 private:
-    // The acquire orders the rows before this thread's own accesses. The async proxy makes the loads that follow, and
-    // only a proxy fence puts these after the rows.
+    // The acquire orders the rows before this thread's own accesses. The loads that follow need the family's fence too.
     __device__ void wait(uint32_t flag, uint32_t epoch) {
         waiting_ = waiting_ && await(params_, params_.flags + flag, epoch, flag);
     }

@@ -6,6 +6,7 @@
 #include "../common/ptx.cuh"
 #include "../protocol/flags.cuh"
 #include "../protocol/push.cuh"
+#include "abi.h"
 #include "epilogue.cuh"
 #include "pipeline.cuh"
 #include "ptx.cuh"

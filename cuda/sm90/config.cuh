@@ -3,6 +3,7 @@
 
 #include "../abi.h"
 #include "../protocol/push.cuh"
+#include "abi.h"
 #include "cluster.cuh"
 #include "cluster_split_k.cuh"
 #include "epilogue.cuh"

@@ -5,6 +5,8 @@
 #include "../abi.h"
 #include "../common/activation.cuh"
 #include "../common/quantize.cuh"
+#include "abi.h"
+#include "family.cuh"
 #include "ptx.cuh"
 #include "wgmma.cuh"
 
@@ -256,7 +258,7 @@ __device__ __forceinline__ void store_directly(const float* accumulators, const 
             uint8_t* at = row + column * sizeof(Stored);
             if constexpr (std::is_same_v<Stored, uint8_t>) {
                 // there are an even number of columns
-                if (column < output.n) *reinterpret_cast<uint16_t*>(at) = ptx::cvt_rn_satfinite_e4m3x2(d[0], d[1]);
+                if (column < output.n) *reinterpret_cast<uint16_t*>(at) = family::round_to_e4m3(d[0], d[1]);
             } else if constexpr (!std::is_same_v<Stored, float>) {
                 // after a last odd column there is padding
                 if (column < output.n) *reinterpret_cast<uint32_t*>(at) = ptx::cvt_rn_x2<Stored>(d[0], d[1]);
@@ -407,7 +409,7 @@ __device__ __forceinline__ void store_e4m3_rows(float* accumulators, StoreBox<ui
                 uint8_t* piece = box.piece(lane / 4 + half * Place::kRowsApart, column / Box::kPiece);
                 uint8_t* at = piece + column % Box::kPiece + lane % 4 * 2;
                 *reinterpret_cast<uint16_t*>(at) =
-                    ptx::cvt_rn_satfinite_e4m3x2(d[half * 2] * factor, d[half * 2 + 1] * factor);
+                    family::round_to_e4m3(d[half * 2] * factor, d[half * 2 + 1] * factor);
             }
         }
         __syncwarp();

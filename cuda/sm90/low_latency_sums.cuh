@@ -14,6 +14,7 @@
 #include "../protocol/low_latency.cuh"
 #include "../protocol/push.cuh"
 #include "epilogue.cuh"
+#include "family.cuh"
 #include "ptx.cuh"
 #include "swap_ab.cuh"
 #include "wgmma.cuh"
@@ -303,7 +304,7 @@ private:
                 if (column + i < output_.n) f32[i] = sums[i];
             }
         } else if (params_.stored_type == GEMMESH_STORED_E4M3) {
-            const auto pair = [&](uint32_t i) { return ptx::cvt_rn_satfinite_e4m3x2(sums[2 * i], sums[2 * i + 1]); };
+            const auto pair = [&](uint32_t i) { return family::round_to_e4m3(sums[2 * i], sums[2 * i + 1]); };
             const uint32_t low = pair(0) | pair(1) << 16;
             *reinterpret_cast<uint2*>(out + column) = uint2{low, static_cast<uint32_t>(pair(2) | pair(3) << 16)};
         } else if (params_.stored_type == GEMMESH_STORED_F16) {

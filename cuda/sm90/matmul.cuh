@@ -51,8 +51,10 @@
 #include "../abi.h"
 #include "../protocol/push.cuh"
 #include "../protocol/tile_table.cuh"
+#include "abi.h"
 #include "block_sums.cuh"
 #include "config.cuh"
+#include "family.cuh"
 #include "load.cuh"
 #include "promoted.cuh"
 #include "ptx.cuh"
@@ -371,7 +373,7 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
     Shared<C>& shared = *reinterpret_cast<Shared<C>*>(dynamic_shared);
     // A kernel that waits for peers leaves the multiprocessors beside it to kernels that the peers may wait for.
-    if (!has_peers<C>(params)) ptx::griddepcontrol_launch_dependents();
+    if (!has_peers<C>(params)) family::launch_dependents();
     const uint32_t warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
     const uint32_t cta = C::kCtas == 1 ? 0 : __shfl_sync(~0u, ptx::cluster_ctarank(), 0);
 
@@ -427,8 +429,8 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
 
 }  // namespace gemmesh
 
-// Each of these two defines a kernel of the list in cuda/kernels.rs, which says how much shared memory it is launched
-// with, and how many CTAs a cluster has. The arguments after that are its Config's. build.rs writes a source that
+// Each of these two defines a kernel of the list in kernels.rs, which says how much shared memory it is launched with,
+// and how many CTAs a cluster has. The arguments after that are its Config's. build.rs writes a source that
 // includes this one and has such a line for each kernel.
 #define GEMMESH_MATMUL(name, shared_bytes, ctas, ...)                                                      \
     GEMMESH_HEAD(name, shared_bytes, ctas, gemmesh::Config<__VA_ARGS__>)                                   \
@@ -451,7 +453,7 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
 // The configuration is the variadic argument, because the preprocessor splits it at its commas.
 #define GEMMESH_HEAD(name, shared_bytes, ctas, ...)                                                        \
     static_assert(sizeof(gemmesh::Shared<__VA_ARGS__>) == shared_bytes,                                    \
-                  #name ": cuda/kernels.rs gives it less shared memory than it uses, or more");            \
+                  #name ": cuda/sm90/kernels.rs gives it less shared memory than it uses, or more");       \
     static_assert(__VA_ARGS__::kCtas == ctas, #name ": a cluster has other CTAs");                         \
     extern "C" __global__ void GEMMESH_CLUSTER_OF_##ctas __launch_bounds__(GEMMESH_THREADS, 1) name
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../abi.h"
+#include "abi.h"
 #include "config.cuh"
 #include "pipeline.cuh"
 #include "ptx.cuh"

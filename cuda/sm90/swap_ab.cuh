@@ -6,6 +6,7 @@
 #include "../common/ptx.cuh"
 #include "../protocol/push.cuh"
 #include "epilogue.cuh"
+#include "family.cuh"
 #include "ptx.cuh"
 #include "wgmma.cuh"
 
@@ -173,7 +174,7 @@ public:
                 for (uint32_t half = 0; half < 2; ++half) {
                     const float upper = d[half * 2] * factor((first + of) / 4);
                     const float lower = d[half * 2 + 1] * factor((first + of) / 4 + 1);
-                    const uint16_t pair = ptx::cvt_rn_satfinite_e4m3x2(upper, lower);
+                    const uint16_t pair = family::round_to_e4m3(upper, lower);
                     at[half * 8] = pair & 0xff;
                     at[half * 8 + kColumns] = pair >> 8;
                 }

@@ -3,13 +3,14 @@
 
 #include "../abi.h"
 #include "config.cuh"
+#include "family.cuh"
 #include "ptx.cuh"
 
 namespace gemmesh {
 
 // Waits until the kernels before this one have ended. Only a kernel with constant weights may have begun earlier.
 __device__ __forceinline__ void await_predecessors(const GemmeshParams& params) {
-    if (params.constant_weights != 0) ptx::griddepcontrol_wait();
+    if (params.constant_weights != 0) family::wait_for_predecessors();
 }
 
 // The steps through K that a CTA makes.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../abi.h"
+#include "abi.h"
 #include "config.cuh"
 #include "ptx.cuh"
 #include "tile.cuh"

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../abi.h"
+#include "abi.h"
 #include "ptx.cuh"
 
 namespace gemmesh {

@@ -242,7 +242,7 @@ impl Cuda {
 /// `config` with the tile shape of each kernel of this variant for these types of `a` and `b`; for benchmarks and tests.
 #[cfg(feature = "unstable-tools")]
 pub fn with_each_kernel(config: &Config, variant: Variant, dtypes: [DType; 2]) -> Vec<Config> {
-    Cuda::configs(config, variant, dtypes).collect()
+    Cuda::configs(*config, variant, dtypes).collect()
 }
 
 /// True if some ranks share a GPU; for benchmarks.

@@ -10,7 +10,8 @@ use gemmesh::pipelines::{
     all_gather_and_consume, produce_and_all_to_all,
 };
 use gemmesh::{
-    Cuda, Error, Group, Matrix, all_gather, all_reduce, all_to_all, all_to_all_with_counts, bf16, broadcast, reduce_scatter,
+    Cuda, Error, Group, Matrix, all_gather, all_reduce, all_to_all, all_to_all_with_counts, bf16,
+    broadcast, reduce_scatter,
 };
 
 use crate::graphs::miss;

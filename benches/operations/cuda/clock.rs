@@ -5,7 +5,7 @@ use gemmesh::{Cuda, Group, Result};
 
 use super::memory::{Scratch, refused};
 
-/// More than the L2 cache of any Hopper GPU holds.
+/// More than the L2 cache of any supported GPU holds.
 const FLUSH_BYTES: usize = 256 << 20;
 
 /// The starting line of every measurement, and the clock.

@@ -105,7 +105,7 @@ mod tests {
     use gemmesh::DType;
     use gemmesh::schedule::{Layout, Operation};
     use gemmesh::testing::{Variant, with_each_kernel};
-    use gemmesh::tools::{H100, H200, Link, WIDEST};
+    use gemmesh::tools::{H100, H200, Link};
     use gemmesh::tuning::{Chunking, Route};
 
     use super::*;
@@ -117,7 +117,7 @@ mod tests {
             let problem = Problem::new(Operation::ALL_GATHER_MATMUL, DType::Bf16, layout, n);
             let routes = [Route::Pull, Route::Push, Route::Store];
             let configs = routes.into_iter().flat_map(|route| {
-                let base = Config::new(WIDEST, Chunking::new(1), route);
+                let base = Config::new(H200.family.widest(), Chunking::new(1), route);
                 with_each_kernel(&base, Variant::Forms, [DType::Bf16; 2])
             });
             let both = configs.flat_map(|config| [(config, false), (config, true)]);

@@ -725,7 +725,7 @@ fn two_gpus_are_measured() {
     assert_eq!(gpus.len(), 2);
     for (ordinal, gpu) in gpus.iter().enumerate() {
         assert_eq!(
-            (&gpu["ordinal"], &gpu["hopper"]),
+            (&gpu["ordinal"], &gpu["has_kernels"]),
             (&ordinal.into(), &true.into())
         );
         assert_eq!(gpu["product"]["elements"], 512 * 128);

@@ -1,11 +1,7 @@
 //! cuda/abi.h, as bindgen reads it; tests/abi.rs fails when the two differ.
 #![allow(dead_code)]
-pub const GEMMESH_STAGE_ROW: u32 = 128;
-pub const GEMMESH_THREADS: u32 = 384;
 pub const GEMMESH_STORE_ROWS: u32 = 16;
-pub const GEMMESH_STORE_COLUMNS: u32 = 64;
 pub const GEMMESH_MAX_WEIGHTS: u32 = 4;
-pub const GEMMESH_FAST_COLUMNS: u32 = 176;
 pub const GEMMESH_IDENTITY: u32 = 0;
 pub const GEMMESH_RELU: u32 = 1;
 pub const GEMMESH_GELU: u32 = 2;

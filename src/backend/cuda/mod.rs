@@ -7,12 +7,13 @@
 mod abi;
 pub mod driver;
 mod engine;
+mod family;
 mod gpu;
 mod model;
 mod program;
 mod shared;
 
-pub use gpu::kernels::Variant;
+pub use family::Variant;
 pub use model::tuned::Winner;
 #[cfg(fuzzing)]
 pub use model::tuned::fuzzing as winners;
@@ -24,10 +25,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use engine::context::{EnqueueContext, ProgramCall};
 use engine::{align, check_peers, wait, warm_up};
+use family::rates::Rates;
+use family::{FAMILIES, Family};
 use gpu::Gpu;
 use gpu::buffer::DeviceBuffer;
 use gpu::kernels;
-use gpu::rates::Rates;
 use model::choices::Choices;
 use model::tuned;
 use program::operands::{CallMatrix, Operands};
@@ -48,20 +50,25 @@ use crate::schedule::{Config, Numerics, Problem, Schedule};
 #[cfg(feature = "unstable-tools")]
 pub mod tools {
     pub use super::MOST_STORED;
-    pub use super::gpu::kernels::WIDEST;
-    pub use super::gpu::rates::{H100, H200, Link, Rates};
+    pub use super::family::rates::{Link, Rates};
+    pub use super::family::{H100, H200};
     pub use super::model::fitted::sums as sum_rates;
     pub use super::model::gather::gathered;
     pub use super::model::sums::{Stores, time as time_of_sum};
     pub use super::model::tiles::Tiles;
     pub use super::model::{choose, over_hosts, pushed_over_hosts};
     pub use crate::backend::transport::NcclLibrary;
+
+    /// Whether there are kernels for a GPU with this name and compute capability.
+    pub fn has_kernels(gpu: &str, capability: (i32, i32)) -> bool {
+        super::family::of_gpu(gpu, capability).is_ok()
+    }
 }
 
 /// The most bytes of a rank in a collective whose rows kernels store. Measured on two H200s.
 pub const MOST_STORED: usize = 16 << 20;
 
-/// NVIDIA GPUs of the Hopper generation (H100, H200). A rank is a process with one GPU; several ranks may share a GPU.
+/// NVIDIA GPUs (H100, H200). A rank is a process with one GPU; several ranks may share a GPU.
 ///
 /// Operations are put on a stream and return at once. [`Group::synchronize`](crate::Group::synchronize) waits for them
 /// and reports what failed. Their matrices may be dropped before that: the memory is freed when the operations have
@@ -159,9 +166,14 @@ impl sealed::Implementation for Cuda {
             if members.hosts.count() > 1 {
                 gpu.room = lanes::CTAS;
             }
-            let mut rates = Rates::load(members.rank, gpu.device.name())?;
+            let mut rates = Rates::load(members.rank, gpu.kernels.family, gpu.device.name())?;
             rates.multiprocessors = rates.multiprocessors.min(gpu.most_ctas(None));
-            let tuned = tuned::Table::load(members.rank, gpu.device.name(), members.world)?;
+            let tuned = tuned::Table::load(
+                members.rank,
+                gpu.kernels.family,
+                gpu.device.name(),
+                members.world,
+            )?;
             Ok((gpu, rates, tuned))
         };
         let loaded = load();
@@ -464,13 +476,16 @@ impl Cuda {
         self.shared.peers.distinct
     }
 
-    /// `config` with the tile shape of each kernel of this variant for these types of `a` and `b`.
+    /// `config` with the tile shape of each family's kernels of this variant for these types of `a` and `b`.
     pub(crate) fn configs(
-        config: &Config,
+        config: Config,
         variant: Variant,
         dtypes: [DType; 2],
     ) -> impl Iterator<Item = Config> {
-        kernels::configs(*config, variant, dtypes, &Default::default())
+        let of = move |family: &&'static dyn Family| {
+            kernels::configs(*family, config, variant, dtypes, &Default::default())
+        };
+        FAMILIES.iter().flat_map(of)
     }
 
     /// The library's rates for this GPU.
@@ -479,7 +494,7 @@ impl Cuda {
         let device = &self.gpu.device;
         Rates {
             multiprocessors: device.multiprocessors(),
-            ..Rates::of(device.name())
+            ..self.gpu.kernels.family.rates(device.name())
         }
     }
 

@@ -15,7 +15,7 @@ pub struct Hold {
 /// or after some twenty seconds whatever happens.
 const HOLD: &str = "
 .version 7.8
-.target sm_90
+.target sm_80
 .address_size 64
 .visible .entry hold(.param .u64 word)
 {

@@ -1,5 +1,5 @@
 use gemmesh::schedule::Operation;
-use gemmesh::tools::WIDEST;
+use gemmesh::tools::H200;
 use gemmesh::tuning::Chunking;
 
 use super::*;
@@ -101,7 +101,7 @@ fn one_of_ranks_that_do_the_same_takes_as_long_as_all() {
             let world = hosts * places;
             let problem = problem_of(operation, [world * 512, 1024, 2048], [hosts, places]);
             let problem = problem.unwrap();
-            let base = Config::new(WIDEST, Chunking::new(2), Route::Push);
+            let base = Config::new(H200.family.widest(), Chunking::new(2), Route::Push);
             let network = &NETWORK;
             let machine = machine_of(&problem, base, network);
             let schedules = (0..world).map(|rank| plan(&problem, rank, base).unwrap());
@@ -145,7 +145,7 @@ fn sums_that_are_copied_take_as_long_as_the_model_says() {
             ([8192, 8192, 1792], 4),
         ] {
             let problem = problem_of(operation, shape, [1, world]).unwrap();
-            let config = Config::new(WIDEST, Chunking::new(2), Route::Push);
+            let config = Config::new(H200.family.widest(), Chunking::new(2), Route::Push);
             let played = play_configured(&problem, config, &NETWORK).unwrap();
             let of_model = by_model(&problem, config, played.alone).unwrap();
             let off = played.micros / of_model.micros - 1.0;

@@ -13,9 +13,6 @@ use super::symbols::Symbols;
 use super::{DevicePtr, check, is_fork, lock, memory};
 use crate::error::{Kind, Result};
 
-/// The compute capability that the kernels are built for.
-const HOPPER: (i32, i32) = (9, 0);
-
 /// A GPU, through its primary context, which candle, cust and the runtime API use too.
 ///
 /// Some driver calls wait until the whole device is idle: freeing memory of cuMemAlloc or cuMemHostAlloc, loading and
@@ -29,6 +26,7 @@ pub(super) struct DeviceContext {
     pub(super) symbols: Symbols,
     /// The driver's name of the GPU.
     pub(super) name: String,
+    pub(super) capability: (i32, i32),
     pub(super) uuid: Uuid,
     pub(super) multiprocessors: u32,
     /// Its memory in bytes, free or not.
@@ -62,6 +60,9 @@ unsafe impl Sync for Lasting {}
 
 /// Page-locked host memory that the device can write: its address on the host and its address on the device.
 pub(super) type Pages = (usize, DevicePtr);
+
+/// Whether the caller can use a GPU with this name and compute capability. If not, why, in words.
+pub type Admits<'a> = &'a dyn Fn(&str, (i32, i32)) -> Result<(), String>;
 
 /// Identifies a GPU.
 pub type Uuid = [u8; 16];
@@ -105,6 +106,7 @@ impl DeviceContext {
         rank: usize,
         device: sys::CUdevice,
         symbols: Symbols,
+        admits: Admits,
     ) -> Result<DeviceContext> {
         let attribute = |attribute| -> Result<i32> {
             let mut value = 0;
@@ -118,15 +120,7 @@ impl DeviceContext {
             attribute(attr::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             attribute(attr::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
-        // The kernels use instructions that no other generation has.
-        if capability != HOPPER {
-            let (major, minor) = capability;
-            let what = format!(
-                "there are no kernels for {name:?} (compute capability {major}.{minor}); they need a Hopper GPU (9.0), \
-                 such as H100 or H200"
-            );
-            return Err(Kind::Device { what }.on(rank));
-        }
+        admits(&name, capability).map_err(|what| Kind::Device { what }.on(rank))?;
         let shareable = [
             attr::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
             attr::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
@@ -152,6 +146,7 @@ impl DeviceContext {
             context: context.keep(),
             symbols,
             name,
+            capability,
             uuid,
             multiprocessors,
             bytes,

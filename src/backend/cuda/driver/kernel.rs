@@ -149,7 +149,7 @@ pub struct LaunchShape {
     /// Bytes of dynamic shared memory of a CTA.
     pub shared_bytes: u32,
     /// Whether it may begin before a kernel in front of it has ended (programmatic dependent launch). The kernel itself
-    /// waits for that end (`griddepcontrol.wait`). Anything else in front of it has ended.
+    /// waits for that end. Anything else in front of it has ended.
     pub begins_early: bool,
 }
 
@@ -216,7 +216,7 @@ impl Function {
     }
 }
 
-/// A tensor map: how a kernel's TMA copies see a matrix.
+/// A tensor map: how a kernel's copies of boxes see a matrix.
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
 pub struct TensorMap(sys::CUtensorMap);

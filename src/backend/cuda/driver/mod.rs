@@ -18,7 +18,7 @@ pub type DevicePtr = u64;
 
 /// Memory that other processes map is allocated in whole blocks of this size, so a peer that maps it sees nothing else.
 ///
-/// It is the granularity of virtual memory on every Hopper GPU.
+/// It is the granularity of virtual memory on every GPU that is supported.
 pub const BLOCK: usize = 2 << 20;
 
 /// A GPU as one rank uses it. All groups of a process that use the same GPU share its context.
@@ -91,7 +91,7 @@ mod memory;
 mod stream;
 mod symbols;
 
-pub use context::{BoundContext, Uuid};
+pub use context::{Admits, BoundContext, Uuid};
 use context::{DeviceContext, bind, free_and_total, uuid};
 pub use kernel::{DeviceMatrix, Function, LaunchShape, Module, TensorMap};
 pub use memory::{DeviceMapping, DeviceMemory, DeviceRegion, Pinned};
@@ -103,12 +103,13 @@ impl Device {
     /// is this rank's among them.
     ///
     /// # Errors
-    /// [`Kind::Device`] without a driver or a GPU, or unless it is a Hopper GPU.
+    /// [`Kind::Device`] without a driver or a GPU, or unless `admits` it.
     pub fn open(
         rank: usize,
         place: usize,
         ordinal: Option<usize>,
         timeout: Duration,
+        admits: Admits,
     ) -> Result<Arc<Device>> {
         refuse_fork(rank)?;
         let none = |reason: String| {
@@ -142,7 +143,7 @@ impl Device {
         let gpu = match known {
             Some(gpu) => gpu,
             None => {
-                let gpu = Arc::new(DeviceContext::open(rank, device, symbols)?);
+                let gpu = Arc::new(DeviceContext::open(rank, device, symbols, admits)?);
                 gpus.push(Arc::downgrade(&gpu));
                 gpu
             }
@@ -169,6 +170,10 @@ impl Device {
     /// The driver's name of the GPU.
     pub fn name(&self) -> &str {
         &self.gpu.name
+    }
+
+    pub fn capability(&self) -> (i32, i32) {
+        self.gpu.capability
     }
 
     pub fn uuid(&self) -> Uuid {

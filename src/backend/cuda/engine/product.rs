@@ -12,7 +12,7 @@ pub fn launch(stream: &Stream, launch: &ProductLaunch) -> Result<()> {
     let shape = LaunchShape {
         begins_early: kernel.begins_early,
         shared_bytes: instance.shared_bytes,
-        ..LaunchShape::new(launch.grid(), instance.family.threads)
+        ..LaunchShape::new(launch.grid(), instance.family.threads())
     };
     let mut arguments = launch.arguments();
     // SAFETY: the arguments are what abi.h says. The matrices, the tables and the flags are alive until the stream has

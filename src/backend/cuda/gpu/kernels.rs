@@ -4,21 +4,17 @@ use std::ffi::CString;
 use std::sync::Arc;
 
 use crate::backend::cuda::driver::{Device, Function, Module};
+use crate::backend::cuda::family::{Family, Shape, Variant, symbol, variants};
 use crate::element::DType;
 use crate::error::{Error, Kind, Result};
-use crate::schedule::{Config, Form, Product, Scaling, TileShape, WeightLayout};
-
-// build.rs uses the rest of it.
-#[allow(dead_code)]
-#[path = "../../../../cuda/kernels.rs"]
-mod list;
-
-pub use list::{CONSUMER_WARPS, Shape, Variant};
-use list::{FAMILIES, Family};
+use crate::schedule::{Config, Form, Product, WeightLayout};
 
 /// Some of a family's kernels for the types of `a` and `b`, which nvcc compiles in build.rs.
 struct Cubin {
-    family: &'static Family,
+    /// The family's name.
+    family: &'static str,
+    /// The number of its types among those of the family.
+    list: usize,
     /// The types' name in the kernels' names.
     elements: &'static str,
     dtypes: [DType; 2],
@@ -30,21 +26,17 @@ struct Cubin {
 }
 
 impl Cubin {
-    fn shapes(&self) -> impl Iterator<Item = &'static Shape> + use<> {
-        self.family
-            .shapes
-            .iter()
-            .skip(self.part)
-            .step_by(self.parts)
+    /// Its shapes among those of `family`, whose it is.
+    fn shapes(&self, family: &dyn Family) -> impl Iterator<Item = &'static Shape> + use<> {
+        let shapes = family.types()[self.list].shapes.iter();
+        shapes.skip(self.part).step_by(self.parts)
     }
 }
 
 static CUBINS: &[Cubin] = &include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
-static ALIGN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/align.cubin"));
-static COUNT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/count.cubin"));
-static STORE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/store.cubin"));
-static REDUCE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/reduce.cubin"));
-static QUANTIZE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/quantize.cubin"));
+/// The kernels that families share: the family for which each is compiled, its name, and its cubin.
+static SHARED_CUBINS: &[(&str, &str, &[u8])] =
+    &include!(concat!(env!("OUT_DIR"), "/shared_cubins.rs"));
 
 /// One kernel: the types of `a` and `b`, a tile shape, and a variant of it.
 #[derive(Clone, Debug)]
@@ -53,7 +45,7 @@ pub struct Instance {
     /// Its variants for plain products, if it is one of all forms.
     pub plain: Option<Plain>,
     pub dtypes: [DType; 2],
-    pub family: &'static Family,
+    pub family: &'static dyn Family,
     pub shape: &'static Shape,
     /// How many hardware clusters the device holds at a time.
     pub resident: usize,
@@ -73,19 +65,17 @@ pub struct Plain {
 impl Instance {
     fn load(
         module: &Module,
+        family: &'static dyn Family,
         cubin: &Cubin,
         shape: &'static Shape,
         variant: Variant,
     ) -> Result<Instance> {
         let &Cubin {
-            family,
-            elements,
-            dtypes,
-            ..
+            elements, dtypes, ..
         } = cubin;
         let shared_bytes = family.shared_bytes(shape);
         let function = |variant| {
-            let name = CString::new(family.kernel(elements, shape, variant)).unwrap_or_default();
+            let name = CString::new(symbol(elements, shape, variant)).unwrap_or_default();
             module.function(&name, shared_bytes)
         };
         let plain = match variant {
@@ -97,7 +87,7 @@ impl Instance {
         };
         let function = function(variant)?;
         let ctas = shape.ctas();
-        let resident = module.resident_clusters(function, ctas, family.threads, shared_bytes)?;
+        let resident = module.resident_clusters(function, ctas, family.threads(), shared_bytes)?;
         Ok(Instance {
             function,
             plain,
@@ -126,6 +116,7 @@ impl Instance {
 /// All kernels.
 #[derive(Debug)]
 pub struct Kernels {
+    pub family: &'static dyn Family,
     instances: Vec<Instance>,
     /// The kernel that ends on all ranks at the same time.
     pub align: Function,
@@ -139,52 +130,34 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Loads every kernel now. Loading one at its first launch might have to wait for a kernel that waits for a peer.
+    /// Loads every kernel of the family now. Loading one at its first launch might have to wait for a kernel that waits
+    /// for a peer.
     ///
     /// # Errors
     /// [`Kind::Device`], and if the driver refuses.
-    pub fn load(device: &Arc<Device>) -> Result<Kernels> {
-        let module = |image| Module::load(device, embedded(device.rank, image)?);
-        let (align, count) = (module(ALIGN)?, module(COUNT)?);
-        let (collective, reduce, quantize) = (module(STORE)?, module(REDUCE)?, module(QUANTIZE)?);
+    pub fn load(device: &Arc<Device>, family: &'static dyn Family) -> Result<Kernels> {
+        let load = |image| Module::load(device, embedded(device.rank, image)?);
+        let shared = |kernel| load(shared_cubin(family, kernel));
+        let (align, count) = (shared("align")?, shared("count")?);
+        let (collective, reduce, quantize) =
+            (shared("store")?, shared("reduce")?, shared("quantize")?);
         let mut kernels = Kernels {
+            family,
             instances: Vec::new(),
             align: align.function(c"gemmesh_align", 0)?,
             count: count.function(c"gemmesh_count", 0)?,
-            reduce: [
-                (DType::Bf16, reduce.function(c"gemmesh_reduce_bf16", 0)?),
-                (DType::F16, reduce.function(c"gemmesh_reduce_f16", 0)?),
-                (DType::F32, reduce.function(c"gemmesh_reduce_f32", 0)?),
-            ],
-            quantize: [
-                (DType::Bf16, quantize.function(c"gemmesh_quantize_bf16", 0)?),
-                (DType::F16, quantize.function(c"gemmesh_quantize_f16", 0)?),
-                (DType::F32, quantize.function(c"gemmesh_quantize_f32", 0)?),
-            ],
-            collective: [
-                (
-                    DType::Bf16,
-                    collective.function(c"gemmesh_collective_bf16", 0)?,
-                ),
-                (
-                    DType::F16,
-                    collective.function(c"gemmesh_collective_f16", 0)?,
-                ),
-                (
-                    DType::F32,
-                    collective.function(c"gemmesh_collective_f32", 0)?,
-                ),
-            ],
+            reduce: of_each_dtype(&reduce, "reduce")?,
+            quantize: of_each_dtype(&quantize, "quantize")?,
+            collective: of_each_dtype(&collective, "collective")?,
             _modules: vec![align, count, collective, reduce, quantize],
         };
-        for cubin in CUBINS {
-            let module = module(cubin.image)?;
-            for shape in cubin.shapes() {
-                let variants = cubin.family.variants(shape);
+        for cubin in CUBINS.iter().filter(|cubin| cubin.family == family.name()) {
+            let module = load(cubin.image)?;
+            for shape in cubin.shapes(family) {
                 let with_instances =
                     |variant: &Variant| !matches!(variant, Variant::Plain | Variant::Alone);
-                for variant in variants.filter(with_instances) {
-                    let instance = Instance::load(&module, cubin, shape, variant)?;
+                for variant in variants(family, shape).filter(with_instances) {
+                    let instance = Instance::load(&module, family, cubin, shape, variant)?;
                     kernels.instances.push(instance);
                 }
             }
@@ -255,11 +228,9 @@ impl Kernels {
     pub fn check_product(&self, rank: usize, product: &Product, variant: Variant) -> Result<()> {
         let (config, gated, layout) = (&product.config, product.gated, product.weight_layout);
         let with_shape = |i: &Instance| configured(i.shape, config);
-        let can = |i: &Instance| multiplies(i.shape, gated, layout);
+        let can = |i: &Instance| self.family.fits(i.shape, gated, layout);
         let mut of = self.instances.iter().filter(|i| i.is_asked(config));
-        // With swap_ab, the two halves of a gated tile would be added separately.
-        let sliced = config.tile.k_slices > 1;
-        let apart = gated && sliced && swaps_ab(config);
+        let apart = config.tile.k_slices > 1 && !self.family.adds_slices(config, gated);
         if of.all(can) && !apart {
             return Ok(());
         }
@@ -288,6 +259,26 @@ fn no_kernel(rank: usize, asked: String, known: &[String]) -> Error {
     Kind::Unsupported { what }.on(rank)
 }
 
+/// The cubin of a kernel that families share. It is empty if there is none.
+fn shared_cubin(family: &dyn Family, kernel: &str) -> &'static [u8] {
+    let mut cubins = SHARED_CUBINS.iter();
+    let found = cubins.find(|(of, name, _)| (*of, *name) == (family.name(), kernel));
+    found.map_or(&[], |(.., image)| image)
+}
+
+/// The kernels gemmesh_NAME_DTYPE of a module.
+fn of_each_dtype(module: &Module, name: &str) -> Result<[(DType, Function); 3]> {
+    let function = |dtype: &str| {
+        let symbol = CString::new(format!("gemmesh_{name}_{dtype}")).unwrap_or_default();
+        module.function(&symbol, 0)
+    };
+    Ok([
+        (DType::Bf16, function("bf16")?),
+        (DType::F16, function("f16")?),
+        (DType::F32, function("f32")?),
+    ])
+}
+
 fn of_dtype(kernels: &[(DType, Function)], dtype: DType) -> Option<Function> {
     let mut kernels = kernels.iter();
     kernels
@@ -303,77 +294,28 @@ fn words(config: &Config) -> String {
     )
 }
 
-/// Warps that store rows of one entry of the table.
-pub fn storing_warps(config: &Config) -> u32 {
-    list::CONSUMER_WARPS * config.tile.cluster_m as u32
-}
-
-/// Whether the configuration's kernel swaps the operands.
-pub fn swaps_ab(config: &Config) -> bool {
-    list::swaps_ab(config.tile.m as u32)
-}
-
-/// Whether the consumers of the configuration's kernel take tiles by turns. Products are plain, as most are.
-pub fn is_pingpong(config: &Config, variant: Variant) -> bool {
-    let tile = &config.tile;
-    let shape = [tile.m, tile.n, tile.k].map(|extent| extent as u32);
-    let variant = match variant {
-        Variant::Forms => Variant::Plain,
-        other => other,
-    };
-    list::is_pingpong(shape, tile.split_k as u32, variant)
-}
-
-/// Whether the configuration's kernel can sum up fp8 without promotion.
-pub fn can_be_fast(config: &Config) -> bool {
-    config.tile.n <= list::FAST_COLUMNS as usize
-}
-
-/// Whether the configuration's kernel quantises its results. If not, they are quantised behind it.
-pub fn quantizes(config: &Config, gated: bool, scaling: Scaling) -> bool {
-    let tile = &config.tile;
-    let shape = [tile.m, tile.n, tile.k].map(|extent| extent as u32);
-    let is_whole = tile.k_slices == 1 || !swaps_ab(config);
-    match scaling.has_blocks() {
-        // Tiles begin where the output does, and so must blocks.
-        true if scaling.first_column() > 0 => false,
-        true => is_whole && list::quantizes(shape, tile.split_k as u32, gated),
-        false => list::promotes(shape[2]),
-    }
-}
-
-/// Every shape for these types of `a` and `b`, with its family.
-fn shapes(dtypes: [DType; 2]) -> impl Iterator<Item = (&'static Family, &'static Shape)> {
-    let mut cubins = CUBINS.iter();
-    let family = cubins
-        .find(|cubin| cubin.dtypes == dtypes)
-        .map(|cubin| cubin.family);
-    let of = |family: &'static Family| family.shapes.iter().map(move |shape| (family, shape));
-    family.into_iter().flat_map(of)
-}
-
-/// `base` with each shape that supports `form` and has such a kernel for these types of `a` and `b`.
+/// `base` with each of the family's shapes that supports `form` and has such a kernel for these types of `a` and `b`.
 pub fn configs(
+    family: &'static dyn Family,
     base: Config,
     variant: Variant,
     dtypes: [DType; 2],
     form: &Form,
 ) -> impl Iterator<Item = Config> + use<> {
     let (gated, layout) = (form.gated, form.weights);
-    let has = move |(family, shape): &(&Family, &Shape)| {
-        let mut variants = family.variants(shape);
-        variants.any(|of| of == variant) && multiplies(shape, gated, layout)
+    let has = move |shape: &&Shape| {
+        family.has_variant(shape, variant) && family.fits(shape, gated, layout)
     };
-    let configured = move |(_, shape)| configured(shape, &base);
-    shapes(dtypes).filter(has).map(configured)
+    let configured = move |shape| configured(shape, &base);
+    shapes(family, dtypes).filter(has).map(configured)
 }
 
-/// Whether kernels of a shape can compute products of this form.
-fn multiplies(shape: &Shape, gated: bool, layout: WeightLayout) -> bool {
-    let lies = layout == WeightLayout::Nk || shape.takes_kn();
-    // Each block of 64 columns must belong to one weight.
-    let apart = !(gated && layout == WeightLayout::Kn) || shape.gate_rows().is_multiple_of(64);
-    lies && apart && (!gated || shape.is_gated())
+/// Every shape of the family for these types of `a` and `b`.
+fn shapes(family: &dyn Family, dtypes: [DType; 2]) -> impl Iterator<Item = &'static Shape> + use<> {
+    let mut cubins = CUBINS.iter();
+    let of_types = cubins.find(|cubin| (cubin.family, cubin.dtypes) == (family.name(), dtypes));
+    let shapes = of_types.map(|cubin| family.types()[cubin.list].shapes);
+    shapes.unwrap_or_default().iter()
 }
 
 /// `base` with a shape.
@@ -408,19 +350,13 @@ fn embedded(rank: usize, cubin: &'static [u8]) -> Result<&'static [u8]> {
     Ok(cubin)
 }
 
-/// The tile shape that is best if there are many tiles, of operands of 16 bits.
-pub const WIDEST: TileShape = TileShape::new(128, 256, 64)
-    .with_stages(4)
-    .with_cluster(2, 1)
-    .with_group_m(8);
-
 #[cfg(test)]
 mod tests {
     use std::fs;
     use std::path::Path;
 
     use super::*;
-    use crate::backend::cuda::abi::{GEMMESH_FAST_COLUMNS, GEMMESH_STAGE_ROW, GEMMESH_THREADS};
+    use crate::backend::cuda::family::{FAMILIES, named};
 
     #[test]
     fn a_program_that_was_built_without_kernels_says_so() {
@@ -436,7 +372,7 @@ mod tests {
 
     /// The kernels that build.rs wrote a line for, and the element types of these.
     fn compiled(cubin: &Cubin) -> Vec<(String, String)> {
-        let (name, elements, part) = (cubin.family.name, cubin.elements, cubin.part);
+        let (name, elements, part) = (cubin.family, cubin.elements, cubin.part);
         let source = format!("{name}_{elements}_{part}.cu");
         let source = fs::read_to_string(Path::new(env!("OUT_DIR")).join(source)).unwrap();
         let lines = source.lines();
@@ -454,24 +390,13 @@ mod tests {
     #[test]
     fn the_kernels_that_are_loaded_are_those_that_are_compiled() {
         for cubin in CUBINS {
-            let &Cubin {
-                family, elements, ..
-            } = cubin;
-            assert_eq!(family.threads, GEMMESH_THREADS);
-            assert_eq!(list::FAST_COLUMNS, GEMMESH_FAST_COLUMNS);
+            let family = named(cubin.family).unwrap();
+            let elements = cubin.elements;
             let all = |shape| {
-                let variants = family.variants(shape);
-                variants.map(move |variant| family.kernel(elements, shape, variant))
+                let variants = variants(family, shape);
+                variants.map(move |variant| symbol(elements, shape, variant))
             };
-            let loaded: Vec<String> = cubin.shapes().flat_map(all).collect();
-            let count = |is: fn(&&'static Shape) -> bool| cubin.shapes().filter(is).count();
-            // Of tiles of 64 rows, those of other widths are for one consumer alone.
-            let adding = count(|s| {
-                let has_halves = s.tile_m == 128 || s.tile_m == 64 && s.tile_n % 128 == 0;
-                has_halves && s.cluster_n == 1
-            });
-            let low = count(|s| s.tile_m <= 64 && s.ctas() == s.split && s.tile_n % 128 == 0);
-            assert_eq!(loaded.len(), 3 * cubin.shapes().count() + adding + low);
+            let loaded: Vec<String> = cubin.shapes(family).flat_map(all).collect();
             let expected = loaded
                 .iter()
                 .map(|name| (name.clone(), elements.to_string()));
@@ -487,64 +412,13 @@ mod tests {
     }
 
     #[test]
-    fn a_step_through_k_has_the_bytes_of_a_stage() {
-        for cubin in CUBINS {
-            for shape in cubin.shapes() {
-                for dtype in cubin.dtypes {
-                    assert_eq!(shape.tile_k * dtype.bytes() as u32, GEMMESH_STAGE_ROW);
-                }
-            }
-        }
-    }
-
-    #[test]
     fn every_pair_of_types_that_products_multiply_has_kernels() {
         let all = [DType::Bf16, DType::F16, DType::F8E4M3, DType::F8E5M2];
         for a in all {
             for b in all {
-                let has_kernels = shapes([a, b]).next().is_some();
+                let has_kernels = shapes(FAMILIES[0], [a, b]).next().is_some();
                 assert_eq!(has_kernels, a.is_multiplied_by(b), "{a} {b}");
             }
         }
-    }
-
-    #[test]
-    fn a_shape_that_cannot_be_is_refused_and_the_error_says_why() {
-        fn check(shapes: Vec<Shape>) -> Result<(), String> {
-            let shapes = shapes.leak();
-            let sm90 = FAMILIES[0];
-            Family { shapes, ..sm90 }.check()
-        }
-        let refused = |change: fn(&mut Shape), why: &str| {
-            let mut shape = FAMILIES[0].shapes[0];
-            change(&mut shape);
-            let error = check(vec![shape]).unwrap_err();
-            // With the line that it is about.
-            assert!(error.contains(&format!("{shape:?}")), "{error}");
-            assert!(error.contains("sm90") && error.contains(why), "{error}");
-        };
-        refused(|s| s.tile_n = 250, "tile_n is a multiple of 16");
-        refused(|s| s.tile_n = 272, "from 64 to 256");
-        refused(|s| s.stages = 1, "2 stages or more");
-        refused(|s| s.stages = 5, "no room in shared memory");
-        refused(|s| s.cluster_m = 3, "cluster_m and cluster_n are 1, 2 or 4");
-        refused(|s| s.split = 0, "split one of these or 8");
-        refused(|s| s.tile_m = 96, "tile_m is 64 or 128");
-        let odd = |s: &mut Shape| (s.tile_m, s.tile_n) = (84, 128);
-        refused(odd, "a multiple of 8 up to 256");
-        let flat_split =
-            |s: &mut Shape| (s.tile_m, s.tile_n, s.cluster_m, s.split) = (64, 192, 1, 2);
-        refused(flat_split, "tile_n of 64 rows is a multiple of 128");
-        let narrow_split =
-            |s: &mut Shape| (s.tile_m, s.tile_n, s.cluster_m, s.split) = (96, 64, 1, 2);
-        refused(narrow_split, "64 where consumers take turns");
-        refused(|s| s.split = 2, "a cluster or split is 1");
-        let large = |s: &mut Shape| (s.cluster_m, s.cluster_n) = (4, 4);
-        refused(large, "8 CTAs at the most");
-        let narrow = |s: &mut Shape| (s.tile_n, s.cluster_m) = (80, 4);
-        refused(narrow, "over cluster_n and cluster_m are multiples of 8");
-        let twice = vec![FAMILIES[0].shapes[0]; 2];
-        assert!(check(twice).unwrap_err().contains("twice"));
-        assert!(FAMILIES.iter().all(|family| family.check().is_ok()));
     }
 }

@@ -7,7 +7,6 @@
 pub mod buffer;
 pub mod kernels;
 pub mod queues;
-pub mod rates;
 pub mod reclaim;
 pub mod streams;
 pub mod tables;
@@ -19,6 +18,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::driver::{Device, DeviceMemory, Event, Stream};
+use super::family;
 use crate::backend::contract::{OpenOptions, Owner};
 use crate::error::{Error, Kind, Result};
 use crate::schedule::Product;
@@ -63,14 +63,17 @@ impl Gpu {
         let most = options.max_ctas.unwrap_or(MAX_EXTENT);
         limit("the most CTAs of a kernel", most, 1, MAX_EXTENT)
             .map_err(Error::of(rank, "Builder::max_ctas"))?;
-        let device = Device::open(rank, place, options.device, timeout)?;
-        let kernels = Kernels::load(&device)?;
+        let has_kernels = |gpu: &str, capability| family::of_gpu(gpu, capability).map(drop);
+        let device = Device::open(rank, place, options.device, timeout, &has_kernels)?;
+        let family = family::of_gpu(device.name(), device.capability())
+            .map_err(|what| Kind::Device { what }.on(rank))?;
+        let kernels = Kernels::load(&device, family)?;
         let queues = Queues::found(device.priorities()?);
         queues.check(rank)?;
         let reclaimer = Reclaimer::new(&device)?;
         Ok(Gpu {
             tables: Tables::new(&device, &reclaimer)?,
-            workspace: Workspace::new(&device, &reclaimer)?,
+            workspace: Workspace::new(&device, &reclaimer, family)?,
             kernels,
             queues,
             reclaimer,

@@ -74,8 +74,9 @@ mod tests {
     use super::super::choose;
     use super::super::tiles::Tiles;
     use super::*;
-    use crate::backend::cuda::gpu::kernels::{Variant, WIDEST, configs};
-    use crate::backend::cuda::gpu::rates::H200;
+    use crate::backend::cuda::family::H200;
+    use crate::backend::cuda::family::Variant;
+    use crate::backend::cuda::gpu::kernels::configs;
     use crate::element::DType;
     use crate::schedule::{Chunking, Operation, Route, RowOrder};
 
@@ -104,7 +105,7 @@ mod tests {
 
     #[test]
     fn few_rows_are_rounded_to_as_many_tiles_of_every_shape_and_many_by_a_128th_at_most() {
-        let base = Config::new(WIDEST, Chunking::new(1), Route::Pull);
+        let base = Config::new(H200.family.widest(), Chunking::new(1), Route::Pull);
         for m in (0..2050).chain([4095, 4096, 4097, 100_001, MAX_EXTENT]) {
             let real = problem(&[m, 0]);
             let rounded = representative(&real);
@@ -115,7 +116,13 @@ mod tests {
             if m > 2048 {
                 continue;
             }
-            for config in configs(base, Variant::Forms, [DType::Bf16; 2], &Default::default()) {
+            for config in configs(
+                H200.family,
+                base,
+                Variant::Forms,
+                [DType::Bf16; 2],
+                &Default::default(),
+            ) {
                 let [real, rounded] =
                     [&real, &rounded].map(|problem| Tiles::of(&H200, problem, &config).entries);
                 assert_eq!(real, rounded, "{m} {config:?}");

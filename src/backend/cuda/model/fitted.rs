@@ -1,5 +1,5 @@
 //! Numbers of the model that were fitted to measurements, besides the rates of a device
-//! ([`Rates`](crate::backend::cuda::gpu::rates::Rates)).
+//! ([`Rates`](crate::backend::cuda::family::rates::Rates)).
 //!
 //! They were fitted on H200s if no other device is named; benches/NOTES.md has the measurements. Each table names the
 //! tests that compare it with what was measured, or with the choice that was the fastest.
@@ -21,30 +21,6 @@ pub mod tiles {
     pub const LARGER_CLUSTERS: [usize; 2] = [7, 8];
     /// µs. A launch on a stream that is busy, of the kernel that quantises a product's results.
     pub const QUANTIZE_LAUNCH: f64 = 2.0;
-}
-
-/// Tiles of fp8, on an H100. No test compares them with measurements.
-pub mod fp8 {
-    /// Part of a step's time, of a tile with registers for two parts of a step: one is promoted while the other is
-    /// multiplied.
-    pub const TWO_PARTS: f64 = 0.945;
-    /// Part of the rate with promoted sums at which sums without promotion are made.
-    pub const FAST: f64 = 0.975;
-    /// Elements of a small tile. It has too few products to hide the reads of its blocks' scales.
-    pub const SMALL_TILE: usize = 16384;
-    /// µs. What these reads add to a step of a small tile of 64 rows.
-    pub const SCALES_OF_64_ROWS: f64 = 0.05;
-    /// µs. What they add to a step of another small tile.
-    pub const SCALES_OF_SMALL: f64 = 0.08;
-    /// Columns of a tile, and the part of a step's time, if the columns have several blocks, each with its own scale.
-    pub const MIXED_BLOCKS: [(usize, f64); 6] = [
-        (144, 1.24),
-        (160, 1.12),
-        (176, 1.18),
-        (192, 1.04),
-        (208, 1.14),
-        (224, 1.04),
-    ];
 }
 
 /// The search for kernels and slices of K. Tests: `each_kernel_is_chosen_for_some_shape`,

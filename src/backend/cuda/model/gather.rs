@@ -3,8 +3,7 @@
 use super::fitted::gather as fitted;
 use super::search::Search;
 use super::tiles::Tiles;
-use crate::backend::cuda::gpu::kernels::WIDEST;
-use crate::backend::cuda::gpu::rates::{Link, Rates};
+use crate::backend::cuda::family::rates::{Link, Rates};
 use crate::explanation::Prediction;
 use crate::schedule::plan::tile_order;
 use crate::schedule::{Chunking, Config, Numerics, Problem, Route};
@@ -243,7 +242,7 @@ pub fn choose(
         Some(near) => (near.route, near.chunking),
         None => moved(rates, problem, pushes),
     };
-    let base = Config::new(WIDEST, chunking, route);
+    let base = Config::new(rates.family.widest(), chunking, route);
     let groups = groups(rates, problem, &base);
     let search = Search::new(rates, problem, numerics, base);
     let least = search.least(|tiles, config, least| {
@@ -261,7 +260,7 @@ pub fn choose(
 mod tests {
     use super::super::testing::config;
     use super::*;
-    use crate::backend::cuda::gpu::rates::H200;
+    use crate::backend::cuda::family::H200;
     use crate::backend::cuda::program::support;
     use crate::backend::cuda::tuned::agree;
     use crate::element::DType;

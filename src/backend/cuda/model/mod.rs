@@ -3,7 +3,7 @@
 //! The model knows waves of tiles ([`tiles`]). The limit of a wave is the tensor cores, the loads of each
 //! multiprocessor, the loads of all multiprocessors from the L2 cache, or device memory. The model knows when gathered
 //! rows arrive ([`gather`]), and when partial sums have been made and moved ([`sums`]). It plays the tiles through in
-//! their order, with a few rates of the device ([`rates`](crate::backend::cuda::gpu::rates)). Times are in
+//! their order, with a few rates of the device ([`rates`](crate::backend::cuda::family::rates)). Times are in
 //! microseconds. Numbers that were [fitted] to measurements stand in tables.
 //!
 //! What is chosen is asked for in four steps: the candidates, those that fit, what each costs, and the least
@@ -25,9 +25,9 @@ use search::{Least, Search};
 use tiles::Tiles;
 use tuned::Measured;
 
-use crate::backend::cuda::gpu::kernels::{Variant, WIDEST};
-use crate::backend::cuda::gpu::rates::Rates;
-use crate::backend::cuda::program::block_table::TARGETS;
+use crate::backend::cuda::family::Variant;
+use crate::backend::cuda::family::launch::TARGETS;
+use crate::backend::cuda::family::rates::Rates;
 use crate::explanation::Prediction;
 use crate::schedule::plan::chunks::rows_of_rail_chunk;
 use crate::schedule::plan::partial_sums;
@@ -60,7 +60,11 @@ pub fn choose(
     if pushes && near.is_none() && (2..=TARGETS).contains(&problem.layout.world()) {
         return sums::choose(rates, problem, numerics);
     }
-    let base = near.unwrap_or(Config::new(WIDEST, Chunking::new(1), Route::Pull));
+    let base = near.unwrap_or(Config::new(
+        rates.family.widest(),
+        Chunking::new(1),
+        Route::Pull,
+    ));
     tiled(rates, problem, numerics, base).config
 }
 
@@ -71,8 +75,8 @@ pub fn choose(
 /// tiles of a chunk are left to make when the last rows have come, or a row of tiles has to be made before the first
 /// partials can go. So tiles are better whose rows take few waves, and for sums low ones.
 pub fn over_hosts(rates: &Rates, problem: &Problem, numerics: Numerics, network: f64) -> Config {
-    if problem.operation.sends_product() && is_better_first(problem) {
-        let base = Config::new(WIDEST, Chunking::new(1), Route::Pull);
+    if problem.operation.sends_product() && is_better_first(rates, problem) {
+        let base = Config::new(rates.family.widest(), Chunking::new(1), Route::Pull);
         return tiled(rates, problem, numerics, base).config;
     }
     pushed_over_hosts(rates, problem, numerics, network)
@@ -87,10 +91,11 @@ pub fn pushed_over_hosts(
 ) -> Config {
     let m = problem.layout.m();
     let is_sent = problem.operation.sends_product();
+    let widest = rates.family.widest();
     let tile = if is_sent && m < fitted::search::MANY_ROWS_OVER_HOSTS {
-        WIDEST.with_cluster(1, 1)
+        widest.with_cluster(1, 1)
     } else {
-        WIDEST
+        widest
     };
     let base = Config::new(tile, Chunking::new(1), Route::Push);
     let sent = time_of_network(problem, network);
@@ -109,12 +114,12 @@ pub fn pushed_over_hosts(
 
 /// True if all ranks get few sums, or if the tiles of each owner's rows would be at least twice as many as the tiles of all
 /// rows. Each tile reads its part of the weight. Ranks whose K differ agree on it.
-fn is_better_first(problem: &Problem) -> bool {
+fn is_better_first(rates: &Rates, problem: &Problem) -> bool {
     let layout = &problem.layout;
     if sends_all_partials(problem) {
         return true;
     }
-    let tiles = |rows: usize| rows.div_ceil(WIDEST.m);
+    let tiles = |rows: usize| rows.div_ceil(rates.family.widest().m);
     let apart: usize = layout.rows().into_iter().map(tiles).sum();
     apart >= 2 * tiles(layout.m())
 }
@@ -262,6 +267,7 @@ fn tiled(rates: &Rates, problem: &Problem, numerics: Numerics, base: Config) -> 
 #[cfg(test)]
 mod testing {
     use super::*;
+    use crate::backend::cuda::family::H200;
     use crate::backend::cuda::gpu::kernels::configs;
     use crate::element::DType;
 
@@ -278,7 +284,8 @@ mod testing {
             [tile.m, tile.n, tile.cluster_m, tile.cluster_n, tile.split_k] == shape
         };
         let mut all = configs(
-            Config::new(WIDEST, chunking, route),
+            H200.family,
+            Config::new(H200.family.widest(), chunking, route),
             Variant::Forms,
             [DType::Bf16; 2],
             &Default::default(),
@@ -291,8 +298,8 @@ mod testing {
 mod tests {
     use super::testing::config;
     use super::*;
+    use crate::backend::cuda::family::H200;
     use crate::backend::cuda::gpu::kernels::configs;
-    use crate::backend::cuda::gpu::rates::H200;
     use crate::backend::cuda::program::support;
     use crate::element::DType;
     use crate::schedule::Operation;
@@ -518,7 +525,8 @@ mod tests {
             (least * (most / least).powf(fraction)) as usize
         };
         let mut unused: Vec<Config> = configs(
-            Config::new(WIDEST, Chunking::new(1), Route::Pull),
+            H200.family,
+            Config::new(H200.family.widest(), Chunking::new(1), Route::Pull),
             Variant::Forms,
             [DType::Bf16; 2],
             &Default::default(),
@@ -534,7 +542,9 @@ mod tests {
             ] {
                 let problem = problem(operation, m, n, k);
                 let tile = choose(&H200, &problem, Numerics::Fast, true, None).tile;
-                let kernel = tile.with_k_slices(1).with_group_m(WIDEST.group_m);
+                let kernel = tile
+                    .with_k_slices(1)
+                    .with_group_m(H200.family.widest().group_m);
                 unused.retain(|config| config.tile != kernel);
             }
         }

@@ -4,19 +4,27 @@
 use super::fitted::search as fitted;
 use super::tiles::{self, Tiles};
 use super::variant_of;
-use crate::backend::cuda::gpu::kernels::{self, Variant, WIDEST, swaps_ab};
-use crate::backend::cuda::gpu::rates::Rates;
+use crate::backend::cuda::family::Variant;
+use crate::backend::cuda::family::rates::Rates;
+use crate::backend::cuda::gpu::kernels;
 use crate::backend::cuda::program::k_slices;
 use crate::schedule::{Config, Form, Numerics, Problem};
 
 /// `base` with the shape of each kernel of this variant that multiplies the problem's types in this form.
 pub fn candidates(
+    rates: &Rates,
     base: Config,
     variant: Variant,
     problem: &Problem,
     form: &Form,
 ) -> impl Iterator<Item = Config> + use<> {
-    kernels::configs(base, variant, problem.dtypes.multiplied(), form)
+    kernels::configs(
+        rates.family,
+        base,
+        variant,
+        problem.dtypes.multiplied(),
+        form,
+    )
 }
 
 /// Whether the device has multiprocessors for a cluster of the kernel, and whether the kernel's bits depend only on
@@ -82,10 +90,10 @@ impl<'a> Search<'a> {
     pub fn least(&self, cost: impl Fn(&Tiles, &Config, f64) -> f64) -> Least {
         let Search { rates, problem, .. } = *self;
         let mut least = Least::or(self.base);
-        let candidates = candidates(self.base, self.variant, problem, &problem.form);
+        let candidates = candidates(rates, self.base, self.variant, problem, &problem.form);
         // The configuration is changed in place, because copying one takes as long as a part of the prediction.
         for mut config in candidates.filter(|config| self.fits(config)) {
-            config.tile.group_m = group_m(&config, problem.layout.m());
+            config.tile.group_m = group_m(rates, &config, problem.layout.m());
             let tiles = Tiles::of(rates, problem, &config);
             least.consider(&config, cost(&tiles, &config, least.cost));
             // Slices would not help: the tiles take longer than the least even if they filled all multiprocessors.
@@ -120,7 +128,7 @@ impl<'a> Search<'a> {
         let can = self.numerics != Numerics::Invariant
             && self.variant == Variant::Forms
             && config.tile.split_k == 1
-            && !(problem.form.gated && swaps_ab(config));
+            && self.rates.family.adds_slices(config, problem.form.gated);
         if can && (problem.layout.m() > fitted::FEW_ROWS || tiles::begins_early(problem)) {
             fitted::MOST_SLICES
         } else {
@@ -134,8 +142,8 @@ impl<'a> Search<'a> {
 /// Single CTAs with successive tiles lie on one GPC, up to 16 at a time, and what they load at about the same time
 /// comes from the L2 cache once. Fewest bytes come if they have about a square of the output. Ranks whose N or K differ
 /// agree on it.
-fn group_m(config: &Config, m: usize) -> usize {
-    let most = WIDEST.group_m;
+fn group_m(rates: &Rates, config: &Config, m: usize) -> usize {
+    let most = rates.family.widest().group_m;
     let tile = &config.tile;
     if tile.ctas() > 1 || m.div_ceil(tile.m) <= most {
         return most;

@@ -12,10 +12,10 @@ use std::ops::Range;
 
 use super::fitted::sums as fitted;
 use super::search::Least;
-use super::tiles::{Arithmetic, Tiles};
+use super::tiles::Tiles;
 use super::{search, tiled};
-use crate::backend::cuda::gpu::kernels::{Variant, WIDEST, swaps_ab};
-use crate::backend::cuda::gpu::rates::Rates;
+use crate::backend::cuda::family::rates::Rates;
+use crate::backend::cuda::family::{Arithmetic, Variant};
 use crate::backend::cuda::program::low_latency::fits;
 use crate::explanation::Prediction;
 use crate::schedule::plan::partial_sums::{agree, pieces};
@@ -54,7 +54,7 @@ pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Predict
 }
 
 /// What stores and sums take that follow the product.
-fn behind(problem: &Problem) -> f64 {
+fn behind(rates: &Rates, problem: &Problem) -> f64 {
     let [m, n, world] = [problem.layout.m(), problem.n, problem.layout.world()];
     let row = (n * problem.dtypes.partials.bytes()) as f64;
     let share = m.div_ceil(world) as f64 * row;
@@ -62,7 +62,7 @@ fn behind(problem: &Problem) -> f64 {
     let step = |bytes: f64| fitted::FOLLOWING_KERNEL + bytes / fitted::FOLLOWING_BYTES;
     if !problem.operation.result.is_for_all() {
         step(others * share)
-    } else if is_one_shot(problem, &BEHIND) {
+    } else if is_one_shot(problem, &following(rates)) {
         step(others * m as f64 * row)
     } else {
         // A gather follows.
@@ -73,7 +73,7 @@ fn behind(problem: &Problem) -> f64 {
 /// Microseconds of an operation with this configuration.
 pub fn time(rates: &Rates, stores: Stores, problem: &Problem, config: &Config) -> f64 {
     if config.stores_behind() {
-        return Tiles::of(rates, problem, config).cold() + behind(problem);
+        return Tiles::of(rates, problem, config).cold() + behind(rates, problem);
     }
     let kernel = KernelModel {
         stores,
@@ -83,10 +83,16 @@ pub fn time(rates: &Rates, stores: Stores, problem: &Problem, config: &Config) -
 }
 
 /// The base of all candidates, and the choice if there are no candidates.
-const WHOLE: Config = Config::new(WIDEST, Chunking::new(1), Route::Push);
+fn whole(rates: &Rates) -> Config {
+    Config::new(rates.family.widest(), Chunking::new(1), Route::Push)
+}
 
 /// The base of those whose partials are stored behind the product.
-const BEHIND: Config = WHOLE.with_route(Route::Store).with_product_first(true);
+fn following(rates: &Rates) -> Config {
+    whole(rates)
+        .with_route(Route::Store)
+        .with_product_first(true)
+}
 
 /// The configuration with the shortest predicted time. Ranks whose K differ get configurations that agree.
 pub fn choose(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
@@ -94,7 +100,7 @@ pub fn choose(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
     if alike.stores_behind() {
         return tiled(rates, problem, numerics, alike).config;
     }
-    let candidates = candidates(problem, &problem.form, alike)
+    let candidates = candidates(rates, problem, &problem.form, alike)
         .filter(|config| agree(problem, config, &alike) && search::fits(rates, numerics, config));
     let kernels: Vec<KernelModel> = candidates
         .map(|config| KernelModel::new(rates, problem, problem.layout.k(), config))
@@ -105,21 +111,24 @@ pub fn choose(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
     least(models.filter(|[model]| model.can_run()), alike).config
 }
 
-/// `base` with the shape of each kernel that can make sums. Those that swap operands make few rows.
+/// `base` with the shape of each kernel that can make sums. Those that add no partials make few rows.
 fn candidates(
+    rates: &Rates,
     problem: &Problem,
     form: &Form,
     base: Config,
 ) -> impl Iterator<Item = Config> + use<> {
-    let of = |variant| search::candidates(base, variant, problem, form);
-    of(Variant::Sums).chain(of(Variant::LowLatency).filter(swaps_ab))
+    let of = |variant| search::candidates(rates, base, variant, problem, form);
+    let family = rates.family;
+    let makes_few = move |config: &Config| !family.adds_partials(config);
+    of(Variant::Sums).chain(of(Variant::LowLatency).filter(makes_few))
 }
 
 /// The routes, panels and chunks of the last panel that are considered.
-fn cuts(problem: &Problem) -> &'static [(Route, usize, usize)] {
+fn cuts(rates: &Rates, problem: &Problem) -> &'static [(Route, usize, usize)] {
     let is_for_all = problem.operation.result.is_for_all();
     match is_for_all {
-        true if is_one_shot(problem, &WHOLE) => &[(Route::Store, 1, 1)],
+        true if is_one_shot(problem, &whole(rates)) => &[(Route::Store, 1, 1)],
         false => &[
             (Route::Store, 1, 1),
             (Route::Store, 1, 2),
@@ -142,33 +151,35 @@ fn cuts(problem: &Problem) -> &'static [(Route, usize, usize)] {
 /// What the ranks agree on, independent of K: the route, the pieces and, for one-shot partials, the tiles.
 fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
     // The choice does not depend on the layout of a rank's weight either.
-    let kernels: Vec<[KernelModel; 2]> = candidates(problem, &Form::default(), WHOLE)
+    let kernels: Vec<[KernelModel; 2]> = candidates(rates, problem, &Form::default(), whole(rates))
         .filter(|config| search::fits(rates, numerics, config))
         .map(|config| fitted::DEPTHS.map(|depth| KernelModel::new(rates, problem, depth, config)))
         .collect();
     let models = || {
-        cuts(problem).iter().flat_map(|&(route, count, last)| {
-            let chunking = Chunking::new(count).with_last(last);
-            let with = move |kernel| Model::new(problem, kernel, route, chunking);
-            let models = kernels
-                .iter()
-                .map(move |kernels| kernels.each_ref().map(with));
-            models.filter(|[model, _]| model.can_run())
-        })
+        cuts(rates, problem)
+            .iter()
+            .flat_map(|&(route, count, last)| {
+                let chunking = Chunking::new(count).with_last(last);
+                let with = move |kernel| Model::new(problem, kernel, route, chunking);
+                let models = kernels
+                    .iter()
+                    .map(move |kernels| kernels.each_ref().map(with));
+                models.filter(|[model, _]| model.can_run())
+            })
     };
     // So few rows fit one tile, and low latency sends them the fastest. If some kernels can do so, one of these is
     // chosen.
     if problem.layout.m() <= LOW_ROWS {
         let low_latency = models().filter(|[model, _]| model.is_low_latency());
-        let least = least(low_latency, WHOLE);
+        let least = least(low_latency, whole(rates));
         if least.cost.is_finite() {
             return least.config;
         }
     }
-    let least = least(models(), WHOLE);
+    let least = least(models(), whole(rates));
     let behind = mean(fitted::DEPTHS.map(|depth| time_behind(rates, problem, numerics, depth)));
     if behind < fitted::FOLLOWING_WORTH * least.cost {
-        BEHIND
+        following(rates)
     } else {
         least.config
     }
@@ -183,7 +194,7 @@ fn time_behind(rates: &Rates, problem: &Problem, numerics: Numerics, depth: usiz
         layout,
         ..problem.clone()
     };
-    tiled(rates, &problem, numerics, BEHIND).cost + behind(&problem)
+    tiled(rates, &problem, numerics, following(rates)).cost + behind(rates, &problem)
 }
 
 /// The configuration with the shortest time, or `base` without any. Each is given by its models for several K, and
@@ -235,6 +246,7 @@ fn sent(problem: &Problem, config: &Config) -> Option<Vec<(Piece, usize)>> {
 struct KernelModel {
     /// Chunking and route are ignored.
     config: Config,
+    adds_partials: bool,
     /// Tiles that are made at the same time.
     slots: usize,
     columns: usize,
@@ -249,10 +261,11 @@ impl KernelModel {
     /// `depth`: the K that is summed over.
     fn new(rates: &Rates, problem: &Problem, depth: usize, config: Config) -> KernelModel {
         let shape = [problem.layout.m(), problem.n, depth];
-        let arithmetic = Arithmetic::of(problem, &config);
+        let arithmetic = Arithmetic::of(rates.family, problem, &config);
         let tiles = Tiles::new(rates, &config, Variant::Sums, shape, arithmetic);
         let of_tile = tiles.wave(tiles.slots.min(tiles.entries));
         KernelModel {
+            adds_partials: rates.family.adds_partials(&config),
             config,
             slots: tiles.slots,
             columns: tiles.columns,
@@ -294,7 +307,7 @@ impl<'a> Model<'a> {
 
     /// Whether there is such a kernel.
     fn can_run(&self) -> bool {
-        !swaps_ab(&self.config) || self.is_low_latency()
+        self.kernel.adds_partials || self.is_low_latency()
     }
 
     /// Whether partials go both ways in one step in low-latency areas.
@@ -399,8 +412,8 @@ impl<'a> Model<'a> {
 mod tests {
     use super::super::testing::config;
     use super::*;
-    use crate::backend::cuda::gpu::rates::H200;
-    use crate::backend::cuda::program::block_table::TARGETS;
+    use crate::backend::cuda::family::H200;
+    use crate::backend::cuda::family::launch::TARGETS;
     use crate::backend::cuda::program::support;
     use crate::element::DType;
     use crate::schedule::Layout;
@@ -475,9 +488,10 @@ mod tests {
                 (&[300; 8], 256),
             ] {
                 let problem = problem(operation, rows, n, 4096);
-                let kernels: Vec<KernelModel> = candidates(&problem, &Form::default(), WHOLE)
-                    .map(|config| KernelModel::new(&H200, &problem, 4096, config))
-                    .collect();
+                let kernels: Vec<KernelModel> =
+                    candidates(&H200, &problem, &Form::default(), whole(&H200))
+                        .map(|config| KernelModel::new(&H200, &problem, 4096, config))
+                        .collect();
                 for (route, count, last) in [Route::Store, Route::Push]
                     .into_iter()
                     .flat_map(|route| [(route, 1, 1), (route, 1, 2), (route, 4, 1)])
@@ -548,7 +562,7 @@ mod tests {
         ];
         for (operation, [m, n, k], micros) in MEASURED {
             let problem = problem(operation, &[m / 2, m - m / 2], n, k);
-            let config = tiled(&H200, &problem, Numerics::Fast, BEHIND).config;
+            let config = tiled(&H200, &problem, Numerics::Fast, following(&H200)).config;
             let predicted = predict(&H200, &problem, &config);
             let off = micros / predicted.last().unwrap().micros - 1.0;
             assert!(off.abs() < 1.0 / 7.0, "{operation} {m} {n} {k}: {off}");

@@ -1,89 +1,14 @@
 //! Predicts how long the tiles of a product take, wave by wave.
 
-use super::fitted::{fp8, search, tiles as fitted};
+use super::fitted::{search, tiles as fitted};
 use super::variant_of;
-use crate::backend::cuda::gpu::kernels::{self, Variant};
-use crate::backend::cuda::gpu::rates::Rates;
+use crate::backend::cuda::family::rates::Rates;
+use crate::backend::cuda::family::{Arithmetic, Variant};
 use crate::backend::cuda::program::quantized::{fit, result_bytes};
 use crate::schedule::{Config, Problem, TileShape};
 
 /// Bytes of a line of the L2 cache.
 const LINE: usize = 128;
-
-/// How elements are multiplied.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Arithmetic {
-    /// Elements of 16 bits.
-    Half,
-    /// fp8, whose sums are promoted.
-    Promoted,
-    /// fp8, whose blocks have scales.
-    Scaled,
-    /// fp8, whose sums are not promoted.
-    Fast,
-}
-
-impl Arithmetic {
-    /// How the kernel of a configuration multiplies.
-    pub fn of(problem: &Problem, config: &Config) -> Arithmetic {
-        match problem.dtypes.operands.is_fp8() {
-            false => Arithmetic::Half,
-            true if problem.form.a_scaling.has_blocks() => Arithmetic::Scaled,
-            true if problem.form.is_fast() && kernels::can_be_fast(config) => Arithmetic::Fast,
-            true => Arithmetic::Promoted,
-        }
-    }
-
-    /// Bytes of an element.
-    fn bytes(self) -> usize {
-        match self {
-            Arithmetic::Half => 2,
-            Arithmetic::Promoted | Arithmetic::Scaled | Arithmetic::Fast => 1,
-        }
-    }
-
-    /// The time that a step of a tile's products takes.
-    fn step(self, rates: &Rates, tile: &TileShape) -> f64 {
-        let operations = (2 * tile.m * tile.n * tile.k) as f64;
-        match self {
-            Arithmetic::Half => operations / rates.operations + rates.step,
-            Arithmetic::Promoted => {
-                let promoted = operations / rates.promoted + rates.promoted_step;
-                promoted * hidden(tile)
-            }
-            Arithmetic::Scaled => {
-                let beside = rates.promoted_step + scales_of_small(tile);
-                (operations / rates.scaled + beside) * mixed(tile)
-            }
-            Arithmetic::Fast => operations / (fp8::FAST * rates.promoted) + rates.step,
-        }
-    }
-}
-
-/// The part of a step's time, because some tiles have registers for two parts of a step.
-fn hidden(tile: &TileShape) -> f64 {
-    if (144..=192).contains(&tile.n) {
-        fp8::TWO_PARTS
-    } else {
-        1.0
-    }
-}
-
-/// How much longer a step takes if blocks have scales, in microseconds.
-fn scales_of_small(tile: &TileShape) -> f64 {
-    match tile.m {
-        _ if tile.m * tile.n >= fp8::SMALL_TILE => 0.0,
-        64 => fp8::SCALES_OF_64_ROWS,
-        _ => fp8::SCALES_OF_SMALL,
-    }
-}
-
-/// The part of a step's time, if columns of a tile have scales of several blocks.
-fn mixed(tile: &TileShape) -> f64 {
-    let blocks = fp8::MIXED_BLOCKS.iter();
-    let found = blocks.copied().find(|(columns, _)| *columns == tile.n);
-    found.map_or(1.0, |(_, factor)| factor)
-}
 
 /// The tiles of a product of M rows, N columns and depth K.
 #[derive(Clone, Copy, Debug)]
@@ -170,7 +95,14 @@ fn quantized_behind(rates: &Rates, problem: &Problem, config: &Config) -> f64 {
         &form.widths
     };
     let (gated, of) = (form.gated, form.quantization);
-    match result_bytes(config, gated, of, layout.m(), widths.iter().copied()) {
+    match result_bytes(
+        rates.family,
+        config,
+        gated,
+        of,
+        layout.m(),
+        widths.iter().copied(),
+    ) {
         None => 0.0,
         Some(bytes) if !fit(config, bytes) => f64::INFINITY,
         Some(bytes) => fitted::QUANTIZE_LAUNCH + TWICE * bytes as f64 / rates.read,
@@ -237,7 +169,7 @@ impl<'a> Tiles<'a> {
         };
         let shape = [problem.layout.m(), n, problem.layout.k()];
         let variant = variant_of(problem, config);
-        let arithmetic = Arithmetic::of(problem, config);
+        let arithmetic = Arithmetic::of(rates.family, problem, config);
         let tiles = Tiles::new(rates, config, variant, shape, arithmetic);
         let gathered = !problem.operation.sends_product() && problem.layout.world() > 1;
         // Rows arrive at some CTAs' tiles before others', so these CTAs do not load at the same time.
@@ -266,7 +198,10 @@ impl<'a> Tiles<'a> {
         arithmetic: Arithmetic,
     ) -> Self {
         let tile = &config.tile;
-        let (bytes, products) = (arithmetic.bytes(), arithmetic.step(rates, tile));
+        let (bytes, products) = (
+            arithmetic.bytes(),
+            rates.family.step(rates, arithmetic, tile),
+        );
         let ctas = tile.ctas();
         let multiprocessors = rates
             .multiprocessors
@@ -288,13 +223,9 @@ impl<'a> Tiles<'a> {
         };
         let counts = [m.div_ceil(rows), n.div_ceil(config.entry_columns())];
         let read = ((m + n) * k * bytes) as f64 / (entries as f64 * steps);
-        let column = if kernels::swaps_ab(config) {
-            rates.swap_ab_column
-        } else {
-            rates.column
-        };
+        let column = rates.family.column(rates, config);
         let beside = column * area / 128.0 + joining(rates, tile.split_k, area);
-        let by_turns = kernels::is_pingpong(config, variant);
+        let by_turns = rates.family.stores_by_turns(config, variant);
         // The last entry's stores have no products to lie under.
         let last = if by_turns { beside } else { 0.0 };
         Tiles {
@@ -410,7 +341,7 @@ fn joining(rates: &Rates, ctas: usize, area: f64) -> f64 {
 mod tests {
     use super::super::testing::{config, config_of};
     use super::*;
-    use crate::backend::cuda::gpu::rates::H200;
+    use crate::backend::cuda::family::H200;
     use crate::schedule::{Chunking, Route};
 
     /// M, N, K, the shape, and the microseconds that an H200 took. Of the shapes for which a kernel was the fastest or

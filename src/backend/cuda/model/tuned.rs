@@ -8,7 +8,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::backend::cuda::gpu::kernels::{Variant, configs};
+use crate::backend::cuda::family::{Family, Variant};
+use crate::backend::cuda::gpu::kernels::configs;
 use crate::element::DType;
 use crate::error::{Error, Kind, Result};
 use crate::json::config::{self, ConfigJson};
@@ -93,12 +94,23 @@ impl Table {
     ///
     /// # Errors
     /// [`Kind::System`] if the user's table can't be read, or has an invalid line.
-    pub fn load(rank: usize, gpu: &str, world: usize) -> Result<Table> {
-        Table::read(std::env::var_os(VARIABLE), rank, gpu, world)
+    pub fn load(
+        rank: usize,
+        family: &'static dyn Family,
+        gpu: &str,
+        world: usize,
+    ) -> Result<Table> {
+        Table::read(std::env::var_os(VARIABLE), rank, family, gpu, world)
     }
 
     /// The same, with the variable's value.
-    fn read(value: Option<OsString>, rank: usize, gpu: &str, world: usize) -> Result<Table> {
+    fn read(
+        value: Option<OsString>,
+        rank: usize,
+        family: &'static dyn Family,
+        gpu: &str,
+        world: usize,
+    ) -> Result<Table> {
         let mut lines = Vec::new();
         if value.as_ref().is_some_and(|value| value == NONE) {
             return Ok(Table(lines));
@@ -106,7 +118,8 @@ impl Table {
         if let Some(path) = value.map(PathBuf::from) {
             let action = format!("read {} ({VARIABLE})", path.display());
             let text = fs::read_to_string(&path).map_err(Error::system(rank, &action))?;
-            let parsed = parse(&text, gpu, world, &mut lines).and_then(|()| has_kernels(&lines));
+            let parsed = parse(&text, gpu, world, &mut lines);
+            let parsed = parsed.and_then(|()| has_kernels(family, &lines));
             parsed.map_err(|reason| Kind::System { action, reason }.on(rank))?;
         }
         // A test checks that it can be read.
@@ -151,9 +164,10 @@ impl Table {
 }
 
 /// Checks that the library still has the kernels that were the fastest.
-fn has_kernels(lines: &[Winner]) -> Result<(), String> {
+fn has_kernels(family: &'static dyn Family, lines: &[Winner]) -> Result<(), String> {
     let is_there = |line: &Winner| {
         let mut configs = configs(
+            family,
             line.config,
             Variant::Forms,
             [line.dtype; 2],
@@ -193,6 +207,7 @@ fn parse(text: &str, gpu: &str, world: usize, lines: &mut Vec<Winner>) -> Result
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::cuda::family::H200;
     use crate::schedule::{Layout, TileShape};
 
     const LINE: &str = r#"{"gpu":"GPU","world":4,"operation":"all_gather_matmul","dtype":"Bf16","m":4096,"n":1792,"k":4096,"config":{"tile":{"m":128,"n":224,"k":64,"stages":4,"cluster":2,"split_k":1,"group_m":8},"chunking":{"count":2,"last":2,"cut_last":true},"route":"Push"},"us":101.5}"#;
@@ -236,12 +251,12 @@ mod tests {
             .map(|line| serde_json::from_str(line).unwrap())
             .collect();
         assert!(lines.len() > 10);
-        assert_eq!(has_kernels(&lines), Ok(()));
+        assert_eq!(has_kernels(H200.family, &lines), Ok(()));
     }
 
     #[test]
     fn a_line_of_a_kernel_that_is_gone_is_refused_and_the_error_names_it() {
-        let of = |line: &str| has_kernels(&table(line, "GPU", 4).unwrap().0);
+        let of = |line: &str| has_kernels(H200.family, &table(line, "GPU", 4).unwrap().0);
         assert_eq!(of(LINE), Ok(()));
         let error = of(&line(4096, 1792, 2, 48)).unwrap_err();
         assert!(
@@ -252,7 +267,9 @@ mod tests {
 
     #[test]
     fn the_variable_names_a_table_or_says_that_there_is_none() {
-        let read = |value: Option<&str>| Table::read(value.map(Into::into), 1, "NVIDIA H200", 2);
+        let read = |value: Option<&str>| {
+            Table::read(value.map(Into::into), 1, H200.family, "NVIDIA H200", 2)
+        };
         let lines = |value| read(value).unwrap().0.len();
         assert!(lines(None) > 0);
         assert_eq!(lines(Some("none")), 0);

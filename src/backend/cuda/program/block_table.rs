@@ -3,10 +3,11 @@
 use std::ops::Range;
 
 use crate::backend::cuda::abi::{
-    GEMMESH_ADDED, GEMMESH_COPIED, GEMMESH_FINISHED, GEMMESH_MAX_TARGETS, GEMMESH_PARTIAL,
-    GEMMESH_STORE_ROWS, GEMMESH_UNTOLD, GemmeshBlock, GemmeshStore,
+    GEMMESH_ADDED, GEMMESH_COPIED, GEMMESH_FINISHED, GEMMESH_PARTIAL, GEMMESH_STORE_ROWS,
+    GEMMESH_UNTOLD, GemmeshBlock, GemmeshStore,
 };
-use crate::backend::cuda::gpu::kernels::storing_warps;
+use crate::backend::cuda::family::Family;
+use crate::backend::cuda::family::launch::TARGETS;
 #[cfg(doc)]
 use crate::error::Kind;
 use crate::error::{Error, Result};
@@ -14,9 +15,6 @@ use crate::schedule::limits::{limit, require};
 use crate::schedule::plan::matrices::PARTIALS;
 use crate::schedule::plan::partials::STORED_ROWS;
 use crate::schedule::{Addend, Agreed, OutputBlock, Product, Route, Schedule, Sum, Transfer};
-
-/// The most ranks whose memory a kernel stores tiles to, counted around the ring from this rank, which is included.
-pub const TARGETS: usize = GEMMESH_MAX_TARGETS as usize;
 
 /// Where the rows of all blocks go: sums to one matrix, partials to a second one.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -155,11 +153,12 @@ pub struct BlockTables {
 }
 
 impl BlockTables {
-    pub fn of(schedule: &Schedule, places: &Places) -> BlockTables {
+    pub fn of(family: &dyn Family, schedule: &Schedule, places: &Places) -> BlockTables {
         let mut tables = BlockTables::default();
         let Some(product) = schedule.product() else {
             return tables;
         };
+        let warps = family.storing_warps() * product.config.tile.cluster_m as u32;
         let mut tiles = vec![0u32; product.blocks.len()];
         for tile in schedule.tiles() {
             tiles[tile.block as usize] += 1;
@@ -171,20 +170,19 @@ impl BlockTables {
             }
         }
         for ((block, sent), tiles) in product.blocks.iter().zip(sent).zip(tiles) {
-            tables.add(schedule, places, product, block, &sent, tiles);
+            tables.add(schedule, places, block, &sent, tiles * warps);
         }
         tables
     }
 
-    /// Adds a block of `tiles` tiles. `sent`: its transfers.
+    /// Adds a block. `sent`: its transfers. `reports`: the number of reports that all of its rows are stored.
     fn add(
         &mut self,
         schedule: &Schedule,
         places: &Places,
-        product: &Product,
         OutputBlock { rows, sum, .. }: &OutputBlock,
         sent: &[&Transfer],
-        tiles: u32,
+        reports: u32,
     ) {
         let is_sum = !sum.addends.is_empty();
         // The number of this rank's tensor map, and the matrix's row at which the maps begin.
@@ -227,11 +225,7 @@ impl BlockTables {
                 (true, false) => GEMMESH_ADDED,
                 (true, true) => GEMMESH_FINISHED,
             } as u16,
-            reports: if sent.is_empty() {
-                0
-            } else {
-                tiles * storing_warps(&product.config)
-            },
+            reports: if sent.is_empty() { 0 } else { reports },
         });
     }
 

@@ -67,16 +67,27 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::backend::cuda::gpu::kernels::{CONSUMER_WARPS, Variant, WIDEST, configs};
-    use crate::backend::cuda::gpu::workspace::COUNTS;
+    use crate::backend::cuda::family::{H200, Variant};
+    use crate::backend::cuda::gpu::kernels::configs;
+    use crate::backend::cuda::gpu::workspace::counts;
     use crate::element::DType;
     use crate::error::Kind;
     use crate::schedule::{Chunking, Route};
 
     fn with_slices(count: usize) -> impl Iterator<Item = Config> {
-        let base = Config::new(WIDEST.with_k_slices(count), Chunking::new(1), Route::Pull);
-        configs(base, Variant::Forms, [DType::Bf16; 2], &Default::default())
-            .filter(move |config| config.tile.k_slices == count)
+        let base = Config::new(
+            H200.family.widest().with_k_slices(count),
+            Chunking::new(1),
+            Route::Pull,
+        );
+        configs(
+            H200.family,
+            base,
+            Variant::Forms,
+            [DType::Bf16; 2],
+            &Default::default(),
+        )
+        .filter(move |config| config.tile.k_slices == count)
     }
 
     #[test]
@@ -104,7 +115,10 @@ mod tests {
     fn there_is_a_count_for_each_warp_of_as_many_tiles_as_there_is_room_for() {
         for config in with_slices(2) {
             let ctas = BYTES / (config.tile.m * config.tile.n * size_of::<f32>());
-            assert!(ctas * CONSUMER_WARPS as usize <= COUNTS, "{config:?}");
+            assert!(
+                ctas * H200.family.storing_warps() as usize <= counts(H200.family),
+                "{config:?}"
+            );
         }
     }
 

@@ -9,12 +9,12 @@ use super::operands::{self, Operands};
 use super::params::{self, CallNumbers};
 use super::product::ProductKernel;
 use super::quantized::QuantizedBehind;
-use super::sm90::Maps;
 use crate::backend::cuda::abi::{
     GEMMESH_IDENTITY, GEMMESH_STORED_E4M3, GEMMESH_STORED_OUTPUT, GemmeshOutput, GemmeshParams,
     GemmeshQuantization, GemmeshTraceEvent,
 };
 use crate::backend::cuda::driver::{DeviceMemory, Function};
+use crate::backend::cuda::family::launch::KernelArguments;
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::gpu::reclaim::Deferred;
 use crate::error::Result;
@@ -25,7 +25,7 @@ use crate::schedule::{MAX_WEIGHTS, Product, Schedule};
 pub struct ProductLaunch<'p> {
     pub kernel: &'p ProductKernel,
     schedule: &'p Schedule,
-    maps: Arc<Maps>,
+    arguments: Arc<dyn KernelArguments>,
     params: GemmeshParams,
     trace: Option<Deferred<DeviceMemory>>,
     /// What is quantised behind the kernel.
@@ -70,7 +70,9 @@ impl<'p> ProductLaunch<'p> {
         };
         params.trace = trace.as_ref().map_or(0, |trace| trace.ptr()) as *mut GemmeshTraceEvent;
         Ok(ProductLaunch {
-            maps: kernel.maps.get(operands.rank, &kernel.instance, matrices)?,
+            arguments: kernel
+                .arguments
+                .get(operands.rank, &kernel.instance, matrices)?,
             kernel,
             schedule,
             params,
@@ -116,8 +118,8 @@ impl<'p> ProductLaunch<'p> {
 
     /// The kernel's arguments, in order.
     pub fn arguments(&self) -> SmallVec<[*mut c_void; 6]> {
-        let sums = self.kernel.sums.as_ref();
-        self.maps.arguments(&self.params, sums)
+        let sums = self.kernel.sums.as_ref().map(|sums| &sums.0);
+        self.arguments.all(&self.params, sums)
     }
 
     /// What the results are quantised by, with its parameters for each output. It is launched behind this kernel.

@@ -3,6 +3,7 @@
 pub mod block_table;
 pub mod collective;
 pub mod k_slices;
+mod known;
 pub mod launch;
 pub mod low_latency;
 pub mod operands;
@@ -11,7 +12,6 @@ pub mod product;
 pub mod quantized;
 pub mod reduction;
 pub mod sends;
-mod sm90;
 pub mod staging;
 pub mod support;
 mod tables;

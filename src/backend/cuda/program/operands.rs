@@ -4,16 +4,17 @@ use std::ffi::c_void;
 
 use smallvec::SmallVec;
 
-use super::block_table::{Places, TARGETS};
+use super::block_table::Places;
 use crate::backend::cuda::abi::{GemmeshOutput, GemmeshOutputScales, GemmeshParams, GemmeshScales};
 use crate::backend::cuda::driver::{DeviceMatrix, DevicePtr};
+use crate::backend::cuda::family::launch::{Matrices, TARGETS};
 use crate::backend::cuda::shared::symmetric::Symmetric;
 use crate::element::DType;
 use crate::error::{Kind, Result};
 use crate::schedule::plan::matrices::MATRICES;
 use crate::schedule::{
     Bias, MAX_WEIGHTS, MatrixSpec, OutputBlock, OutputScales, Product, Route, ScaleMatrix,
-    Schedule, Sum, WeightLayout,
+    Schedule, Sum,
 };
 
 /// A matrix of a call.
@@ -88,21 +89,6 @@ pub fn part(
         columns,
         pitch,
     }
-}
-
-/// The matrices that a product's kernel reads and writes.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Matrices {
-    pub a: DeviceMatrix,
-    pub weights: SmallVec<[DeviceMatrix; MAX_WEIGHTS]>,
-    pub weight_layout: WeightLayout,
-    pub gated: bool,
-    /// By weight: where its tiles go or, for a kernel that adds partials, the addends.
-    pub outputs: SmallVec<[DeviceMatrix; MAX_WEIGHTS]>,
-    /// The type that results are stored in.
-    pub stored: DType,
-    /// Where the tiles of a kernel that adds partials go, in the kernel's numbering.
-    pub targets: Option<[Option<DeviceMatrix>; 2 * TARGETS]>,
 }
 
 /// The matrices that a product's kernel reads and writes.

@@ -4,24 +4,24 @@ use smallvec::SmallVec;
 
 use super::block_table::{Places, is_finished};
 use super::k_slices::{self, SliceEntry};
+use super::known::LastArguments;
 use super::low_latency::LowLatencyRows;
 use super::operands::Finished;
 use super::params::{Fixed, function};
 use super::quantized::QuantizedBehind;
-use super::sm90::KnownMaps;
 use super::support::Destination;
 use super::tables::ProgramTables;
 use crate::Result;
 use crate::backend::cuda::abi::{
-    GEMMESH_IDENTITY, GEMMESH_MAX_WEIGHTS, GEMMESH_STAGE_ROW, GEMMESH_STORED_E4M3,
-    GEMMESH_STORED_F16, GEMMESH_STORED_OUTPUT, GemmeshBlock, GemmeshParams, GemmeshSlice,
-    GemmeshStore, GemmeshSums, GemmeshTile,
+    GEMMESH_IDENTITY, GEMMESH_MAX_WEIGHTS, GEMMESH_STORED_E4M3, GEMMESH_STORED_F16,
+    GEMMESH_STORED_OUTPUT, GemmeshBlock, GemmeshParams, GemmeshSlice, GemmeshStore, GemmeshSums,
+    GemmeshTile,
 };
+use crate::backend::cuda::family::{Family, Variant};
 use crate::backend::cuda::gpu::Gpu;
-use crate::backend::cuda::gpu::kernels::{Instance, Variant, can_be_fast};
+use crate::backend::cuda::gpu::kernels::Instance;
 use crate::backend::cuda::shared::Shared;
 use crate::element::DType;
-use crate::schedule::config::CUT_COLUMNS;
 use crate::schedule::limits::limit;
 use crate::schedule::product::PROMOTED;
 use crate::schedule::{MAX_WEIGHTS, OutputBlock, Product, Reduction, Schedule, Tile, WeightLayout};
@@ -49,7 +49,7 @@ pub struct ProductKernel {
     pub params: Fixed<GemmeshParams>,
     /// The parameters about blocks, if they go to several places.
     pub sums: Option<Fixed<GemmeshSums>>,
-    pub maps: KnownMaps,
+    pub arguments: LastArguments,
 }
 
 /// The kernel that was chosen for a product.
@@ -165,7 +165,7 @@ impl ProductKernel {
             }),
             stored: DType::Bf16,
             params: Fixed(fixed),
-            maps: KnownMaps::default(),
+            arguments: LastArguments::default(),
         };
         // All clusters run at the same time, because those that store rows for peers must not wait for those that wait
         // for rows. CTAs without tiles are only good for storing.
@@ -200,7 +200,7 @@ impl ProductKernel {
         drop(finished);
         self.stored = stored;
         let params = &mut self.params.0;
-        describe(params, product, activation, stored);
+        describe(params, gpu.kernels.family, product, activation, stored);
         params.tiles = tables.tiles as *const GemmeshTile;
         params.tile_count = count as u32;
         if self.entries.is_empty() {
@@ -260,14 +260,20 @@ impl ProductKernel {
 }
 
 /// Sets the parameters about the product.
-fn describe(params: &mut GemmeshParams, product: &Product, activation: u32, stored: DType) {
+fn describe(
+    params: &mut GemmeshParams,
+    family: &dyn Family,
+    product: &Product,
+    activation: u32,
+    stored: DType,
+) {
     params.m = product.m as u32;
     params.k = depth(product) as u32;
     params.activation = activation;
     params.is_gated = product.gated.into();
     params.is_f32 = (stored == DType::F32).into();
     params.stored_type = stored_type(product, stored);
-    params.is_fast = (product.is_fast() && can_be_fast(&product.config)).into();
+    params.is_fast = (product.is_fast() && family.can_be_fast(&product.config)).into();
     params.b_is_kn = (product.weight_layout == WeightLayout::Kn).into();
     params.constant_weights = product.constant_weights.into();
     for (weight, output) in product.weights.iter().zip(&mut params.outputs) {
@@ -339,5 +345,3 @@ fn sums(shared: &Shared, schedule: &Schedule, tables: &ProgramTables) -> Fixed<G
 
 /// Rust and CUDA agree on this limit.
 const _: () = assert!(MAX_WEIGHTS == GEMMESH_MAX_WEIGHTS as usize);
-/// A cut through the columns of `a` lies between two steps of a kernel.
-const _: () = assert!(CUT_COLUMNS.is_multiple_of(GEMMESH_STAGE_ROW as usize));

@@ -9,8 +9,8 @@ use super::reduction::{ReductionKernel, quantized_rows};
 use crate::Result;
 use crate::backend::cuda::abi::GemmeshQuantization;
 use crate::backend::cuda::driver::DevicePtr;
+use crate::backend::cuda::family::Family;
 use crate::backend::cuda::gpu::Gpu;
-use crate::backend::cuda::gpu::kernels;
 use crate::backend::cuda::gpu::workspace::BYTES;
 use crate::element::DType;
 use crate::error;
@@ -31,13 +31,14 @@ pub struct QuantizedBehind {
 
 /// Bytes of the f32 results of outputs of `m` rows and these widths. None if the kernel of `config` quantises them itself.
 pub fn result_bytes(
+    family: &dyn Family,
     config: &Config,
     gated: bool,
     quantization: Option<Quantization>,
     m: usize,
     widths: impl IntoIterator<Item = usize>,
 ) -> Option<usize> {
-    if kernels::quantizes(config, gated, quantization?.scaling) {
+    if family.quantizes(config, gated, quantization?.scaling) {
         return None;
     }
     let bytes = widths.into_iter().map(|n| m.saturating_mul(pitch(n)));
@@ -69,7 +70,9 @@ impl QuantizedBehind {
         let quantization = scales.map(|scales| scales.quantization);
         let (config, gated) = (&product.config, product.gated);
         let widths = product.blocks.iter().map(|b| product.weights[b.weight].n);
-        let Some(bytes) = result_bytes(config, gated, quantization, product.m, widths) else {
+        let family = gpu.kernels.family;
+        let Some(bytes) = result_bytes(family, config, gated, quantization, product.m, widths)
+        else {
             return Ok(None);
         };
         let what = "bytes of f32 results of a product that are quantised behind it";
@@ -131,29 +134,38 @@ impl QuantizedBehind {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::cuda::gpu::kernels::{Variant, WIDEST, configs};
+    use crate::backend::cuda::family::{H200, Variant};
+    use crate::backend::cuda::gpu::kernels::configs;
     use crate::schedule::{Chunking, Form, Route};
 
     fn tiles(dtype: DType) -> Vec<Config> {
-        let base = Config::new(WIDEST, Chunking::new(1), Route::Pull);
-        configs(base, Variant::Forms, [dtype; 2], &Form::default()).collect()
+        let base = Config::new(H200.family.widest(), Chunking::new(1), Route::Pull);
+        configs(
+            H200.family,
+            base,
+            Variant::Forms,
+            [dtype; 2],
+            &Form::default(),
+        )
+        .collect()
     }
 
     #[test]
     fn kernels_whose_tiles_have_whole_blocks_quantise_and_others_leave_results() {
         let [blocks, given] = [Quantization::blocks(), Quantization::tensor()].map(Some);
         for config in tiles(DType::F8E4M3) {
-            let bytes = |gated, of| result_bytes(&config, gated, of, 3, [16, 400]);
+            let bytes = |gated, of| result_bytes(H200.family, &config, gated, of, 3, [16, 400]);
             let left = Some(3 * 4 * 416);
             let [m, n] = [config.tile.m, config.tile.n];
             // In tiles of 64 rows each consumer has half of the columns. With swap_ab all warps have one block together, but
             // not those of several CTAs.
-            let swapped = kernels::swaps_ab(&config) && n == 128 && config.tile.split_k == 1;
+            let swapped =
+                !H200.family.adds_partials(&config) && n == 128 && config.tile.split_k == 1;
             let whole = (m == 128 && n % 128 == 0) || [m, n] == [64, 256] || swapped;
             assert_eq!(bytes(false, blocks), left.filter(|_| !whole), "{config:?}");
             let tile = config.tile.with_k_slices(2);
             let sliced = Config::new(tile, config.chunking, config.route);
-            let is_left = result_bytes(&sliced, false, blocks, 3, [16]).is_some();
+            let is_left = result_bytes(H200.family, &sliced, false, blocks, 3, [16]).is_some();
             assert_eq!(is_left, !whole || swapped, "{config:?}");
             let gated = [m, n] == [128, 256];
             assert_eq!(bytes(true, blocks), left.filter(|_| !gated), "{config:?}");
@@ -161,7 +173,7 @@ mod tests {
             assert_eq!(bytes(false, None), None);
         }
         for config in tiles(DType::Bf16) {
-            let bytes = result_bytes(&config, false, given, 3, [16]);
+            let bytes = result_bytes(H200.family, &config, false, given, 3, [16]);
             assert_eq!(bytes, Some(3 * 64), "{config:?}");
         }
     }

@@ -47,7 +47,7 @@ impl ProgramTables {
         let tasks = tasks(schedule);
         let (sends, send_count) = sends::table(schedule);
         let BlockTables { blocks, stores } = match destination {
-            Destination::Places(places) => BlockTables::of(schedule, places),
+            Destination::Places(places) => BlockTables::of(gpu.kernels.family, schedule, places),
             _ => BlockTables::default(),
         };
         let none_yet = vec![0u32; blocks.len()];

@@ -12,8 +12,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::cuda::driver::{Device, DeviceMapping, DevicePtr, DeviceRegion, Uuid};
+use crate::backend::cuda::family::rates::Rates;
 use crate::backend::cuda::gpu::Gpu;
-use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::gpu::reclaim::Deferred;
 use crate::error::{Error, Kind, MadeCall, Result};
 use crate::ranks::members::{Members, opening};
@@ -255,11 +255,17 @@ pub fn needs_processes(rank: usize) -> Error {
     Kind::Misuse { what: what.into() }.on(rank)
 }
 
-/// Refuses two ranks of one process, and two ranks that share a GPU by accident although there is one for each rank.
-/// (Processes of different hosts may have the same numbers.)
+/// Refuses GPUs of different families, two ranks of one process, and two ranks that share a GPU by accident although there
+/// is one for each rank. (Processes of different hosts may have the same numbers.)
 fn check(ranks: &[Introduction], hosts: &Hosts) -> Result<()> {
     let visible: HashSet<&Uuid> = ranks.iter().flat_map(|rank| &rank.visible).collect();
     for (later, rank) in ranks.iter().enumerate() {
+        let (family, first) = (rank.rates.family, ranks[0].rates.family);
+        if family != first {
+            let (family, first) = (family.name(), first.name());
+            let what = format!("a GPU of family {family} in a group with GPUs of family {first}");
+            return Err(Error::of(later, &opening().name)(Error::unsupported(what)));
+        }
         let near = ranks[..later].iter().enumerate();
         for (earlier, other) in near.filter(|&(earlier, _)| hosts.share(earlier, later)) {
             if (rank.pid, &rank.namespace) == (other.pid, &other.namespace) {
@@ -287,6 +293,7 @@ fn check(ranks: &[Introduction], hosts: &Hosts) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::cuda::family::{H200, named};
 
     fn rank(pid: u32, gpu: u8, visible: &[u8], chosen: bool) -> Introduction {
         Introduction {
@@ -295,7 +302,7 @@ mod tests {
             uuid: [gpu; 16],
             visible: visible.iter().map(|&gpu| [gpu; 16]).collect(),
             chosen,
-            rates: Rates::of(""),
+            rates: H200,
             pushes: true,
         }
     }
@@ -341,6 +348,17 @@ mod tests {
     }
 
     #[test]
+    fn gpus_of_different_families_are_refused_by_name() {
+        let mut ranks = [rank(1, 1, &[1, 2], false), rank(2, 2, &[1, 2], false)];
+        ranks[1].rates.family = named("sm80").unwrap();
+        let words = check(&ranks, &Hosts::default()).unwrap_err().to_string();
+        assert!(
+            words.contains("rank 1") && words.contains("sm80"),
+            "{words}"
+        );
+    }
+
+    #[test]
     fn an_introduction_that_makes_no_sense_is_an_error() {
         for bytes in [&b""[..], b"{}", b"[1,2]", b"{\"pid\":-1}", b"\xff"] {
             assert!(Introduction::parse(bytes).is_err());
@@ -354,6 +372,7 @@ mod tests {
 pub mod fuzzing {
     //! What another rank says of itself.
     use super::*;
+    use crate::backend::cuda::family::H200;
 
     /// Parses each line as an introduction, and checks all that parse together.
     pub fn parse(data: &[u8]) {
@@ -370,7 +389,7 @@ pub mod fuzzing {
             uuid: [200; 16],
             visible: vec![[200; 16], [7; 16]],
             chosen,
-            rates: Rates::of(""),
+            rates: H200,
             pushes: chosen,
         };
         let ranks = [introduction(7, false), introduction(8, true)];

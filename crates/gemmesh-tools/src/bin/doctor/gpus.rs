@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
 use gemmesh::error::Class;
+use gemmesh::tools::has_kernels;
 use gemmesh::tuning::Route;
 use gemmesh::{AllGatherMatmul, Builder, Cuda, Group, bf16};
 use serde::{Deserialize, Serialize};
@@ -16,8 +17,6 @@ use super::measure::{self, Way};
 use super::report::{Backend, Finding, Gpu, GpuSection, Link, Measured, Pair, Product};
 use super::step::Step;
 
-/// The compute capability that the kernels are for.
-const HOPPER: (i32, i32) = (9, 0);
 /// The priorities that the library uses: the lowest, that of copies, and that of the stream that releases waits.
 const PRIORITIES: i32 = 3;
 
@@ -97,7 +96,7 @@ fn judge(gpu: &Gpu, backend: Backend, findings: &mut Vec<Finding>) {
         stream_priorities,
         ..
     } = gpu;
-    if !gpu.hopper {
+    if !gpu.has_kernels {
         let what = format!("GPU {ordinal}, {name}, has compute capability {capability}");
         let advice = "The kernels need 9.0 (H100, H200). Leave it out with CUDA_VISIBLE_DEVICES.";
         findings.push(Finding::of_gpus(backend, what, advice));
@@ -117,7 +116,7 @@ fn judge(gpu: &Gpu, backend: Backend, findings: &mut Vec<Finding>) {
 
 /// Tries each GPU alone, and each pair of GPUs that work.
 fn measure(section: &mut GpuSection, timeout: Duration, findings: &mut Vec<Finding>) {
-    for gpu in section.gpus.iter_mut().filter(|gpu| gpu.hopper) {
+    for gpu in section.gpus.iter_mut().filter(|gpu| gpu.has_kernels) {
         match (Step::Alone { gpu: gpu.ordinal }).run(timeout) {
             Ok(product) => gpu.product = Some(product),
             Err(error) => {
@@ -265,7 +264,7 @@ fn inspect_gpu(ordinal: usize) -> Result<Gpu, DriverError> {
     Ok(Gpu {
         ordinal,
         capability: format!("{}.{}", capability.0, capability.1),
-        hopper: capability == HOPPER,
+        has_kernels: has_kernels(&name, capability),
         multiprocessors: value(attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
         memory_bytes,
         free_memory_bytes,

@@ -193,8 +193,8 @@ pub struct Gpu {
     pub ordinal: usize,
     pub name: String,
     pub capability: String,
-    /// True if the kernels support its generation.
-    pub hopper: bool,
+    /// True if there are kernels for its architecture.
+    pub has_kernels: bool,
     pub multiprocessors: i32,
     pub memory_bytes: usize,
     pub free_memory_bytes: usize,

@@ -1,33 +1,31 @@
-//! How kernels of family sm90 are launched: by tensor maps, which are kept while the matrices stay where they are.
+//! How kernels of family sm90 are launched: by tensor maps.
 
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, PoisonError};
 
 use smallvec::{SmallVec, smallvec};
 
-use super::block_table::TARGETS;
-use super::operands::Matrices;
-use super::params::Fixed;
-use crate::backend::cuda::abi::{
-    GEMMESH_STAGE_ROW, GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS, GemmeshParams, GemmeshSums,
-};
+use super::abi::{GEMMESH_STAGE_ROW, GEMMESH_STORE_COLUMNS};
+use crate::backend::cuda::abi::{GEMMESH_STORE_ROWS, GemmeshParams, GemmeshSums};
 use crate::backend::cuda::driver::{DeviceMatrix, TensorMap};
-use crate::backend::cuda::gpu::kernels::{Instance, Shape};
+use crate::backend::cuda::family::Shape;
+use crate::backend::cuda::family::launch::{KernelArguments, Matrices, TARGETS};
+use crate::backend::cuda::family::list::sm90::gate_box;
 use crate::element::DType;
 use crate::error::Result;
+use crate::schedule::config::CUT_COLUMNS;
 use crate::schedule::{MAX_WEIGHTS, WeightLayout};
 
 /// The tensor maps that the kernel takes.
 #[derive(Debug)]
 pub struct Maps {
     /// Those of a, of b, and of the output or the addends.
-    pub operands: [TensorMap; 3],
+    operands: [TensorMap; 3],
     /// Those of the other weights, and of their outputs.
-    pub more: [[TensorMap; MAX_WEIGHTS - 1]; 2],
+    more: [[TensorMap; MAX_WEIGHTS - 1]; 2],
     /// Those of a, and of each `b`, whose boxes end where the matrix ends.
-    pub tails: Tails,
+    tails: Tails,
     /// Those of the targets of a kernel that adds partials.
-    pub targets: Option<Box<[TensorMap; 2 * TARGETS]>>,
+    targets: Option<Box<[TensorMap; 2 * TARGETS]>>,
 }
 
 /// As the kernels have it.
@@ -38,12 +36,11 @@ pub struct Tails {
     b: [TensorMap; MAX_WEIGHTS],
 }
 
-impl Maps {
-    /// The kernel's arguments, in order. `sums` are those of a kernel with block sums.
-    pub fn arguments(
+impl KernelArguments for Maps {
+    fn all(
         &self,
         params: &GemmeshParams,
-        sums: Option<&Fixed<GemmeshSums>>,
+        sums: Option<&GemmeshSums>,
     ) -> SmallVec<[*mut c_void; 6]> {
         fn argument<T>(value: &T) -> *mut c_void {
             (&raw const *value).cast_mut().cast()
@@ -52,7 +49,7 @@ impl Maps {
         let params = argument(params);
         match (&self.targets, sums) {
             (Some(targets), Some(sums)) => {
-                let (targets, sums) = (argument(&**targets), argument(&sums.0));
+                let (targets, sums) = (argument(&**targets), argument(sums));
                 smallvec![a, b, out_or_added, params, targets, sums]
             }
             _ => {
@@ -63,52 +60,17 @@ impl Maps {
     }
 }
 
-/// The maps of the last call. They are thousands of bytes, so they are shared and not copied.
-#[derive(Debug, Default)]
-pub struct KnownMaps(Mutex<Option<Box<MapsOfMatrices>>>);
-
-#[derive(Debug)]
-struct MapsOfMatrices {
-    matrices: Matrices,
-    maps: Arc<Maps>,
-}
-
-impl KnownMaps {
-    /// The maps for these matrices.
-    pub fn get(&self, rank: usize, instance: &Instance, matrices: Matrices) -> Result<Arc<Maps>> {
-        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = &*last
-            && known.matrices == matrices
-        {
-            return Ok(known.maps.clone());
-        }
-        let encoder = Encoder {
-            rank,
-            dtype: instance.dtypes[0],
-            shape: instance.shape,
-            matrices: &matrices,
-        };
-        let maps = Arc::new(encoder.maps()?);
-        let known = MapsOfMatrices {
-            matrices,
-            maps: maps.clone(),
-        };
-        *last = Some(Box::new(known));
-        Ok(maps)
-    }
-}
-
 /// Makes the maps of a kernel, with the boxes that it loads and stores.
-struct Encoder<'a> {
-    rank: usize,
+pub struct Encoder<'a> {
+    pub rank: usize,
     /// The type of `a`. `b` has as many bytes.
-    dtype: DType,
-    shape: &'static Shape,
-    matrices: &'a Matrices,
+    pub dtype: DType,
+    pub shape: &'a Shape,
+    pub matrices: &'a Matrices,
 }
 
 impl Encoder<'_> {
-    fn maps(&self) -> Result<Maps> {
+    pub fn maps(&self) -> Result<Maps> {
         let matrices = self.matrices;
         let [b, more_b @ ..] = each(&matrices.weights, |matrix| self.weight(matrix))?;
         let [out, more_out @ ..] = each(&matrices.outputs, |matrix| self.out_or_added(matrix))?;
@@ -153,7 +115,7 @@ impl Encoder<'_> {
     fn weight(&self, matrix: DeviceMatrix) -> Result<TensorMap> {
         let rows = match (self.matrices.weight_layout, self.matrices.gated) {
             (WeightLayout::Nk, false) => self.part_n(),
-            (WeightLayout::Nk, true) => self.shape.gate_box(),
+            (WeightLayout::Nk, true) => gate_box(self.shape),
             // The box is as wide as a step through K, but along N.
             (WeightLayout::Kn, _) => GEMMESH_STAGE_ROW / self.dtype.bytes() as u32,
         };
@@ -224,3 +186,6 @@ fn each(
     }
     Ok(maps)
 }
+
+/// A cut through the columns of `a` lies between two steps of a kernel.
+const _: () = assert!(CUT_COLUMNS.is_multiple_of(GEMMESH_STAGE_ROW as usize));

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::Family;
 use crate::error::{Error, Kind, Result};
 use crate::schedule::Route;
 
@@ -12,6 +13,9 @@ use crate::schedule::Route;
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rates {
+    /// The family of its kernels.
+    #[serde(default = "default::family", with = "by_name")]
+    pub family: &'static dyn Family,
     /// Multiprocessors that a kernel can have.
     pub multiprocessors: usize,
     /// From the launch to the first product, and from the last product to the kernel's end.
@@ -66,7 +70,11 @@ pub struct Rates {
 
 /// Rates that older files lack.
 mod default {
-    use super::H200;
+    use super::super::{FAMILIES, Family, H200};
+
+    pub fn family() -> &'static dyn Family {
+        FAMILIES[0]
+    }
 
     pub fn promoted() -> f64 {
         H200.promoted
@@ -78,6 +86,28 @@ mod default {
 
     pub fn promoted_step() -> f64 {
         H200.promoted_step
+    }
+}
+
+/// A family as its name.
+mod by_name {
+    use serde::{Deserialize, Deserializer, Serializer, de};
+
+    use super::super::{Family, named};
+
+    pub fn serialize<S: Serializer>(
+        family: &&'static dyn Family,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        to.serialize_str(family.name())
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<&'static dyn Family, D::Error> {
+        let name = String::deserialize(from)?;
+        named(&name)
+            .ok_or_else(|| de::Error::custom(format!("there is no family {name:?} of kernels")))
     }
 }
 
@@ -132,73 +162,6 @@ pub enum Quantity {
     Time,
 }
 
-/// Rates of an H200.
-///
-/// They are fitted to 306 shapes by all kernels, so that the kernel that is chosen is the fastest: what a kernel takes
-/// where others are far faster counts little. The links are fitted to 74 shapes (benches/NOTES.md). Tests:
-/// `products_are_predicted_within_a_fifth_and_most_within_seven_percent`,
-/// `products_whose_rows_arrive_meanwhile_are_predicted_within_a_fifth`.
-pub const H200: Rates = Rates {
-    multiprocessors: 132,
-    start: 4.52,
-    cluster: 0.085,
-    operations: 7.66e6,
-    step: 0.060,
-    promoted: 14.1e6,
-    scaled: 12.1e6,
-    promoted_step: 0.118,
-    loaded: 122e3,
-    cached: 8.67e6,
-    merged: 10.4,
-    drift: 232.0,
-    read: 4.77e6,
-    column: 0.0059,
-    swap_ab_column: 0.0092,
-    join: 0.26,
-    split: 6.2,
-    slice_join: 2.15,
-    summed: 78e3,
-    summed_cached: 4.05e6,
-    pull: Link {
-        around: 18.3,
-        start: 0.0,
-        bytes: 378e3,
-        chunk: 5.2,
-    },
-    push: Link {
-        around: 11.3,
-        start: 3.9,
-        bytes: 377e3,
-        chunk: 4.2,
-    },
-    store: Link {
-        around: 9.6,
-        start: 0.0,
-        bytes: 313e3,
-        chunk: 0.0,
-    },
-};
-
-/// Rates of an H100, fitted to the same 306 shapes. Its links were not measured, so they are the H200's.
-pub const H100: Rates = Rates {
-    start: 4.55,
-    cluster: 0.21,
-    step: 0.0727,
-    loaded: 113e3,
-    cached: 7.53e6,
-    merged: 11.9,
-    drift: 181.0,
-    read: 3.05e6,
-    column: 0.0042,
-    swap_ab_column: 0.0073,
-    join: 0.62,
-    split: 5.87,
-    slice_join: 2.63,
-    summed: 87.6e3,
-    summed_cached: 3.82e6,
-    ..H200
-};
-
 /// More than any GPU has.
 const MOST_MULTIPROCESSORS: usize = 4096;
 
@@ -206,24 +169,20 @@ const MOST_MULTIPROCESSORS: usize = 4096;
 pub const VARIABLE: &str = "GEMMESH_RATES";
 
 impl Rates {
-    /// Reads the rates from the file that the environment names. Without one, takes the library's rates for this GPU.
+    /// Reads the rates from the file that the environment names. Without one, takes the family's rates for this GPU.
     ///
     /// # Errors
     /// [`Kind::System`] if the file can't be read, or its rates are invalid.
-    pub fn load(rank: usize, gpu: &str) -> Result<Rates> {
+    pub fn load(rank: usize, family: &'static dyn Family, gpu: &str) -> Result<Rates> {
         let Some(path) = std::env::var_os(VARIABLE).map(PathBuf::from) else {
-            return Ok(Rates::of(gpu));
+            return Ok(family.rates(gpu));
         };
         let action = format!("read {} ({VARIABLE})", path.display());
         let text = fs::read_to_string(&path).map_err(Error::system(rank, &action))?;
         let parsed: Result<Rates, String> = serde_json::from_str(&text).map_err(|e| e.to_string());
         let checked = parsed.and_then(|rates| rates.check().map(|()| rates));
-        checked.map_err(|reason| Kind::System { action, reason }.on(rank))
-    }
-
-    /// The library's rates. They were measured on an H100 and an H200, and are used for other Hopper GPUs too.
-    pub fn of(gpu: &str) -> Rates {
-        if gpu.contains("H100") { H100 } else { H200 }
+        let rates = checked.map_err(|reason| Kind::System { action, reason }.on(rank))?;
+        Ok(Rates { family, ..rates })
     }
 
     /// Checks that the model can use the rates. The error says which rate is wrong, and why.
@@ -254,10 +213,11 @@ impl Rates {
         Ok(())
     }
 
-    /// All rates, without the number of multiprocessors.
+    /// All rates, without the family and the number of multiprocessors.
     pub fn fields(&mut self) -> Vec<Field<'_>> {
         use Quantity::{Rate, Time};
         let Rates {
+            family: _,
             multiprocessors: _,
             start,
             cluster,
@@ -325,6 +285,7 @@ impl Rates {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{H100, H200};
     use super::*;
 
     #[test]
