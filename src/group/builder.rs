@@ -6,7 +6,7 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::gathered::Gathered;
+use super::gathered::JoinRecord;
 use super::{Group, in_words, threads};
 use crate::backend::transport::{HostTransport, Mailboxes};
 use crate::backend::{Backend, OpenOptions};
@@ -434,7 +434,7 @@ impl<B: Backend> Builder<B> {
         // All ranks give the same size, so all are refused before any waits in its gather.
         limit("the world size", world, 1, MAX_WORLD).map_err(Error::of(rank, CALL))?;
         let several = hosts.as_ref().is_none_or(|hosts| hosts.count() > 1);
-        let place = Gathered::of(rank, several && world > 1);
+        let place = JoinRecord::of(rank, several && world > 1);
         let mut mine = [b' '; GATHERED_BYTES];
         if let Ok((words, _)) = &place {
             let bytes = words.encode();
@@ -455,7 +455,7 @@ impl<B: Backend> Builder<B> {
         let expected = world * GATHERED_BYTES;
         require_count("the group", "byte", expected, "what was gathered", bytes).map_err(of)?;
         let all = gathered.concat();
-        let all: Vec<Gathered> = all.chunks(GATHERED_BYTES).map(Gathered::decode).collect();
+        let all: Vec<JoinRecord> = all.chunks(GATHERED_BYTES).map(JoinRecord::decode).collect();
         let first = &all[0];
         if first.address == Address::default() {
             return Err(Kind::NeverJoined.on(0));

@@ -14,7 +14,7 @@ type Listening = Option<io::Result<TcpListener>>;
 
 /// What a rank sends in the gather of [`Builder::connect_with`](super::Builder::connect_with), as words with spaces between them.
 #[derive(Default)]
-pub struct Gathered {
+pub struct JoinRecord {
     /// Rank 0's; a dash on other ranks. Empty if it could not be made.
     pub address: Address,
     /// The host's tag.
@@ -24,16 +24,16 @@ pub struct Gathered {
     places: Vec<IpAddr>,
 }
 
-impl Gathered {
+impl JoinRecord {
     /// What `rank` sends, and what it listens with if it is rank 0 and there may be `several` hosts.
-    pub fn of(rank: usize, several: bool) -> Result<(Gathered, Listening)> {
+    pub fn of(rank: usize, several: bool) -> Result<(JoinRecord, Listening)> {
         let host = format!("{:016x}", host::tag(&host::boot_id(rank)?));
         if rank != 0 {
             let address = Address::of("-");
-            let its = Gathered {
+            let its = JoinRecord {
                 address,
                 host,
-                ..Gathered::default()
+                ..JoinRecord::default()
             };
             return Ok((its, None));
         }
@@ -42,7 +42,7 @@ impl Gathered {
         let listener = several.then(|| tcp::listen(0));
         let listening = listener.iter().flatten();
         let port = listening.flat_map(TcpListener::local_addr).next();
-        let its = Gathered {
+        let its = JoinRecord {
             address,
             host,
             port: port.map_or(0, |address| address.port()),
@@ -63,11 +63,11 @@ impl Gathered {
         text.into_bytes()
     }
 
-    pub fn decode(bytes: &[u8]) -> Gathered {
+    pub fn decode(bytes: &[u8]) -> JoinRecord {
         let text = String::from_utf8_lossy(bytes);
         let mut words = text.split_whitespace();
         let mut word = || words.next().unwrap_or_default();
-        Gathered {
+        JoinRecord {
             address: Address::of(word()),
             host: word().into(),
             port: word().parse().unwrap_or_default(),
@@ -112,7 +112,7 @@ mod tests {
 
     #[test]
     fn all_ranks_are_told_if_rank_0_cannot_listen() {
-        let told = Gathered::default();
+        let told = JoinRecord::default();
         let full = || io::Error::from(rustix::io::Errno::MFILE);
         for listener in [None, Some(Err(full()))] {
             let error = told.meeting(listener).unwrap_err().to_string();
@@ -123,18 +123,22 @@ mod tests {
 
     #[test]
     fn what_rank_0_tells_is_read_as_it_was_written_and_fits() {
-        let (mut told, _) = Gathered::of(0, false).unwrap();
+        let (mut told, _) = JoinRecord::of(0, false).unwrap();
         told.port = 65535;
         told.places = vec![Ipv6Addr::from([0x2001; 8]).into(); 20];
         let bytes = told.encode();
         assert!(bytes.len() <= GATHERED_BYTES);
-        let read = Gathered::decode(&bytes);
+        let read = JoinRecord::decode(&bytes);
         assert_eq!((&read.address, &read.host), (&told.address, &told.host));
         assert_eq!(read.port, told.port);
         assert!(read.places.len() >= 3 && told.places.starts_with(&read.places));
-        let (other, _) = Gathered::of(1, true).unwrap();
-        assert_eq!(Gathered::decode(&other.encode()).host, told.host);
-        assert!(Gathered::decode(&[b' '; GATHERED_BYTES]).address == Address::default());
-        assert!(Gathered::decode(&[0xff; GATHERED_BYTES]).places.is_empty());
+        let (other, _) = JoinRecord::of(1, true).unwrap();
+        assert_eq!(JoinRecord::decode(&other.encode()).host, told.host);
+        assert!(JoinRecord::decode(&[b' '; GATHERED_BYTES]).address == Address::default());
+        assert!(
+            JoinRecord::decode(&[0xff; GATHERED_BYTES])
+                .places
+                .is_empty()
+        );
     }
 }

@@ -227,7 +227,7 @@ impl AllGatherAndConsume {
         a: RawShards<B>,
         beside: Option<RawShards<B>>,
         trace: Option<&mut Vec<Span>>,
-        mut consume: impl FnMut(Rows) -> CallbackResult,
+        mut consume: impl FnMut(ChunkRows) -> CallbackResult,
     ) -> Result<()> {
         let group = a.group;
         let program = self.plan(a, beside).map_err(group.refusal(NAME))?;
@@ -255,7 +255,7 @@ impl AllGatherAndConsume {
                 None => (group.rank(), own.clone()),
             };
             blocks.into_iter().try_for_each(|rows| {
-                let rows = Rows {
+                let rows = ChunkRows {
                     rows,
                     source,
                     stream,
@@ -305,7 +305,7 @@ impl AllGatherAndConsume {
 
 /// The rows of a chunk.
 #[derive(Clone)]
-pub struct Rows {
+pub struct ChunkRows {
     pub rows: Range<usize>,
     /// The rank that owns them.
     pub source: usize,
@@ -316,13 +316,13 @@ pub struct Rows {
 /// Rows of a sharded matrix that have arrived or, on GPUs, that a stream waits for.
 pub struct Chunk<'a, B: Backend, T: Value> {
     a: &'a ShardedMatrix<B, T>,
-    rows: Rows,
+    rows: ChunkRows,
 }
 
 impl<B: Backend, T: Value> fmt::Debug for Chunk<'_, B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let (name, dtype, shape) = (B::NAME, T::DTYPE, self.shape());
-        let Rows { rows, source, .. } = &self.rows;
+        let ChunkRows { rows, source, .. } = &self.rows;
         write!(
             f,
             "Chunk<{name}, {dtype}>{shape:?} rows {rows:?} of rank {source}"

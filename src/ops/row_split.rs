@@ -16,12 +16,12 @@ use crate::schedule::{Layout, RowOrder};
 /// `(rows, k)`, where rank r owns `rows[r]` rows as by [`Group::sharded_rows`](crate::Group::sharded_rows).
 #[derive(Clone, PartialEq, Eq)]
 pub struct RowSplit {
-    rows: Rows,
+    rows: RowCounts,
     k: usize,
 }
 
 #[derive(Clone, PartialEq, Eq)]
-enum Rows {
+enum RowCounts {
     Even(usize),
     ByRank(SmallVec<[usize; 8]>),
 }
@@ -29,8 +29,8 @@ enum Rows {
 impl fmt::Debug for RowSplit {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match &self.rows {
-            Rows::Even(m) => write!(f, "RowSplit[{m}, {}]", self.k),
-            Rows::ByRank(rows) => write!(f, "RowSplit[{rows:?}, {}]", self.k),
+            RowCounts::Even(m) => write!(f, "RowSplit[{m}, {}]", self.k),
+            RowCounts::ByRank(rows) => write!(f, "RowSplit[{rows:?}, {}]", self.k),
         }
     }
 }
@@ -38,7 +38,7 @@ impl fmt::Debug for RowSplit {
 impl From<[usize; 2]> for RowSplit {
     fn from([m, k]: [usize; 2]) -> Self {
         RowSplit {
-            rows: Rows::Even(m),
+            rows: RowCounts::Even(m),
             k,
         }
     }
@@ -47,7 +47,7 @@ impl From<[usize; 2]> for RowSplit {
 impl From<(&[usize], usize)> for RowSplit {
     fn from((rows, k): (&[usize], usize)) -> Self {
         RowSplit {
-            rows: Rows::ByRank(rows.into()),
+            rows: RowCounts::ByRank(rows.into()),
             k,
         }
     }
@@ -69,8 +69,8 @@ impl RowSplit {
     /// [M, K]
     pub(crate) fn shape(&self) -> [usize; 2] {
         let m = match &self.rows {
-            Rows::Even(m) => *m,
-            Rows::ByRank(rows) => rows.iter().fold(0usize, |m, &rows| m.saturating_add(rows)),
+            RowCounts::Even(m) => *m,
+            RowCounts::ByRank(rows) => rows.iter().fold(0usize, |m, &rows| m.saturating_add(rows)),
         };
         [m, self.k]
     }
@@ -78,8 +78,8 @@ impl RowSplit {
     /// The layout of these rows over the ranks of a group.
     pub(super) fn layout<B: Backend>(&self, group: &Group<B>) -> Result<Layout> {
         match &self.rows {
-            Rows::Even(m) => Layout::balanced(*m, self.k, group.world_size()),
-            Rows::ByRank(rows) => group.row_layout(rows, self.k),
+            RowCounts::Even(m) => Layout::balanced(*m, self.k, group.world_size()),
+            RowCounts::ByRank(rows) => group.row_layout(rows, self.k),
         }
     }
 }

@@ -84,7 +84,7 @@ impl fmt::Display for MeetingPlace {
 
 /// What a leader says when it has proved that it has the key.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Report {
+pub struct VisitReport {
     pub visit: Visit,
     pub line: Line,
     pub hello: Hello,

@@ -49,7 +49,7 @@ pub(super) fn gather<B: Backend>(
     consume: &mut Consume,
 ) -> Result<()> {
     let (first, [_, k]) = (a.address(), a.shape());
-    options.gather(a, None, None, |chunk: all_gather_and_consume::Rows| {
+    options.gather(a, None, None, |chunk: all_gather_and_consume::ChunkRows| {
         let pitch = k * a.dtype.bytes();
         consume(Rows {
             memory: Memory {

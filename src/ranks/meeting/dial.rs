@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::handshake::{self, Proof};
 use super::lookup::{self, Lookup};
 use super::reach::{Answered, Reach, Reached};
-use super::{Meeting, MeetingPlace, Report};
+use super::{Meeting, MeetingPlace, VisitReport};
 use crate::error::{Error, Kind, Result};
 use crate::json;
 use crate::protocol::seat::{Line, Visit};
@@ -170,11 +170,11 @@ impl Caller<'_> {
         Ok(answered.stream)
     }
 
-    fn report(&self, visit: Visit, line: Line) -> Report {
+    fn report(&self, visit: Visit, line: Line) -> VisitReport {
         // JSON within JSON is longer.
         let shortened = |error| json::fitted(error, super::MAX_REPORT / 4);
         let outcome = self.outcome.clone().map_err(shortened);
-        Report {
+        VisitReport {
             visit,
             line,
             hello: self.hello.clone(),

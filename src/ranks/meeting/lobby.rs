@@ -8,7 +8,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::net::{self, SendFlags, send};
 
 use super::handshake::{Greeting, Key, Nonces, Proof, nonce};
-use super::{MAX_REPORT, Report};
+use super::{MAX_REPORT, VisitReport};
 use crate::error::{Error, Result};
 use crate::ranks::notice;
 use crate::ranks::search::RETRY;
@@ -42,7 +42,7 @@ pub struct Visitor {
     pub rank: usize,
     pub version: u32,
     /// None if its protocol version is different, because then its words can't be understood.
-    pub report: Option<Report>,
+    pub report: Option<VisitReport>,
     pub stream: Connection,
 }
 
@@ -61,7 +61,7 @@ enum Seen {
     Nobody,
     /// It has greeted with another key.
     Refused,
-    Leader(Option<Report>),
+    Leader(Option<VisitReport>),
 }
 
 impl Lobby {
@@ -286,7 +286,7 @@ impl UnknownVisitor {
         }
     }
 
-    fn introduced(self, report: Option<Report>) -> Option<Visitor> {
+    fn introduced(self, report: Option<VisitReport>) -> Option<Visitor> {
         let (greeting, _) = self.greeted?;
         Some(Visitor {
             rank: greeting.rank as usize,

@@ -10,7 +10,7 @@ use crate::json;
 use crate::protocol::seat::{Line, Visit};
 use crate::ranks::identity::Identity;
 use crate::ranks::meeting::fuzzing::{Greeting, Nonces, Proof, read_answer};
-use crate::ranks::meeting::{Key, Lobby, Report};
+use crate::ranks::meeting::{Key, Lobby, VisitReport};
 use crate::ranks::tcp;
 use crate::ranks::wire;
 use crate::schedule::Hosts;
@@ -92,7 +92,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         (1, Line::Messages, Err(lacks)),
     ];
     let reports = cases.map(|(number, line, outcome)| {
-        let report = Report {
+        let report = VisitReport {
             visit: Visit { leader: 7, number },
             line,
             hello: Hello::new(&identity).expect("the kernel's id"),

@@ -11,7 +11,7 @@ use crate::error::{Error, Kind, Result};
 use crate::protocol::seat::Visit;
 use crate::ranks::address;
 use crate::ranks::deadlines::Deadlines;
-use crate::ranks::meeting::{Greeting, Key, MeetingPlace, Nonces, Proof, Report};
+use crate::ranks::meeting::{Greeting, Key, MeetingPlace, Nonces, Proof, VisitReport};
 use crate::ranks::rendezvous::{PROTOCOL_VERSION, meet_speaking};
 use crate::ranks::tcp;
 use crate::schedule::Hosts;
@@ -155,8 +155,8 @@ fn what_comes_late_on_one_of_two_connections_is_taken_for_what_it_is() {
 }
 
 /// What rank 1, a leader, says of a connection of its first visit.
-fn report(leader: u64, line: Line) -> Report {
-    Report {
+fn report(leader: u64, line: Line) -> VisitReport {
+    VisitReport {
         visit: Visit { leader, number: 0 },
         line,
         hello: Hello::new(&Identity::of_test(1, 2, "")).unwrap(),
@@ -202,7 +202,7 @@ fn attempt(identity: &Identity) -> Rendezvous<'_> {
 }
 
 /// Rank 0's outcome if it hears `last` when all have come: the leader 7 with both connections.
-fn outcome_of_last_call(deadline: Duration, last: &Report) -> Result<()> {
+fn outcome_of_last_call(deadline: Duration, last: &VisitReport) -> Result<()> {
     let identity = rank_0(deadline);
     let meeting = identity.meeting.as_ref().unwrap();
     let mut rank_0 = attempt(&identity);
@@ -246,7 +246,7 @@ fn a_visit_that_begins_in_the_last_call_is_waited_for() {
         leader: 7,
         number: 1,
     };
-    let again = Report {
+    let again = VisitReport {
         visit,
         ..report(7, Line::Mirror)
     };
