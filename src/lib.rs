@@ -126,6 +126,18 @@ mod resources;
 #[cfg_attr(docsrs, doc(cfg(feature = "unstable-tools")))]
 pub mod tools;
 #[cfg(not(loom))]
+pub mod product {
+    //! The builder of all products, and its forms.
+    //!
+    //! A program names a form by the builder's alias: [`AllGatherMatmul`](crate::AllGatherMatmul),
+    //! [`Matmul`](crate::Matmul), [`MatmulReduceScatter`](crate::MatmulReduceScatter) or
+    //! [`MatmulAllReduce`](crate::MatmulAllReduce). Functions that take any of them are generic over [`ProductForm`].
+    pub use crate::ops::{
+        GatherProduct, LocalProduct, OfAllRanks, OutputLike, OwnOutputs, OwnRows, OwnRowsLike,
+        ProductBuilder, ProductForm, ReduceProduct, ScatterProduct, SeveralWeights, SharedOutput,
+    };
+}
+#[cfg(not(loom))]
 pub mod trace;
 
 // Last, so that the page of `Group` ends with raw streams. rustdoc shows `impl` blocks in the order of the modules.
