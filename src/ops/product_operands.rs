@@ -33,6 +33,8 @@ pub enum RawRows<'a, B: Backend> {
 }
 
 /// Where a product goes.
+// A box would cost an allocation for each call.
+#[expect(clippy::large_enum_variant)]
 pub enum RawResults<'a, B: Backend> {
     /// Matrices of this rank's own: one for each weight, or the rank's rows of a sum.
     Own(RawOutputs<'a, B>),
