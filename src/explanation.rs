@@ -14,7 +14,7 @@ use crate::schedule::{Config, Problem};
 /// use gemmesh::{Group, Host, Matmul, Result, bf16};
 ///
 /// fn rank(group: Group<Host>) -> Result<()> {
-///     let product = Matmul::<Host, bf16>::new().prepare(&group, [128, 64], 32)?;
+///     let product = Matmul::<Host, bf16>::new().prepare((&group, [128, 64]), 32)?;
 ///     println!("{}", product.explain());
 ///     Ok(())
 /// }

@@ -184,11 +184,18 @@ pub mod views {
 }
 
 pub mod products {
-    //! What the builders of products take and return: operands, weights, outputs, and calls that are planned once.
+    //! The builder of all products and its forms; what it takes and returns: operands, weights, outputs, and calls that
+    //! are planned once.
+    //!
+    //! A program names a form by the builder's alias: [`AllGatherMatmul`](crate::AllGatherMatmul),
+    //! [`Matmul`](crate::Matmul), [`MatmulReduceScatter`](crate::MatmulReduceScatter) or
+    //! [`MatmulAllReduce`](crate::MatmulAllReduce). Functions that take any of them are generic over [`ProductForm`].
     #[cfg(not(loom))]
     pub use crate::ops::{
-        AddendView, Operand, Outputs, Prepared, PreparedAllReduce, PreparedMatmul,
-        PreparedReduceScatter, RowSplit, ShardedOperand, WeightWidths, Weights,
+        AddendView, GatherProduct, LocalProduct, OfAllRanks, Operand, OutputLike, Outputs,
+        OwnOutputs, OwnRows, OwnRowsLike, Prepared, PreparedAllReduce, PreparedMatmul,
+        PreparedReduceScatter, ProductBuilder, ProductForm, ReduceProduct, RowSplit,
+        ScatterProduct, SeveralWeights, ShardedOperand, SharedOutput, WeightWidths, Weights,
     };
     pub use crate::schedule::form::{MAX_WEIGHTS, WeightLayout};
 }

@@ -188,7 +188,7 @@ impl<T: Half> Item<T> {
             Some(config) => AllGatherMatmul::new().config(config),
             None => AllGatherMatmul::new(),
         };
-        let prepared = operation.prepare(a, n)?;
+        let prepared = operation.prepare(&*a, n)?;
         let local = kind == 0 && gathered.is_some();
         if !local {
             let own = a.rows();

@@ -332,7 +332,7 @@ impl<B: Backend, T: Multiplied> Operands<B, T> {
             (Rows::Own(a, _), _) if self.op == Op::MatmulReduceScatter => {
                 Call::Scatters(scatters.prepare(a, form.widths[0])?)
             }
-            _ => Call::Alone(product.prepare(&self.group, [self.m, self.k], &form.widths[..])?),
+            _ => Call::Alone(product.prepare((&self.group, [self.m, self.k]), &form.widths[..])?),
         })
     }
 

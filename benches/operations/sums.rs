@@ -79,7 +79,7 @@ impl<B: Backend, T: Multiplied> Operands<B, T> {
         let [m, n, k] = self.shape();
         let prepare = |_| {
             let operation = Matmul::new().scaling(self.scaling, self.scaling);
-            operation.prepare(&self.group, [m, k], n)
+            operation.prepare((&self.group, [m, k]), n)
         };
         let product = self.partial.as_ref().map(prepare).transpose()?;
         Ok(Planned { sum, product })
@@ -215,12 +215,13 @@ impl<B: Backend, T: Multiplied, O: OutputOf<T>> Operation<B, T> for ReduceScatte
     }
 
     fn multiply(&mut self, prepared: &Self::Prepared) -> Result<()> {
-        let plain = |sum: &PreparedReduceScatter<'static, B, T>, a: &_, b: &_| sum.matmul(a, b);
+        let plain =
+            |sum: &PreparedReduceScatter<'static, B, T>, a: &_, b: &_| sum.multiply_partials(a, b);
         self.operands.multiply(prepared, plain)
     }
 
     fn communicate(&mut self, prepared: &Self::Prepared) -> Result<()> {
-        prepared.sum.reduce_scatter(&mut self.out)
+        prepared.sum.sum_partials(&mut self.out)
     }
 
     fn run_in_sequence(&mut self, prepared: &Self::Prepared) -> Result<()> {
@@ -290,12 +291,13 @@ impl<B: Backend, T: Multiplied> Operation<B, T> for AllReduce<B, T> {
     }
 
     fn multiply(&mut self, prepared: &Self::Prepared) -> Result<()> {
-        let plain = |sum: &PreparedAllReduce<'static, B, T>, a: &_, b: &_| sum.matmul(a, b);
+        let plain =
+            |sum: &PreparedAllReduce<'static, B, T>, a: &_, b: &_| sum.multiply_partials(a, b);
         self.operands.multiply(prepared, plain)
     }
 
     fn communicate(&mut self, prepared: &Self::Prepared) -> Result<()> {
-        prepared.sum.all_reduce(&mut self.out)
+        prepared.sum.sum_partials(&mut self.out)
     }
 
     fn run_in_sequence(&mut self, prepared: &Self::Prepared) -> Result<()> {

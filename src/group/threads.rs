@@ -348,7 +348,7 @@ mod tests {
                 assert_eq!(matrix.id(), number as u32);
                 let row = bf16::from_f32(number as f32);
                 matrix.shard_mut().copy_from_host(&[row])?;
-                let prepared = AllGatherMatmul::new().prepare(matrix, 1)?;
+                let prepared = AllGatherMatmul::new().prepare(&*matrix, 1)?;
                 prepared.gather(&*matrix)?;
                 assert_eq!(matrix.to_vec()?, [row; 2], "paired with another");
             }

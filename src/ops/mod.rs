@@ -6,24 +6,25 @@ mod bare;
 pub(crate) mod call;
 mod callback;
 pub(crate) mod collectives;
-pub(crate) mod gather_product;
 mod matmul;
 mod matmul_all_reduce;
 mod matmul_reduce_scatter;
 mod operands;
 pub(crate) mod overlap;
-pub(crate) mod own_product;
-pub(crate) mod partial_sums;
+pub(crate) mod planned_product;
 pub(crate) mod produce;
 pub(crate) mod product;
+mod product_builder;
+mod product_form;
+pub(crate) mod product_operands;
+mod product_parts;
 pub(crate) mod quantize;
 pub(crate) mod quantized;
 mod row_split;
 pub(crate) mod scales;
-pub(crate) mod sum_product;
 
 pub use all_gather_and_consume::{AllGatherAndConsume, Chunk, all_gather_and_consume};
-pub use all_gather_matmul::{AllGatherMatmul, Prepared, all_gather_matmul};
+pub use all_gather_matmul::{AllGatherMatmul, all_gather_matmul};
 pub use bare::run_schedule;
 pub use callback::CallbackResult;
 pub use collectives::{
@@ -38,6 +39,11 @@ pub use operands::{AddendView, Outputs, WeightScaling, WeightWidths, Weights};
 pub use produce::{
     Block, ProduceAndAllToAll, ProduceAndReduceScatter, produce_and_all_to_all,
     produce_and_reduce_scatter,
+};
+pub use product_builder::{Prepared, ProductBuilder};
+pub use product_form::{
+    GatherProduct, LocalProduct, OfAllRanks, OutputLike, OwnOutputs, OwnRows, OwnRowsLike,
+    ProductForm, ReduceProduct, ScatterProduct, SeveralWeights, SharedOutput,
 };
 pub use quantize::{PreparedQuantize, Quantize, quantize};
 pub use quantized::{Quantized, QuantizedOutput};

@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use smallvec::smallvec;
 
 use super::call::RawView;
-use super::product::{RawOutputs, RawWeights};
+use super::product_operands::{RawOutputs, RawWeights};
 use super::quantized::QuantizedOutput;
 use super::scales::Operand;
 use crate::backend::Backend;

@@ -325,7 +325,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
 
     fn layout<B: Backend>(&self, group: &Group<B>, m: usize, n: usize) -> Result<Layout> {
         match self.rows {
-            Some(rows) => super::partial_sums::split(group, rows, [m, n]),
+            Some(rows) => super::row_split::split(group, rows, [m, n]),
             None => Layout::balanced(m, n, group.world_size()),
         }
     }

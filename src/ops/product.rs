@@ -1,42 +1,34 @@
-//! What all products share: options, weights and outputs, without element types.
+//! What a builder says of a product, without element types, and the problem that it makes of that.
 
 use std::fmt;
 
-use smallvec::SmallVec;
-
-use super::call::{Added, RawOutput, RawView, require_dtype, require_same_group, require_shape};
-use super::quantized::{OutputForm, ProductOutput};
-use super::scales::{self, Expected, RawOperand};
+use super::call::{RawShards, require_same_group, require_shape};
+use super::product_operands::{Addends, ProductOperands, RawResults};
+use super::quantized::OutputForm;
+use super::row_split::{self, RowSplit};
+use super::scales::{self, RawOperand};
 use crate::backend::Backend;
-use crate::backend::sealed::Bound;
 use crate::element::DType;
 use crate::error::{Error, Result, require_count};
 use crate::group::Group;
-use crate::one_line::write_parts;
+use crate::one_line::{option, write_parts};
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
-use crate::schedule::operation::{RowResult, RowSource};
-use crate::schedule::plan::matrices::{self, MATRICES};
+use crate::schedule::operation::RowSource;
 use crate::schedule::scaling::WeightScalings;
 use crate::schedule::{
     Accumulation, Activation, Config, DTypes, Form, Layout, MAX_WEIGHTS, Operation, Problem,
-    Product, Quantization, Scaling, Schedule, WeightLayout, Widths,
+    Quantization, Scaling, WeightLayout, Widths,
 };
-
-/// The weights of a product. All of them use one gather of the rows.
-pub type RawWeights<'a, B> = SmallVec<[RawOperand<'a, B>; MAX_WEIGHTS]>;
-/// The outputs of a product.
-pub type RawOutputs<'a, B> = SmallVec<[ProductOutput<'a, B>; MAX_WEIGHTS]>;
-
-/// The weights and the outputs of a call. They are large, so they stay where they were made.
-pub type RawProduct<'p, 'w, 'o, B> = (&'p [RawOperand<'w, B>], &'p mut [ProductOutput<'o, B>]);
 
 /// What [`MAX_WEIGHTS`] limits, in messages.
 const WEIGHTS: &str = "the number of weights of a product";
 
-/// The options of a product, wherever its rows come from and go to.
+/// What a builder says of a product.
 #[derive(Clone)]
-pub struct ProductOptions {
+pub struct ProductOptions<'a> {
+    /// Where the rows come from, and what becomes of the product.
+    pub operation: Operation,
     /// The type of the operands.
     pub dtype: DType,
     pub activation: Activation,
@@ -53,6 +45,10 @@ pub struct ProductOptions {
     pub quantization: Option<Quantization>,
     pub constant_weights: bool,
     pub config: Option<Config>,
+    /// The stages of a gather.
+    pub stages: Option<usize>,
+    /// The rows that each rank gets of sums that are scattered. They are split evenly if nothing is said.
+    pub rows: Option<&'a [usize]>,
 }
 
 /// What a problem has of the builder if the call is prepared, and of its arguments if it is not.
@@ -68,33 +64,10 @@ pub struct CallForm {
     pub b_scaling: WeightScalings,
 }
 
-/// What is added to a product.
-pub struct Addends<'a, B: Backend> {
-    pub bias: Option<RawView<'a, B>>,
-    pub residual: Option<RawView<'a, B>>,
-}
-
-// Derived, they would need a backend that can be copied.
-impl<B: Backend> Clone for Addends<'_, B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<B: Backend> Copy for Addends<'_, B> {}
-
-impl<B: Backend> Default for Addends<'_, B> {
-    fn default() -> Self {
-        Addends {
-            bias: None,
-            residual: None,
-        }
-    }
-}
-
-impl ProductOptions {
-    pub fn new(dtype: DType) -> Self {
+impl ProductOptions<'_> {
+    pub fn new(operation: Operation, dtype: DType) -> Self {
         ProductOptions {
+            operation,
             dtype,
             activation: Activation::Identity,
             gated: false,
@@ -106,20 +79,21 @@ impl ProductOptions {
             quantization: None,
             constant_weights: false,
             config: None,
+            stages: None,
+            rows: None,
         }
     }
 
-    /// Writes a builder with these options for `Debug`. `more`: options that only this builder has.
+    /// Writes a builder with these options for `Debug`.
     pub fn describe<B: Backend>(
         &self,
         f: &mut fmt::Formatter,
         builder: &str,
         addends: &Addends<B>,
-        more: impl IntoIterator<Item = Option<String>>,
     ) -> fmt::Result {
         write!(f, "{builder}<{}, {}>", B::NAME, self.dtype)?;
-        let activation = self.activation;
-        let shared = [
+        let (activation, rows) = (self.activation, self.rows);
+        let options = [
             addends.bias.is_some().then(|| "bias".into()),
             addends.residual.is_some().then(|| "residual".into()),
             (activation != Activation::Identity).then(|| format!("{activation:?}")),
@@ -132,8 +106,10 @@ impl ProductOptions {
             (self.accumulation == Accumulation::Fast).then(|| "fast accumulation".into()),
             self.constant_weights.then(|| "constant weights".into()),
             self.config.is_some().then(|| "config".into()),
+            option("stages", self.stages),
+            rows.map(|rows| format!("rows of {} ranks", rows.len())),
         ];
-        write_parts(f, shared.into_iter().chain(more).flatten())
+        write_parts(f, options.into_iter().flatten())
     }
 
     /// True if calls are prepared for scales.
@@ -145,7 +121,7 @@ impl ProductOptions {
     }
 
     /// What the builder says of calls that it prepares.
-    pub fn planned(&self) -> CallForm {
+    fn planned(&self) -> CallForm {
         CallForm {
             weights: self.planned_weights(),
             output: self.planned_output(),
@@ -178,33 +154,104 @@ impl ProductOptions {
         }
     }
 
-    /// What the arguments say of a call that was not prepared.
-    pub fn called<B: Backend>(
+    /// The problem of a call that is prepared. `into`: a sharded matrix like that of the sums.
+    pub fn prepared_problem<B: Backend>(
         &self,
-        a_scaling: Scaling,
-        weights: &[RawOperand<B>],
-        output: Option<OutputForm>,
-    ) -> Result<CallForm> {
-        let weight = weights.first().map(|weight| weight.values.dtype);
+        group: &Group<B>,
+        addends: &Addends<B>,
+        rows: RowSplit,
+        into: Option<RawShards<B>>,
+        widths: &[usize],
+    ) -> Result<Problem> {
+        self.check_widths(widths)?;
+        let mut call = self.planned();
+        if let Some(out) = into {
+            call.output = out.dtype.into();
+        }
+        self.problem(group, addends, rows, into, widths, call)
+    }
+
+    /// The problem of a call that was not prepared. The plan of it is what its other arguments are checked against.
+    pub fn problem_of_call<B: Backend>(
+        &self,
+        operands: &ProductOperands<B>,
+        results: &RawResults<B>,
+    ) -> Result<Problem> {
+        let (rows, weights) = (operands.a.split(), &operands.weights);
+        self.check_count(weights.len())?;
+        let into = results.sharded();
+        let widths = match into {
+            Some(out) if self.operation.result.is_for_all() => {
+                Widths::from_slice(&[out.shape()[1]])
+            }
+            _ => self.widths(rows.shape()[1], weights)?,
+        };
         let mut b_scaling = WeightScalings::new();
         for weight in weights {
             b_scaling.push(weight.scaling()?);
         }
-        Ok(CallForm {
-            weights: weight.unwrap_or_else(|| self.planned_weights()),
-            output: output.unwrap_or_else(|| self.planned_output()),
-            a_scaling,
+        let call = CallForm {
+            weights: weights[0].values.dtype,
+            output: results.form()?.unwrap_or_else(|| self.planned_output()),
+            a_scaling: operands.a.scaling()?,
             b_scaling,
-        })
+        };
+        let (group, addends) = (operands.a.group(), &operands.addends);
+        self.problem(group, addends, rows, into, &widths, call)
     }
 
-    /// The problem of a product with weights of these widths.
-    pub fn problem<B: Backend>(
+    /// The problem of a product with weights of these widths, to which `addends` can be added.
+    fn problem<B: Backend>(
         &self,
-        operation: Operation,
+        group: &Group<B>,
+        addends: &Addends<B>,
+        rows: RowSplit,
+        into: Option<RawShards<B>>,
+        widths: &[usize],
+        call: CallForm,
+    ) -> Result<Problem> {
+        let sums = self.operation.sends_product();
+        if let Some(out) = into.filter(|_| sums) {
+            require_same_group("out", out.group, group)?;
+            require_shape("out [M, N]", [rows.shape()[0], widths[0]], out.shape())?;
+            out.require_by_rank("out")?;
+        }
+        let layout = self.layout(group, rows, into)?;
+        let mut problem = self.problem_of_layout::<B>(layout, widths, call)?;
+        if sums {
+            limit("N", widths[0], 1, MAX_EXTENT)?;
+            problem.hosts = group.host_map().clone();
+        }
+        addends.check(group, &problem)?;
+        Ok(problem)
+    }
+
+    /// Which rank owns which rows: those that are gathered, or those of the sums.
+    fn layout<B: Backend>(
+        &self,
+        group: &Group<B>,
+        rows: RowSplit,
+        into: Option<RawShards<B>>,
+    ) -> Result<Layout> {
+        let [m, k] = rows.shape();
+        if self.operation.rows == RowSource::Gathered {
+            return row_split::staged(rows.layout(group)?, self.stages);
+        }
+        if self.operation.is_alone() {
+            return Layout::new(&[m], k);
+        }
+        match (self.rows, into) {
+            (Some(split), _) => row_split::split(group, split, [m, k]),
+            (None, Some(out)) => out.layout.of_columns(k),
+            (None, None) => rows.layout(group),
+        }
+    }
+
+    fn problem_of_layout<B: Backend>(
+        &self,
         layout: Layout,
         widths: &[usize],
-        call: &CallForm,
+        call: CallForm,
     ) -> Result<Problem> {
         let several = widths.len() > 1 && !self.gated;
         let mut form = Form {
@@ -228,18 +275,18 @@ impl ProductOptions {
             dtype,
             quantization,
         } = call.output;
-        let gathers = operation.rows == RowSource::Gathered;
+        let gathers = self.operation.rows == RowSource::Gathered;
         Ok(Problem {
             beside: scales::beside::<B>(call.a_scaling, layout.k(), gathers)?,
             dtypes: DTypes::of_product([self.dtype, call.weights], dtype, quantization)?,
             form,
-            ..Problem::new(operation, self.dtype, layout, n)
+            ..Problem::new(self.operation, self.dtype, layout, n)
         })
     }
 
     /// Checks the number of weights, and that gate and up have the same N. One N may stand for both.
-    pub fn check_widths(&self, widths: &[usize]) -> Result<()> {
-        if let [_] = widths {
+    fn check_widths(&self, widths: &[usize]) -> Result<()> {
+        if widths.len() == 1 {
             return Ok(());
         }
         self.check_count(widths.len())?;
@@ -252,6 +299,9 @@ impl ProductOptions {
 
     /// Checks the number of weights.
     fn check_count(&self, weights: usize) -> Result<()> {
+        if self.operation.sends_product() {
+            return require_count("a sum over ranks", "weight", 1, "this call", weights);
+        }
         limit(WEIGHTS, weights, 1, MAX_WEIGHTS)?;
         if self.gated {
             require_count("a gated product", "weight", 2, "this call", weights)
@@ -260,92 +310,21 @@ impl ProductOptions {
         }
     }
 
-    /// N of each weight of a call that was not prepared.
-    pub fn widths<B: Backend>(
-        &self,
-        group: &Group<B>,
-        k: usize,
-        weights: &[RawOperand<B>],
-    ) -> Result<Widths> {
-        self.check_count(weights.len())?;
-        let widths = weights.iter().enumerate().map(|(number, weight)| {
-            let n = self.n_of(group, k, &weight.values);
-            n.map_err(Error::one_of("weight", number, weights.len()))
-        });
-        widths.collect()
-    }
-
-    /// N of a weight of a call that was not prepared, and whose other operand is K = `k` deep.
-    pub fn n_of<B: Backend>(
-        &self,
-        group: &Group<B>,
-        k: usize,
-        weight: &RawView<B>,
-    ) -> Result<usize> {
-        require_same_group("b", weight.group, group)?;
-        let [rows, columns] = weight.shape;
-        let [n, depth] = match self.weights {
-            WeightLayout::Nk => [rows, columns],
-            WeightLayout::Kn => [columns, rows],
+    /// N of each weight, whose other operand is K = `k` deep.
+    fn widths<B: Backend>(&self, k: usize, weights: &[RawOperand<B>]) -> Result<Widths> {
+        let n = |(number, weight): (usize, &RawOperand<B>)| {
+            let found = weight.values.shape;
+            let [n, depth] = match self.weights {
+                WeightLayout::Nk => found,
+                WeightLayout::Kn => [found[1], found[0]],
+            };
+            // A weight that has K in the other place has its N there too.
+            let n = if n == k { depth } else { n };
+            let (what, shape) = expected_weight(self.weights, n, k);
+            let fits = require_shape(what, shape, found).map(|()| n);
+            fits.map_err(Error::one_of("weight", number, weights.len()))
         };
-        // A weight that has K in the other place has its N there too.
-        let n = if n == k { depth } else { n };
-        let (what, shape) = expected_weight(self.weights, n, k);
-        require_shape(what, shape, weight.shape)?;
-        Ok(n)
-    }
-}
-
-impl<'a, B: Backend> Addends<'a, B> {
-    /// Which there are, for ranks to compare.
-    pub fn added(&self) -> Added {
-        Added {
-            bias: self.bias.is_some(),
-            residual: self.residual.is_some(),
-        }
-    }
-
-    /// Checks the bias and the residual, which are added to `rows` rows.
-    pub fn check(&self, group: &Group<B>, problem: &Problem, rows: usize) -> Result<()> {
-        let (form, n) = (&problem.form, problem.n);
-        if let Some(bias) = &self.bias {
-            // Before the shape, so that an N that no product can have is refused as a limit.
-            limit("N", n, 1, MAX_EXTENT)?;
-            require_same_group("bias", bias.group, group)?;
-            let (what, columns) = if form.gated {
-                ("bias [1, 2 N]", form.multiplied(n))
-            } else {
-                ("bias [1, N]", n)
-            };
-            require_shape(what, [1, columns], bias.shape)?;
-            require_dtype("bias", problem.dtypes.partials, bias.dtype)?;
-        }
-        if let Some(residual) = &self.residual {
-            let outputs = form.widths.len().max(1);
-            let what = "the number of outputs of a product with a residual";
-            limit(what, outputs, 1, 1)?;
-            require_same_group("residual", residual.group, group)?;
-            let shape = [rows, n];
-            let what = match problem.operation.result {
-                RowResult::SumOfOwnRows => "residual [rows of this rank, N]",
-                RowResult::Kept | RowResult::SumOfAllRows | RowResult::Blocks => "residual [M, N]",
-            };
-            require_shape(what, shape, residual.shape)?;
-            require_dtype("residual", problem.dtypes.partials, residual.dtype)?;
-        }
-        Ok(())
-    }
-
-    pub fn bind<'m>(&self, matrices: &mut [Bound<'m, B>; MATRICES])
-    where
-        'a: 'm,
-    {
-        if let Some(view) = &self.bias {
-            matrices[matrices::BIAS] = view.input();
-        }
-        if let Some(view) = &self.residual {
-            matrices[matrices::RESIDUAL] = view.input();
-        }
+        weights.iter().enumerate().map(n).collect()
     }
 }
 
@@ -369,7 +348,7 @@ fn for_each_weight(scalings: &WeightScalings, weights: usize) -> Result<WeightSc
 }
 
 /// The name of a weight's shape in messages, and the shape.
-fn expected_weight(layout: WeightLayout, n: usize, k: usize) -> (&'static str, [usize; 2]) {
+pub fn expected_weight(layout: WeightLayout, n: usize, k: usize) -> (&'static str, [usize; 2]) {
     match layout {
         WeightLayout::Nk => ("b [N, K]", [n, k]),
         WeightLayout::Kn => ("b [K, N]", [k, n]),
@@ -387,101 +366,4 @@ pub fn describe<B: Backend>(
     let (_, weights) = expected_weight(form.weights, form.multiplied(problem.n), k);
     let (name, dtype) = (B::NAME, problem.dtypes.operands);
     write!(f, "{prepared}<{name}, {dtype}>[{m}, {k}] x {weights:?}")
-}
-
-/// Checks the weights' widths and depth K against the plan.
-pub fn check_weights<B: Backend>(
-    group: &Group<B>,
-    problem: &Problem,
-    widths: &[usize],
-    weights: &[RawOperand<B>],
-) -> Result<()> {
-    let (form, k) = (&problem.form, problem.layout.k());
-    let whole = if form.gated {
-        "a gated product"
-    } else {
-        "the prepared product"
-    };
-    let count = form.weight_count();
-    require_count(whole, "weight", count, "this call", weights.len())?;
-    for (number, weight) in weights.iter().enumerate() {
-        let n = widths[if form.gated { 0 } else { number }];
-        let (what, shape) = expected_weight(form.weights, n, k);
-        let expected = Expected::weight(form.scaling_of_weight(number), [n, k]);
-        let RawView {
-            group: its,
-            dtype,
-            shape: found,
-            ..
-        } = weight.values;
-        let fits = require_same_group("b", its, group)
-            .and_then(|()| require_shape(what, shape, found))
-            .and_then(|()| require_dtype("b", problem.dtypes.weights, dtype))
-            .and_then(|()| weight.check_scales(group, &expected));
-        fits.map_err(Error::one_of("weight", number, weights.len()))?;
-    }
-    Ok(())
-}
-
-/// Checks the outputs' widths and their `rows` rows against the plan. `what`: the name of an output in messages.
-pub fn check_outputs<B: Backend>(
-    group: &Group<B>,
-    what: &str,
-    problem: &Problem,
-    widths: &[usize],
-    rows: usize,
-    outputs: &[ProductOutput<B>],
-) -> Result<()> {
-    // A text of its own for each would be made for every call.
-    let whole = match problem.form.weight_count() {
-        2 if problem.form.gated => "a gated product",
-        1 => "a product with 1 weight",
-        2 => "a product with 2 weights",
-        3 => "a product with 3 weights",
-        _ => "a product with 4 weights",
-    };
-    require_count(whole, "output", widths.len(), "this call", outputs.len())?;
-    for (number, (out, &n)) in outputs.iter().zip(widths).enumerate() {
-        let RawOutput {
-            group: its,
-            dtype,
-            shape,
-            ..
-        } = out.values;
-        let planned = problem.form.quantization;
-        let fits = require_same_group("out", its, group)
-            .and_then(|()| require_shape(what, [rows, n], shape))
-            .and_then(|()| require_dtype("out", problem.dtypes.output, dtype))
-            .and_then(|()| out.check_scales(group, planned));
-        fits.map_err(Error::one_of("output", number, outputs.len()))?;
-    }
-    Ok(())
-}
-
-/// Binds weights.
-pub fn bind_weights<'m, B: Backend>(
-    matrices: &mut [Bound<'m, B>; MATRICES],
-    weights: &[RawOperand<'m, B>],
-) {
-    for (number, weight) in weights.iter().enumerate().take(MAX_WEIGHTS) {
-        weight.bind(matrices, matrices::B + number, matrices::B_SCALES + number);
-    }
-}
-
-/// Moves the outputs' memory into `matrices`.
-pub fn bind_outputs<'m, 'o: 'm, B: Backend>(
-    matrices: &mut [Bound<'m, B>; MATRICES],
-    outputs: &mut [ProductOutput<'o, B>],
-) {
-    for (number, out) in outputs.iter_mut().enumerate().take(MAX_WEIGHTS) {
-        out.bind(matrices, number);
-    }
-}
-
-/// The product of a schedule, which must have one.
-pub fn product_of(schedule: &Schedule) -> &Product {
-    match schedule.product() {
-        Some(product) => product,
-        None => unreachable!("the planner of a product makes one"),
-    }
 }

@@ -4,8 +4,8 @@ use std::fmt;
 
 use smallvec::SmallVec;
 
-use crate::Result;
 use crate::backend::Backend;
+use crate::error::{Result, require_count};
 use crate::group::Group;
 use crate::schedule::limits::limit;
 use crate::schedule::{Layout, RowOrder};
@@ -24,6 +24,7 @@ pub struct RowSplit {
 enum RowCounts {
     Even(usize),
     ByRank(SmallVec<[usize; 8]>),
+    Layout(Layout),
 }
 
 impl fmt::Debug for RowSplit {
@@ -31,6 +32,7 @@ impl fmt::Debug for RowSplit {
         match &self.rows {
             RowCounts::Even(m) => write!(f, "RowSplit[{m}, {}]", self.k),
             RowCounts::ByRank(rows) => write!(f, "RowSplit[{rows:?}, {}]", self.k),
+            RowCounts::Layout(layout) => write!(f, "RowSplit[{:?}, {}]", layout.rows(), self.k),
         }
     }
 }
@@ -66,20 +68,30 @@ impl<const W: usize> From<(&[usize; W], usize)> for RowSplit {
 }
 
 impl RowSplit {
+    /// The rows of a matrix that exists.
+    pub(crate) fn of(layout: &Layout) -> RowSplit {
+        RowSplit {
+            rows: RowCounts::Layout(layout.clone()),
+            k: layout.k(),
+        }
+    }
+
     /// [M, K]
     pub(crate) fn shape(&self) -> [usize; 2] {
         let m = match &self.rows {
             RowCounts::Even(m) => *m,
             RowCounts::ByRank(rows) => rows.iter().fold(0usize, |m, &rows| m.saturating_add(rows)),
+            RowCounts::Layout(layout) => layout.m(),
         };
         [m, self.k]
     }
 
     /// The layout of these rows over the ranks of a group.
-    pub(super) fn layout<B: Backend>(&self, group: &Group<B>) -> Result<Layout> {
-        match &self.rows {
-            RowCounts::Even(m) => Layout::balanced(*m, self.k, group.world_size()),
-            RowCounts::ByRank(rows) => group.row_layout(rows, self.k),
+    pub(super) fn layout<B: Backend>(self, group: &Group<B>) -> Result<Layout> {
+        match self.rows {
+            RowCounts::Even(m) => Layout::balanced(m, self.k, group.world_size()),
+            RowCounts::ByRank(rows) => group.row_layout(&rows, self.k),
+            RowCounts::Layout(layout) => Ok(layout),
         }
     }
 }
@@ -100,4 +112,19 @@ pub(super) fn staged(layout: Layout, stages: Option<usize>) -> Result<Layout> {
         return Ok(layout);
     }
     layout.staged(stages, RowOrder::ByRank)
+}
+
+/// The split of `m` rows of a product over `k`: rank r gets `rows[r]` rows.
+pub(super) fn split<B: Backend>(
+    group: &Group<B>,
+    rows: &[usize],
+    [m, k]: [usize; 2],
+) -> Result<Layout> {
+    let layout = group.row_layout(rows, k)?;
+    // The text is made only for the refusal.
+    if layout.m() != m {
+        let part = format!("a split into {rows:?}");
+        require_count("the product", "row", m, &part, layout.m())?;
+    }
+    Ok(layout)
 }

@@ -5,12 +5,13 @@ use super::group::AnyBackend;
 use super::product::{Operand, Outputs, ProductCall, RowOperand, ShardedScales};
 use crate::backend::Backend;
 use crate::element::DType;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::group::Group;
 use crate::ops::Quantized;
-use crate::ops::call::{RawOutput, RawShards, RawView, require_property};
-use crate::ops::partial_sums::SumOperands;
-use crate::ops::product::{Addends, RawOutputs, RawProduct, RawWeights};
+use crate::ops::call::{RawOutput, RawView, require_property};
+use crate::ops::product_operands::{
+    Addends, ProductOperands, RawOutputs, RawResults, RawRows, RawWeights,
+};
 use crate::ops::quantized::ProductOutput;
 use crate::ops::scales::{Placed as PlacedScales, RawOperand, RawShardedOperand, Scales};
 use crate::schedule::Quantization;
@@ -21,7 +22,6 @@ pub(super) struct CallArguments<'g, 'c, B: Backend> {
     pub call: &'c ProductCall<'c>,
 }
 
-// Operands are large, and returning one moves it. So those that make one are inlined where it is kept, and lists are lent.
 impl<'g, 'c: 'g, B: AnyBackend> CallArguments<'g, 'c, B> {
     fn view(&self, name: &str, memory: Memory) -> Result<RawView<'g, B>> {
         // SAFETY: as that of the call.
@@ -39,7 +39,6 @@ impl<'g, 'c: 'g, B: AnyBackend> CallArguments<'g, 'c, B> {
         self.view(name, memory)
     }
 
-    #[inline(always)]
     fn operand(&self, [name, scales]: [&str; 2], operand: &Operand) -> Result<RawOperand<'g, B>> {
         let scales = match operand.scales {
             Some((memory, scaling)) => Some(Scales::raw(self.scales(scales, memory)?, scaling)),
@@ -48,8 +47,7 @@ impl<'g, 'c: 'g, B: AnyBackend> CallArguments<'g, 'c, B> {
         Ok(RawOperand::new(self.view(name, operand.values)?, scales))
     }
 
-    #[inline(always)]
-    pub fn addends(&self) -> Result<Addends<'g, B>> {
+    fn addends(&self) -> Result<Addends<'g, B>> {
         let ProductCall { bias, residual, .. } = self.call;
         Ok(Addends {
             bias: bias.map(|bias| self.view("bias", bias)).transpose()?,
@@ -59,27 +57,12 @@ impl<'g, 'c: 'g, B: AnyBackend> CallArguments<'g, 'c, B> {
         })
     }
 
-    /// Adds the weights to a list.
-    fn weights(&self, weights: &mut RawWeights<'g, B>) -> Result<()> {
-        for weight in self.call.weights {
-            weights.push(self.operand(["b", SCALES_OF_B], weight)?);
-        }
-        Ok(())
-    }
-
-    /// The rows, which must be this rank's own.
-    pub fn own(&self) -> Result<RawOperand<'g, B>> {
-        match &self.call.a {
-            RowOperand::Own(own) => self.operand(["a", SCALES_OF_A], own),
-            RowOperand::Sharded(..) => Err(misplaced("a", "a matrix of this rank's own")),
-        }
-    }
-
-    /// The rows, which must be sharded.
-    #[inline(always)]
-    pub fn sharded(&self) -> Result<RawShardedOperand<'g, B>> {
-        let RowOperand::Sharded(shards, scales) = &self.call.a else {
-            return Err(misplaced("a", "a sharded matrix"));
+    fn rows(&self) -> Result<RawRows<'g, B>> {
+        let (shards, scales) = match &self.call.a {
+            RowOperand::Own(own) => {
+                return Ok(RawRows::Own(self.operand(["a", SCALES_OF_A], own)?));
+            }
+            RowOperand::Sharded(shards, scales) => (shards, scales),
         };
         let scales = match scales {
             None => None,
@@ -93,56 +76,38 @@ impl<'g, 'c: 'g, B: AnyBackend> CallArguments<'g, 'c, B> {
         };
         let shards = shards.raw("a")?;
         self.group.require_same("a", shards.group)?;
-        Ok(RawShardedOperand::new(shards, scales))
+        Ok(RawRows::Sharded(RawShardedOperand::new(shards, scales)))
     }
 
-    pub fn operands(&self) -> Result<SumOperands<'g, 'g, B>> {
-        let mut operands = SumOperands {
-            a: self.own()?,
+    pub fn operands(&self) -> Result<ProductOperands<'g, B>> {
+        let mut operands = ProductOperands {
+            a: self.rows()?,
             weights: RawWeights::new(),
             addends: self.addends()?,
         };
-        self.weights(&mut operands.weights)?;
+        for weight in self.call.weights {
+            let weight = self.operand(["b", SCALES_OF_B], weight)?;
+            operands.weights.push(weight);
+        }
         Ok(operands)
     }
 
-    /// Adds the outputs, which must be this rank's own, to a list.
-    pub fn outputs(&self, outputs: &mut RawOutputs<'g, B>) -> Result<()> {
-        let Outputs::Own(all) = self.call.outputs else {
-            return Err(misplaced("out", "a matrix of this rank's own"));
+    pub fn results(&self) -> Result<RawResults<'g, B>> {
+        let all = match self.call.outputs {
+            Outputs::Sharded(shards) => return Ok(RawResults::Sharded(shards.raw("out")?)),
+            Outputs::Own(all) => all,
         };
+        let mut outputs = RawOutputs::new();
         for output in all {
             let scales = match output.scales {
                 // SAFETY: as that of the call.
                 Some((memory, how)) => Some(unsafe { quantized(self.group, memory, how)? }),
                 None => None,
             };
-            outputs.push(ProductOutput::new(
-                self.output("out", output.values)?,
-                scales,
-            ));
+            let values = self.output("out", output.values)?;
+            outputs.push(ProductOutput::new(values, scales));
         }
-        Ok(())
-    }
-
-    /// Makes lists of the weights and of the outputs, which must be this rank's own, and lends them to `run`.
-    pub fn with_product(
-        &self,
-        refuse: &dyn Fn(Error) -> Error,
-        run: impl FnOnce(RawProduct<'_, 'g, 'g, B>) -> Result<()>,
-    ) -> Result<()> {
-        let (mut weights, mut outputs) = (RawWeights::new(), RawOutputs::new());
-        self.weights(&mut weights).map_err(refuse)?;
-        self.outputs(&mut outputs).map_err(refuse)?;
-        run((&weights, &mut outputs))
-    }
-
-    /// The sums, which must go to a sharded matrix.
-    pub fn sums(&self) -> Result<RawShards<'g, B>> {
-        match self.call.outputs {
-            Outputs::Sharded(shards) => shards.raw("out"),
-            Outputs::Own(_) => Err(misplaced("out", "a sharded matrix")),
-        }
+        Ok(RawResults::Own(outputs))
     }
 }
 
@@ -152,14 +117,6 @@ const SCALES_OF_OUT: &str = "scales of out";
 
 fn require_f32(name: &str, found: DType) -> Result<()> {
     require_property(name, "the dtype", found == DType::F32, DType::F32, found)
-}
-
-pub(super) fn misplaced(argument: &str, expected: &str) -> Error {
-    let found = match expected {
-        "a sharded matrix" => "a matrix of this rank's own",
-        _ => "a sharded matrix",
-    };
-    Error::unsuitable(format!("the kind of {argument}"), expected, found)
 }
 
 /// Scales of an output, which are made or given as `how` says.

@@ -10,7 +10,6 @@
 mod arguments;
 mod group;
 mod pipelines;
-mod planned;
 mod product;
 mod shards;
 

@@ -1,22 +1,18 @@
 //! Products of any kind, type and backend.
 
 use super::Memory;
-use super::arguments::{CallArguments, misplaced};
-use super::group::AnyBackend;
-#[cfg(doc)]
-use super::group::AnyGroup;
-use super::planned::BoundProduct;
+use super::arguments::CallArguments;
+use super::group::{AnyBackend, AnyGroup};
 use super::shards::AnyShards;
-use crate::backend::Backend;
 use crate::element::DType;
-use crate::error::{Error, Result, require_count};
+use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::ops::RowSplit;
 use crate::ops::call::require_property;
-use crate::ops::gather_product::GatherProduct;
-use crate::ops::own_product;
-use crate::ops::product::{Addends, ProductOptions, RawOutputs};
-use crate::ops::sum_product::{self, ScatterProduct};
+use crate::ops::planned_product::{PlannedProduct, judged};
+use crate::ops::product::ProductOptions;
+use crate::ops::product_operands::{Addends, OWN, SHARDED, misplaced};
+use crate::profile::span::Span;
 use crate::route::Route;
 use crate::schedule::operation::RowSource;
 use crate::schedule::scaling::WeightScalings;
@@ -119,7 +115,7 @@ impl Product {
         require_property("a", "the dtype", fits, expected, self.dtype)
     }
 
-    fn options(&self) -> ProductOptions {
+    fn options(&self) -> ProductOptions<'_> {
         let (a, weights) = &self.scaling;
         ProductOptions {
             activation: self.activation,
@@ -131,7 +127,9 @@ impl Product {
             output_dtype: self.output_dtype,
             quantization: self.quantization,
             constant_weights: self.constant_weights,
-            ..ProductOptions::new(self.dtype)
+            stages: self.stages,
+            rows: self.rows.as_deref(),
+            ..ProductOptions::new(self.kind.operation(), self.dtype)
         }
     }
 }
@@ -230,14 +228,41 @@ pub trait Prepared: Send + Sync {
     }
 }
 
-/// The error of a product that is refused. The other ranks are told, unless the product is this rank's alone.
-pub(super) fn refused<B: Backend>(group: &Group<B>, kind: ProductKind, error: Error) -> Error {
-    match kind {
-        ProductKind::Matmul => {
-            let error = Error::of(group.rank(), kind.name())(error);
-            super::noted(group, error)
+impl<B: AnyBackend> PlannedProduct<B> {
+    /// # Safety
+    /// As the calls of [`AnyGroup`].
+    unsafe fn call(&self, call: &ProductCall, trace: Option<&mut Vec<Span>>) -> Result<()> {
+        let (group, operation) = (&self.group, self.operation());
+        let arguments = CallArguments { group, call };
+        let operands = judged(group, operation, arguments.operands())?;
+        let mut results = judged(group, operation, arguments.results())?;
+        self.run(&operands, &mut results, trace)
+    }
+}
+
+impl<B: AnyBackend> Prepared for PlannedProduct<B> {
+    unsafe fn run(&self, call: &ProductCall) -> Result<()> {
+        // SAFETY: as this function's.
+        unsafe { self.call(call, None) }
+    }
+
+    unsafe fn run_traced(&self, call: &ProductCall) -> Result<Trace> {
+        if self.operation().is_alone() {
+            let refusal = Error::unsupported("a product of one rank has no trace");
+            return self.group.judged(self.operation().name(), Err(refusal));
         }
-        _ => group.refusal(kind.name())(error),
+        let mut spans = Vec::new();
+        // SAFETY: as this function's.
+        unsafe { self.call(call, Some(&mut spans))? };
+        Ok(Trace::new(AnyGroup::rank(&self.group), spans))
+    }
+
+    fn explain(&self) -> String {
+        self.explain().to_string()
+    }
+
+    fn config(&self) -> Config {
+        self.config
     }
 }
 
@@ -250,60 +275,12 @@ pub(super) unsafe fn run<B: AnyBackend>(
     product: &Product,
     call: &ProductCall,
 ) -> Result<()> {
-    let refuse = |refusal| refused(group, product.kind, refusal);
-    product.check().map_err(refuse)?;
-    let options = product.options();
+    let operation = product.kind.operation();
+    judged(group, operation, product.check())?;
     let arguments = CallArguments { group, call };
-    match product.kind {
-        ProductKind::Matmul => {
-            let a = arguments.own().map_err(refuse)?;
-            let addends = arguments.addends().map_err(refuse)?;
-            arguments.with_product(&refuse, |product| {
-                own_product::run(&options, &addends, &a, product)
-            })
-        }
-        ProductKind::AllGatherMatmul => {
-            let a = arguments.sharded().map_err(refuse)?;
-            let addends = arguments.addends().map_err(refuse)?;
-            let gather = GatherProduct {
-                options: &options,
-                stages: product.stages,
-            };
-            arguments.with_product(&refuse, |product| gather.run(&addends, &a, product))
-        }
-        ProductKind::MatmulReduceScatter => {
-            let operands = arguments.operands().map_err(refuse)?;
-            let scatter = ScatterProduct {
-                options: &options,
-                rows: product.rows.as_deref(),
-            };
-            match call.outputs {
-                Outputs::Own(_) => {
-                    let mut outputs = RawOutputs::new();
-                    arguments.outputs(&mut outputs).map_err(refuse)?;
-                    scatter.run(&operands, &mut outputs)
-                }
-                Outputs::Sharded(_) => {
-                    let out = arguments.sums().map_err(refuse)?;
-                    scatter.run_into(&operands, out)
-                }
-            }
-        }
-        ProductKind::MatmulAllReduce => {
-            let operands = arguments.operands().map_err(refuse)?;
-            let out = arguments.sums().map_err(refuse)?;
-            sum_product::all_reduce(&options, &operands, out)
-        }
-    }
-}
-
-/// What a product is planned for is of the wrong kind.
-fn planned_for(kind: ProductKind) -> Error {
-    match kind {
-        ProductKind::AllGatherMatmul => misplaced("a", "a sharded matrix"),
-        ProductKind::MatmulAllReduce => misplaced("out", "a sharded matrix"),
-        _ => misplaced("a", "a matrix of this rank's own"),
-    }
+    let operands = judged(group, operation, arguments.operands())?;
+    let mut results = judged(group, operation, arguments.results())?;
+    product.options().run(&operands, &mut results)
 }
 
 /// Plans a product.
@@ -315,11 +292,11 @@ pub(super) fn prepare<B: AnyBackend>(
 ) -> Result<Box<dyn Prepared>> {
     let planned = plan(group, product, None, rows, widths)?;
     match product.route {
-        Some(route) if planned.route() != route => {
-            let config = planned.config().with_route(route);
-            plan(group, product, Some(config), rows, widths)
+        Some(route) if planned.config.route != route => {
+            let config = planned.config.with_route(route);
+            Ok(Box::new(plan(group, product, Some(config), rows, widths)?))
         }
-        _ => Ok(planned),
+        _ => Ok(Box::new(planned)),
     }
 }
 
@@ -330,51 +307,33 @@ fn plan<B: AnyBackend>(
     config: Option<Config>,
     rows: PreparedFor,
     widths: &[usize],
-) -> Result<Box<dyn Prepared>> {
-    let judge = Error::of(group.rank(), product.kind.name());
+) -> Result<PlannedProduct<B>> {
+    let operation = product.kind.operation();
+    let judge = Error::of(group.rank(), operation.name());
     product.check().map_err(judge)?;
+    let (gathers, is_for_all) = (product.kind.gathers(), operation.result.is_for_all());
+    let mut widths = Widths::from(widths);
+    let (rows, into) = match rows {
+        PreparedFor::Own(shape) if !gathers && !is_for_all => (shape.into(), None),
+        PreparedFor::Sharded(a) if gathers => {
+            let a = a.raw("a").map_err(judge)?;
+            group.require_same("a", a.group).map_err(judge)?;
+            (RowSplit::of(a.layout), None)
+        }
+        PreparedFor::OwnInto(shape, out) if is_for_all => {
+            let out = out.raw("out").map_err(judge)?;
+            widths = Widths::from_slice(&out.shape()[1..]);
+            (shape.into(), Some(out))
+        }
+        _ if gathers => return Err(judge(misplaced("a", SHARDED))),
+        _ if is_for_all => return Err(judge(misplaced("out", SHARDED))),
+        _ => return Err(judge(misplaced("a", OWN))),
+    };
     let options = ProductOptions {
         config,
         ..product.options()
     };
-    let (addends, widths) = (Addends::default(), Widths::from(widths));
-    match (product.kind, rows) {
-        (ProductKind::Matmul, PreparedFor::Own(shape)) => {
-            let planned = own_product::prepare(&options, group, &addends, shape, &widths)?;
-            Ok(Box::new(BoundProduct(group.clone(), product.kind, planned)))
-        }
-        (ProductKind::AllGatherMatmul, PreparedFor::Sharded(a)) => {
-            let a = a.raw("a").map_err(judge)?;
-            group.require_same("a", a.group).map_err(judge)?;
-            let gather = GatherProduct {
-                options: &options,
-                stages: product.stages,
-            };
-            let planned = gather.prepare(&addends, a, &widths)?;
-            Ok(Box::new(BoundProduct(group.clone(), product.kind, planned)))
-        }
-        (ProductKind::MatmulReduceScatter, PreparedFor::Own(shape)) => {
-            let n = only_width(&widths).map_err(judge)?;
-            let scatter = ScatterProduct {
-                options: &options,
-                rows: product.rows.as_deref(),
-            };
-            let planned = scatter.prepare(group, &addends, shape, n)?;
-            Ok(Box::new(BoundProduct(group.clone(), product.kind, planned)))
-        }
-        (ProductKind::MatmulAllReduce, PreparedFor::OwnInto(shape, out)) => {
-            let out = out.raw("out").map_err(judge)?;
-            let planned = sum_product::prepare_all_reduce(&options, group, &addends, shape, out)?;
-            Ok(Box::new(BoundProduct(group.clone(), product.kind, planned)))
-        }
-        (kind, _) => Err(judge(planned_for(kind))),
-    }
-}
-
-/// The N of the only weight.
-fn only_width(widths: &Widths) -> Result<usize> {
-    require_count("a sum over ranks", "weight", 1, "this call", widths.len())?;
-    Ok(widths[0])
+    options.prepare(group, &Addends::default(), rows, into, &widths)
 }
 
 /// Whether a product is supported.
@@ -386,29 +345,6 @@ pub(super) fn supports<B: AnyBackend>(
 ) -> Result<()> {
     let judge = Error::of(group.rank(), product.kind.name());
     product.check().map_err(judge)?;
-    let options = product.options();
-    let (addends, widths) = (Addends::default(), Widths::from(widths));
-    let shape = rows.shape();
-    match product.kind {
-        ProductKind::Matmul => own_product::supported(&options, group, &addends, shape, &widths),
-        ProductKind::AllGatherMatmul => {
-            let gather = GatherProduct {
-                options: &options,
-                stages: product.stages,
-            };
-            gather.supported(group, &addends, rows, &widths)
-        }
-        ProductKind::MatmulReduceScatter => {
-            let n = only_width(&widths).map_err(judge)?;
-            let scatter = ScatterProduct {
-                options: &options,
-                rows: product.rows.as_deref(),
-            };
-            scatter.supported(group, &addends, shape, n)
-        }
-        ProductKind::MatmulAllReduce => {
-            let n = only_width(&widths).map_err(judge)?;
-            sum_product::supports_all_reduce(&options, group, &addends, rows, n)
-        }
-    }
+    let (options, addends) = (product.options(), Addends::default());
+    options.supported(group, &addends, rows.clone(), widths)
 }

@@ -175,7 +175,7 @@ impl Blocks {
         };
         Ok(Blocks {
             config: Matmul::<_, bf16>::new()
-                .prepare(group, [m, WIDTH], WIDTH)?
+                .prepare((group, [m, WIDTH]), WIDTH)?
                 .config(),
             input: group.upload(&normal(1, m * WIDTH), m, WIDTH)?,
             weights: (2..6).map(weight).collect::<Result<_>>()?,
@@ -193,7 +193,7 @@ impl Blocks {
         let [first, last] = &mut self.sums;
         product.run(&self.input, &self.weights[0], &mut self.inner)?;
         each()?;
-        sum.run(&self.inner, &self.weights[1], first)?;
+        sum.run(&self.inner, &self.weights[1], &mut *first)?;
         each()?;
         product.run(first.view(), &self.weights[2], &mut self.inner)?;
         each()?;

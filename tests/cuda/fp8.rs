@@ -566,7 +566,7 @@ fn gathered(group: &Group<Cuda>, seed: u64, route: Option<Route>) -> Result<(), 
     let mut out = group.upload::<bf16>(&vec![nan(); m * n], m, n)?;
     let mut operation = AllGatherMatmul::new();
     if let Some(route) = route {
-        let prepared = Matmul::<_, F8E4M3>::new().prepare(group, [m.max(1), k], n)?;
+        let prepared = Matmul::<_, F8E4M3>::new().prepare((group, [m.max(1), k]), n)?;
         let chunks = 1 + seed as usize % 3;
         let chunking = gemmesh::tuning::Chunking::new(chunks).with_cut_last(seed.is_multiple_of(2));
         operation = operation.config(Config::new(prepared.config().tile, chunking, route));

@@ -119,7 +119,7 @@ fn configurations_of_extreme_numbers_are_refused() {
             let matmul = || Matmul::new().config(config);
             let prepared = Matmul::<_, bf16>::new()
                 .config(config)
-                .prepare(group, [4, 32], 16);
+                .prepare((group, [4, 32]), 16);
             assert_eq!(prepared.is_ok(), matmul().run(&a, &b, &mut out).is_ok());
         }
         // The group goes on.
@@ -204,7 +204,7 @@ fn questions_about_extreme_numbers_are_answered() {
         let gated = Matmul::<Host, bf16>::new().gated();
         let _ = gated.supported(group, [m, k], [n, n]);
         let _ = Matmul::<Host, bf16>::new().supported(group, [m, k], [n, other, n, rows]);
-        let _ = Matmul::<Host, bf16>::new().prepare(group, [m, k], [n, other]);
+        let _ = Matmul::<Host, bf16>::new().prepare((group, [m, k]), [n, other]);
         let gather = AllGatherMatmul::<Host, bf16>::new().stages(stages);
         let _ = gather.supported(group, [m, k], n);
         let split = [rows, other];

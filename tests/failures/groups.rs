@@ -761,7 +761,7 @@ fn every_call_of_a_named_group_names_it() {
             &name,
         );
         assert_named(
-            gemmesh::AllGatherMatmul::new().prepare(a, 0).map(drop),
+            gemmesh::AllGatherMatmul::new().prepare(&*a, 0).map(drop),
             &name,
         );
         assert_named(pair.sharded_rows::<bf16>(&[1], 3), &name);

@@ -115,9 +115,12 @@ fn operands(group: &Group<Host>) -> [Matrix<Host, bf16>; 3] {
 #[track_caller]
 fn configured(group: &Group<Host>, mistake: fn(&mut Config)) -> Done {
     let product = || Matmul::<Host, bf16>::new();
-    let mut config = product().prepare(group, [4, 3], 5)?.config();
+    let mut config = product().prepare((group, [4, 3]), 5)?.config();
     mistake(&mut config);
-    product().config(config).prepare(group, [4, 3], 5).map(drop)
+    product()
+        .config(config)
+        .prepare((group, [4, 3]), 5)
+        .map(drop)
 }
 
 /// A product of [`operands`] with weights of these shapes.
@@ -466,7 +469,7 @@ const PRODUCTS_OF_ONE_RANK: &[Mistake] = &[
         |g| {
             Matmul::<Host, bf16>::new()
                 .gated()
-                .prepare(g, [4, 3], [5, 6])
+                .prepare((g, [4, 3]), [5, 6])
                 .map(drop)
         },
         "rank 0: matmul: N of up, the second weight of a gated product, is 6; it must be 5",
@@ -508,24 +511,36 @@ const PRODUCTS_OF_ONE_RANK: &[Mistake] = &[
         "prepare for too many rows",
         |g| {
             Matmul::<Host, bf16>::new()
-                .prepare(g, [1 << 31, 3], 5)
+                .prepare((g, [1 << 31, 3]), 5)
                 .map(drop)
         },
         "rank 0: matmul: M is 2147483648; it must be from 0 to 2147483647",
     ),
     (
         "prepare without K",
-        |g| Matmul::<Host, bf16>::new().prepare(g, [4, 0], 5).map(drop),
+        |g| {
+            Matmul::<Host, bf16>::new()
+                .prepare((g, [4, 0]), 5)
+                .map(drop)
+        },
         "rank 0: matmul: K is 0; it must be from 1 to 2147483647",
     ),
     (
         "prepare without N",
-        |g| Matmul::<Host, bf16>::new().prepare(g, [4, 3], 0).map(drop),
+        |g| {
+            Matmul::<Host, bf16>::new()
+                .prepare((g, [4, 3]), 0)
+                .map(drop)
+        },
         "rank 0: matmul: N is 0; it must be from 1 to 2147483647",
     ),
     (
         "prepare for no weight",
-        |g| Matmul::<Host, bf16>::new().prepare(g, [4, 3], []).map(drop),
+        |g| {
+            Matmul::<Host, bf16>::new()
+                .prepare((g, [4, 3]), [])
+                .map(drop)
+        },
         "rank 0: matmul: the number of weights of a product is 0; it must be from 1 to 4",
     ),
     (
@@ -533,7 +548,7 @@ const PRODUCTS_OF_ONE_RANK: &[Mistake] = &[
         |g| {
             let [_, b, mut out] = operands(g);
             Matmul::new()
-                .prepare(g, [4, 3], 5)?
+                .prepare((g, [4, 3]), 5)?
                 .run(&zeros(g, 3, 3), &b, &mut out)
         },
         "rank 0: matmul: a [M, K] of a prepared call is [3, 3] and must be [4, 3]",
@@ -542,7 +557,7 @@ const PRODUCTS_OF_ONE_RANK: &[Mistake] = &[
         "prepared in a different group",
         |g| {
             let [a, b, mut out] = operands(&other());
-            Matmul::new().prepare(g, [4, 3], 5)?.run(&a, &b, &mut out)
+            Matmul::new().prepare((g, [4, 3]), 5)?.run(&a, &b, &mut out)
         },
         "rank 0: matmul: the group of a is a different group and must be that of this call; make all arguments with \
          one group",
@@ -552,7 +567,7 @@ const PRODUCTS_OF_ONE_RANK: &[Mistake] = &[
         |g| {
             let [a, b, _] = operands(g);
             let mut out = g.zeros::<f32>(4, 5)?;
-            Matmul::new().prepare(g, [4, 3], 5)?.run(&a, &b, &mut out)
+            Matmul::new().prepare((g, [4, 3]), 5)?.run(&a, &b, &mut out)
         },
         "rank 0: matmul: the dtype of out is f32 and must be bf16, for which this call was prepared; prepare it with \
          output_dtype(DType::F32)",
@@ -563,7 +578,7 @@ const PRODUCTS_OF_ONE_RANK: &[Mistake] = &[
             let [a, b, mut out] = operands(g);
             Matmul::new()
                 .output_dtype(DType::F32)
-                .prepare(g, [4, 3], 5)?
+                .prepare((g, [4, 3]), 5)?
                 .run(&a, &b, &mut out)
         },
         "rank 0: matmul: the dtype of out is bf16 and must be f32, for which this call was prepared; prepare it with \
@@ -846,7 +861,7 @@ const PRODUCTS_OF_ALL_RANKS: &[Mistake] = &[
             let prepared = MatmulAllReduce::new().prepare(&zeros(g, 6, 4), &sharded(g, 6, 5))?;
             prepared.run(&zeros(g, 8, 4), &zeros(g, 5, 4), &mut sharded(g, 8, 5))
         },
-        "rank 1: matmul_all_reduce: a [M, K] is [8, 4] and must be [6, 4]",
+        "rank 1: matmul_all_reduce: a [M, K] of a prepared call is [8, 4] and must be [6, 4]",
     ),
     (
         "MatmulAllReduce, bias of a wrong width",

@@ -180,8 +180,10 @@ fn refused_prepared_calls_are_named_by_their_line() {
                 .run_into_traced(&zeros(g, 6, 4), &weight(g), &mut sharded(g, 7, 5))
                 .map(drop)
         }),
-        (line!(), |g| scatter(g).matmul(&zeros(g, 7, 4), &weight(g))),
-        (line!(), |g| scatter(g).reduce_scatter(&mut zeros(g, 7, 5))),
+        (line!(), |g| {
+            scatter(g).multiply_partials(&zeros(g, 7, 4), &weight(g))
+        }),
+        (line!(), |g| scatter(g).sum_partials(&mut zeros(g, 7, 5))),
         (line!(), |g| {
             reduce(g).run(&zeros(g, 7, 4), &weight(g), &mut sharded(g, 6, 5))
         }),
@@ -190,8 +192,10 @@ fn refused_prepared_calls_are_named_by_their_line() {
                 .run_traced(&zeros(g, 6, 4), &weight(g), &mut sharded(g, 7, 5))
                 .map(drop)
         }),
-        (line!(), |g| reduce(g).matmul(&zeros(g, 7, 4), &weight(g))),
-        (line!(), |g| reduce(g).all_reduce(&mut sharded(g, 7, 5))),
+        (line!(), |g| {
+            reduce(g).multiply_partials(&zeros(g, 7, 4), &weight(g))
+        }),
+        (line!(), |g| reduce(g).sum_partials(&mut sharded(g, 7, 5))),
     ]);
 }
 

@@ -118,7 +118,7 @@ fn products_are_printed_in_a_short_line() {
         let alone = Matmul::<Host, bf16>::new().weight_layout(WeightLayout::Kn);
         let alone = alone.config(config());
         is_short(&alone, "Matmul<host, bf16>(weights [K, N], config)");
-        let prepared = Matmul::<Host, bf16>::new().prepare(group, [512, k], n)?;
+        let prepared = Matmul::<Host, bf16>::new().prepare((group, [512, k]), n)?;
         is_short(
             &prepared,
             "PreparedMatmul<host, bf16>[512, 256] x [128, 256]",

@@ -156,7 +156,7 @@ fn calls_prepared_for_blocks_from_their_beginning_take_scales_of_blocks() {
             (Scaling::Blocks, from_0),
         ] {
             let prepared = Matmul::new().scaling(rows, weights);
-            let prepared = prepared.prepare(&group, [N, K], N)?;
+            let prepared = prepared.prepare((&group, [N, K]), N)?;
             let a = a.scaled(Scales::blocks(&of_a));
             let b = b.scaled(Scales::blocks(&of_b).first_row(0).first_column(0));
             prepared.run(a, b, &mut out)?;

@@ -118,7 +118,7 @@ fn an_output_of_a_product_lies_apart_from_each_operand() -> Result<()> {
         let shifted = Matmul::new().residual(&residual).run(&a, &b, &mut out);
         refused(shifted, "out", "residual");
         // The prepared call looks at the memory of each run.
-        let prepared = Matmul::new().prepare(&group, [N, N], N)?;
+        let prepared = Matmul::new().prepare((&group, [N, N]), N)?;
         prepared.run(&a, &b, &mut out)?;
         refused(prepared.run(&a, &b, &mut square(7)?), "out", "a");
         // What is refused is not begun, and the group goes on.

@@ -520,7 +520,7 @@ where
     }
     let shape = [case.m(), case.k];
     let supported = product.supported(group, shape, &case.widths[..]);
-    let prepared = product.prepare(group, shape, &case.widths[..]);
+    let prepared = product.prepare((group, shape), &case.widths[..]);
     let (a, layer) = (
         group.zeros::<T>(case.m(), case.k)?,
         Layer::<W>::new(case, group)?,
@@ -715,7 +715,7 @@ fn types_that_no_call_can_have_are_refused_as_when_a_call_is_prepared() -> Resul
             assert_ne!(supported, "Ok", "{weights} to {output}");
             assert_eq!(
                 supported,
-                answer(product.prepare(&group, [4, 32], 16).map(drop))
+                answer(product.prepare((&group, [4, 32]), 16).map(drop))
             );
         }
         Ok::<_, Error>(())

@@ -141,14 +141,14 @@ impl Prepared {
             false => Matmul::new(),
         };
         let [qkv, out, [_, width], down] = extents.weights();
-        let plain = |[n, k]: [usize; 2]| product().prepare(group, [m, k], n);
+        let plain = |[n, k]: [usize; 2]| product().prepare((group, [m, k]), n);
         let gated = product().gated().activation(Activation::Silu);
         let widths = [extents.mlp; 2];
         Ok(Prepared {
             products: [
                 plain(qkv)?,
                 plain(out)?,
-                gated.prepare(group, [m, width], widths)?,
+                gated.prepare((group, [m, width]), widths)?,
                 plain(down)?,
             ],
             extents,

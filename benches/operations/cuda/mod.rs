@@ -314,7 +314,7 @@ impl<T: Multiplied, O: OutputOf<T>> OnGpus<T> for ReduceScatter<Cuda, T, O> {
     fn copy(&mut self, prepared: &Self::Prepared) -> Result<()> {
         // SAFETY: ranks are timed from the point where their streams are aligned, and no one makes partials during the
         // copies.
-        unsafe { prepared.sum.copy() }
+        unsafe { prepared.sum.copy_partials(&mut self.out) }
     }
 
     fn ways() -> Vec<(Variant, Config)> {
@@ -329,7 +329,7 @@ impl<T: Multiplied> OnGpus<T> for AllReduce<Cuda, T> {
 
     fn copy(&mut self, prepared: &Self::Prepared) -> Result<()> {
         // SAFETY: as above.
-        unsafe { prepared.sum.copy(&mut self.out) }
+        unsafe { prepared.sum.copy_partials(&mut self.out) }
     }
 
     fn ways() -> Vec<(Variant, Config)> {

@@ -400,7 +400,7 @@ impl<B: Device, T: Multiplied> Product for RowsOfWeight<B, T> {
         if let Some(residual) = &residual {
             product = product.residual(&residual.matrix);
         }
-        product.run(input.operand(), operands.weights(), &mut sums)?;
+        product.run(input.operand(), operands.weights(), &mut *sums)?;
         Ok(vec![with_leading(ranks.take(&mut sums, out)?, x)?])
     }
 }

@@ -834,11 +834,11 @@ impl<B: Tested> Fitting<'_, B> {
     fn weights_that_do_not_fit_are_refused(&self) -> Result<(), Error> {
         let (group, shape, n) = (self.group, [Self::M, Self::K], Self::N);
         let op = Matmul::<B, bf16>::new;
-        let five = op().prepare(group, shape, [n; 5]);
+        let five = op().prepare((group, shape), [n; 5]);
         assert_limit_of("weights of a product", five.map(drop));
-        let unequal = op().gated().prepare(group, shape, [n, n + 8]);
+        let unequal = op().gated().prepare((group, shape), [n, n + 8]);
         assert_limit_of("N of up", unequal.map(drop));
-        let three = op().gated().prepare(group, shape, [n; 3]);
+        let three = op().gated().prepare((group, shape), [n; 3]);
         assert_count_of("weight", three.map(drop));
         let rows = group.sharded::<bf16>(Self::M, Self::K)?;
         let gather = AllGatherMatmul::new().gated();
@@ -852,14 +852,14 @@ impl<B: Tested> Fitting<'_, B> {
         let (group, a, b) = (*group, &*a, &*b);
         let (shape, n) = ([Self::M, Self::K], Self::N);
         let op = Matmul::<B, bf16>::new;
-        let prepared = op().prepare(group, shape, [n])?;
+        let prepared = op().prepare((group, shape), [n])?;
         let mut wide = group.zeros::<f32>(Self::M, n)?;
         let result = prepared.run(a, b, Outputs::from(&mut wide));
         assert!(
             matches!(kind_of(&result), Some(Kind::Unsuitable { .. })),
             "{result:?}"
         );
-        let prepared = op().output_dtype(DType::F32).prepare(group, shape, [n])?;
+        let prepared = op().output_dtype(DType::F32).prepare((group, shape), [n])?;
         let result = prepared.run(a, b, &mut *out);
         assert!(
             matches!(kind_of(&result), Some(Kind::Unsuitable { .. })),

@@ -566,7 +566,7 @@ pub fn prepared_products_take_the_scales_that_they_were_prepared_for<B: Tested>(
         let mut out = group.zeros::<bf16>(m, n)?;
         let operation = Matmul::new().scaling(Scaling::Rows, Scaling::Tensor);
         let operation = operation.accumulation(Accumulation::Fast);
-        let prepared = operation.prepare(group, [m, k], n)?;
+        let prepared = operation.prepare((group, [m, k]), n)?;
         let scaled = a.scaled(Scales::rows(&of_a));
         prepared.run(scaled, b.scaled(Scales::tensor(&of_b)), &mut out)?;
         let rows = [4.0, 8.0, 12.0].map(bf16::from_f32);
@@ -598,7 +598,7 @@ pub fn prepared_products_take_the_weights_that_they_were_prepared_for<B: Tested>
         let of_e5m2 = group.upload(&vec![F8E5M2::from_f32(0.5); n * k], n, k)?;
         let mut out = group.zeros::<bf16>(m, n)?;
         let prepared = Matmul::new().weight_dtype(DType::F8E5M2);
-        let prepared = prepared.prepare(group, [m, k], n)?;
+        let prepared = prepared.prepare((group, [m, k]), n)?;
         prepared.run(&a, &of_e5m2, &mut out)?;
         assert_eq!(out.to_vec()?, vec![bf16::from_f32(16.0); m * n]);
         let words = prepared
@@ -607,7 +607,7 @@ pub fn prepared_products_take_the_weights_that_they_were_prepared_for<B: Tested>
             .to_string();
         assert!(words.contains("weight_dtype(DType::F8E4M3)"), "{words}");
         let wrong = Matmul::<B, F8E5M2>::new().weight_dtype(DType::F8E5M2);
-        let wrong = wrong.prepare(group, [m, k], n).map(drop);
+        let wrong = wrong.prepare((group, [m, k]), n).map(drop);
         let words = "rows of f8e5m2 cannot be multiplied by weights of f8e5m2";
         unsupported(wrong, words);
         Ok(())
@@ -789,11 +789,11 @@ pub fn what_fp8_cannot_do_is_refused<B: Tested>(test: &str) {
             Kind::Unsuitable { what, .. } => what.clone(),
             other => panic!("{other:?}"),
         };
-        let prepared = Matmul::new().prepare(group, [3, 32], 16)?;
+        let prepared = Matmul::new().prepare((group, [3, 32]), 16)?;
         let result = prepared.run(&a, &b, &mut group.zeros::<f32>(3, 16)?);
         assert_eq!(wrong(result), "the dtype of out");
         let stored = Matmul::<B, F8E4M3>::new().output_dtype(gemmesh::DType::F8E5M2);
-        let result = stored.prepare(group, [3, 32], 16).map(drop);
+        let result = stored.prepare((group, [3, 32]), 16).map(drop);
         unsupported(result, "a product of f8e4m3 cannot be stored as f8e5m2");
         Ok(())
     });
@@ -944,7 +944,7 @@ pub fn scales_of_other_rows_are_refused<B: Tested>(test: &str) {
         }
         let operation = Matmul::<B, F8E4M3>::new().scaling(Scaling::ShardedRows, Scaling::None);
         unsupported(
-            operation.prepare(&group, [3, 16], 16).map(drop),
+            operation.prepare((&group, [3, 16]), 16).map(drop),
             "only scales of rows that are gathered can be sharded",
         );
         Ok(String::new())

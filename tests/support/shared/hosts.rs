@@ -187,8 +187,8 @@ pub fn sums_of_columns(group: &Group<Host>, hosts: &str, rows: &[usize], [n, til
             .unwrap();
         let sum = MatmulReduceScatter::new().config(config).rows(rows);
         let sum = sum.prepare(&a, n).unwrap();
-        sum.matmul(&a, &b).unwrap();
-        sum.reduce_scatter(&mut out).unwrap();
+        sum.multiply_partials(&a, &b).unwrap();
+        sum.sum_partials(&mut out).unwrap();
         let in_parts = out.to_vec().unwrap();
         assert_eq!(
             bits(&in_parts),

@@ -309,7 +309,7 @@ pub fn prepared_products_quantise_as_they_were_prepared<B: Tested>(test: &str) {
         gemmesh::matmul(&a, &b, &mut result[0])?;
         for rule in Rule::ALL {
             let operation = Matmul::new().quantization(rule.quantization());
-            let prepared = operation.prepare(group, [m, k], n)?;
+            let prepared = operation.prepare((group, [m, k]), n)?;
             let mut made = Made::new(group, rule, m, &[n])?;
             prepared.run(&a, &b, made.outputs())?;
             made.check(&result, "prepared")?;
@@ -335,7 +335,7 @@ pub fn prepared_products_quantise_as_they_were_prepared<B: Tested>(test: &str) {
         let rows = group.zeros::<F8E4M3>(m, k)?;
         let weight = group.zeros::<F8E4M3>(n, k)?;
         let plain = Matmul::new().output_dtype(gemmesh::DType::F8E4M3);
-        let plain = plain.prepare(group, [m, k], n)?;
+        let plain = plain.prepare((group, [m, k]), n)?;
         let mut made = Made::new(group, Rule::ALL[0], m, &[n])?;
         let result = plain.run(&rows, &weight, made.outputs());
         assert!(
@@ -397,10 +397,10 @@ pub fn what_products_cannot_quantise_is_refused<B: Tested>(test: &str) {
         unsupported(result, "sums over ranks must not be quantised");
         let stored = Matmul::<B, bf16>::new().quantization(Quantization::blocks());
         let stored = stored.output_dtype(gemmesh::DType::Bf16);
-        let result = stored.prepare(group, [m, k], 16).map(drop);
+        let result = stored.prepare((group, [m, k]), 16).map(drop);
         unsupported(result, "outputs that are quantised must be F8E4M3");
         let none = Matmul::<B, bf16>::new().output_dtype(gemmesh::DType::F8E4M3);
-        let result = none.prepare(group, [m, k], 16).map(drop);
+        let result = none.prepare((group, [m, k]), 16).map(drop);
         unsupported(result, "a product of bf16 cannot be stored as f8e4m3");
         Ok(())
     });

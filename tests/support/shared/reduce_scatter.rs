@@ -130,7 +130,7 @@ impl<B: Tested, T: Half> Placed<B, T> {
     ) -> Result<Vec<T>, Error> {
         let [m, n] = out.shape();
         out.write(0, &vec![nan::<T>(); m * n])?;
-        all_reduce(self.bias.as_ref(), config).run(&self.a, &self.b, out)?;
+        all_reduce(self.bias.as_ref(), config).run(&self.a, &self.b, &mut *out)?;
         out.to_vec()
     }
 
