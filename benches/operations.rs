@@ -147,7 +147,7 @@ struct Args {
     /// The route by which rows move.
     #[arg(long, value_enum)]
     route: Option<RouteName>,
-    /// True if partial sums that are stored are stored behind the product.
+    /// True if partial sums that are stored are stored after the product.
     #[arg(long)]
     product_first: Option<bool>,
     /// Multiplies with several weights that share N in these parts, such as 4,1,1 for Q, K and V.

@@ -33,7 +33,7 @@ struct Block {
 /// What blocks share, one after the other.
 struct Buffers {
     normed: ShardedMatrix<Host, bf16>, // [TOKENS, MODEL], what is gathered
-    middle: ShardedMatrix<Host, bf16>, // [TOKENS, MODEL], behind the attention
+    middle: ShardedMatrix<Host, bf16>, // [TOKENS, MODEL], after the attention
     qkv: Matrix<Host, bf16>,           // [TOKENS, Q + 2 KV]
     heads: Matrix<Host, bf16>,         // [TOKENS, Q]
     hidden: Matrix<Host, bf16>,        // [TOKENS, HIDDEN]

@@ -66,7 +66,7 @@ pub(crate) fn in_words(place: SourceLine) -> Option<String> {
 /// Runs `f`, the calls of a library that is built on this one. Errors of their arguments name `place`, where the program
 /// calls that library, instead of a line of the library. Without a place they name none.
 ///
-/// This holds for calls on this thread, also behind trait objects. If `f` calls this function again, the outer place
+/// This holds for calls on this thread, also through trait objects. If `f` calls this function again, the outer place
 /// stays.
 ///
 /// ```

@@ -46,7 +46,7 @@ fn memory_that_all_ranks_have_dropped_can_be_had_again_by_whatever_asks_first() 
             // The next collective allocation,
             let again = group.sharded::<bf16>(m, COLUMNS)?;
             drop(again);
-            // one of this rank alone, right behind it,
+            // one of this rank alone, right after it,
             drop(group.zeros::<bf16>(m, COLUMNS)?);
             group.barrier()?;
             if round == 0 {

@@ -87,7 +87,7 @@ fn verify_views<T: Half>(group: &Group<Cuda>, case: &Case) -> Result<(), String>
     Ok(())
 }
 
-/// Several products that run one behind the other, whose matrices are dropped before any of them has ended but the
+/// Several products that run one after the other, whose matrices are dropped before any of them has ended but the
 /// outputs, which must have the bits that the first one had.
 fn verify_in_flight<T: Half>(group: &Group<Cuda>, case: &Case) -> Result<(), String> {
     let words = |error: Error| error.to_string();

@@ -140,7 +140,7 @@ __device__ void move_rows(const GemmeshParams& params, const GemmeshSends& sends
         for (uint32_t task = blockIdx.x; task < sends.count; task += gridDim.x) {
             const GemmeshSend send = load_send(sends.sends + task);
             store_rows(params, sends, send);
-            // The threads' stores come before the barrier, and so before what one of them releases behind it.
+            // The threads' stores come before the barrier, and so before what one of them releases after it.
             __syncthreads();
             if (threadIdx.x == 0) {
                 ptx::st_release_sys(&params.peers.mailboxes[send.peer]->chunk[send.flag], epoch);

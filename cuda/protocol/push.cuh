@@ -47,7 +47,7 @@ __device__ inline void leave_push(const GemmeshParams& params, uint32_t epoch) {
     peers.push_epoch->left = 0;
     if (params.low_latency.share != 0) peers.push_epoch->low_latency += 1;
     // `entered` tells the host whether `epoch` is stale; both are written by one store. Nothing is released, because
-    // the next kernel reads them when this one has ended, and the host reads nothing behind these words.
+    // the next kernel reads them when this one has ended, and the host reads nothing after these words.
     ptx::st_relaxed_sys_pair(&peers.push_epoch->epoch, epoch, 0);
     if (peers.completed != nullptr) ptx::st_relaxed_sys(peers.completed, params.epoch);
 }

@@ -28,7 +28,7 @@ public:
     __device__ bool valid() const { return index_ < count_; }
     __device__ uint32_t index() const { return index_; }
     __device__ GemmeshTile tile() const { return tile_of(entry_); }
-    __device__ GemmeshTile next() const { return tile_of(next_); }  // block 0 behind the last
+    __device__ GemmeshTile next() const { return tile_of(next_); }  // block 0 after the last
 
     __device__ void advance() {
         index_ += stride_;

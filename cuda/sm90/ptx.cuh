@@ -292,7 +292,7 @@ struct e5m2_e4m3 {
 template <class Element, int N>
 struct Wgmma;
 
-// The operand lists. Each extends the list for 16 columns fewer or, behind those, for 8 fewer.
+// The operand lists. Each extends the list for 16 columns fewer or, after those, for 8 fewer.
 #define GEMMESH_FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define GEMMESH_EIGHT(i) GEMMESH_FOUR(i), GEMMESH_FOUR(i + 4)
 

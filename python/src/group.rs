@@ -354,7 +354,7 @@ impl Group {
         Ok(())
     }
 
-    /// Puts the group on a stream, behind what is on the stream before, for an operation that is made of this group's calls
+    /// Puts the group on a stream, after what is on the stream before, for an operation that is made of this group's calls
     /// and of other work on that stream. A stream that was set by hand stays the one of calls without tensors. If other
     /// ranks wait for this one in the operation, `awaited` names it.
     #[pyo3(signature = (stream, awaited=None))]

@@ -64,7 +64,7 @@ mod _native {
     /// Runs this program once for each of `world` ranks, as processes, and waits for them.
     ///
     /// Each has this process's arguments, or `args`: what follows the interpreter on its command line. It joins the
-    /// group by `Group.from_env`. What ranks print comes out here, each line behind its rank. If a rank fails, the
+    /// group by `Group.from_env`. What ranks print comes out here, each line after its rank. If a rank fails, the
     /// others have 1.5 seconds to end, and RankError names the rank. Ctrl-C gives all ranks as long. MisuseError if the
     /// program comes from standard input, where no rank could read it again. If all ranks have succeeded, but not all
     /// that they printed could be written, for example because a disk is full, HostError says what is missing.

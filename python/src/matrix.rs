@@ -165,7 +165,7 @@ impl Kept {
     }
 
     /// A tensor of another library, without a copy. The library has it ready for the stream that the group is then on,
-    /// so calls on other streams come behind that too.
+    /// so calls on other streams come after that too.
     pub fn adopted(object: &Bound<'_, PyAny>, group: &Arc<dyn AnyGroup>) -> PyResult<Kept> {
         let (py, call, name) = (object.py(), "Group.matrix", "the tensor");
         let stream = match group.is_in_function() {

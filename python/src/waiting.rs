@@ -46,7 +46,7 @@ pub fn enqueued_on<R: Send>(
     }
 }
 
-/// As [`waited`], behind what is on a stream of the caller's, if there is one. Other threads make calls meanwhile: a
+/// As [`waited`], after what is on a stream of the caller's, if there is one. Other threads make calls meanwhile: a
 /// stream that they put the group on waits for this one.
 pub fn waited_behind<R: Send>(
     py: Python<'_>,

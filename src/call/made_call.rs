@@ -113,7 +113,7 @@ impl fmt::Display for At<'_> {
     }
 }
 
-/// How a rank's call differs from that of another rank, behind "rank 3 ".
+/// How a rank's call differs from that of another rank, after "rank 3 ".
 pub(crate) struct Difference<'a>(pub &'a MadeCall, pub usize, pub &'a MadeCall);
 
 impl fmt::Display for Difference<'_> {

@@ -400,7 +400,7 @@ impl Kind {
         }
     }
 
-    /// True if the sentence goes on behind "rank 3 ". Otherwise it is whole, behind "rank 3: ".
+    /// True if the sentence goes on after "rank 3 ". Otherwise it is whole, after "rank 3: ".
     pub(super) fn is_said_of_rank(&self) -> bool {
         !matches!(
             self.class(),

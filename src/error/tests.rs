@@ -295,7 +295,7 @@ fn in_a_part_of_a_job_every_sentence_names_ranks_of_the_job_only() {
         }
         let (plain, blamed) = (error.to_string(), error.at_fault());
         let sentence = error.in_group("tp 1", &job_ranks).to_string();
-        // Every number behind "rank" is one of the job.
+        // Every number after "rank" is one of the job.
         let behind = |sentence: &str| {
             let numbers = sentence.split("rank ").skip(1).map(|rest| {
                 let digits = rest.chars().take_while(char::is_ascii_digit);

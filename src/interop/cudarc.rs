@@ -73,7 +73,7 @@ impl Group<Cuda> {
         unsafe { self.set_stream_of(stream.cu_stream().cast(), owner) }
     }
 
-    /// Records an event of cudarc behind all operations so far. Other streams, or the host, can wait for it.
+    /// Records an event of cudarc after all operations so far. Other streams, or the host, can wait for it.
     ///
     /// # Errors
     /// [`Kind::Unsuitable`] if the event is not of the GPU's primary context; [`Kind::Device`] if the driver refuses;
@@ -225,7 +225,7 @@ impl<T: Value> MatrixView<'_, Cuda, T> {
     /// Calls `f` with the rows as memory of cudarc, for kernels and copies that read them.
     ///
     /// `stream` must be the group's stream ([`Group::use_cudarc_stream`]). What `f` puts on it follows the group's
-    /// earlier operations. cudarc's events order its other streams: they begin behind the earlier operations, and the
+    /// earlier operations. cudarc's events order its other streams: they begin after the earlier operations, and the
     /// group's later operations wait for them.
     ///
     /// # Errors

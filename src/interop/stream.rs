@@ -45,7 +45,7 @@ impl Group<Cuda> {
     /// Puts later operations on `stream`, a CUstream of the device's primary context.
     ///
     /// They begin after the stream's earlier work, and after the operations on the group's stream before. Operations that
-    /// are captured on `stream` wait for no operation that is not captured. So launch the graph behind those, for example
+    /// are captured on `stream` wait for no operation that is not captured. So launch the graph after those, for example
     /// on the stream that they are on.
     ///
     /// ```no_run
@@ -167,7 +167,7 @@ impl Group<Cuda> {
         unsafe { self.inner().backend.gpu().is_captured(stream) }
     }
 
-    /// Records a CUevent behind all operations so far. Other streams, or the host, can wait for it.
+    /// Records a CUevent after all operations so far. Other streams, or the host, can wait for it.
     ///
     /// # Errors
     /// [`Kind::Device`] if the driver refuses; the group's failure.

@@ -16,7 +16,7 @@ const READ_ONLY: u64 = 1;
 /// A tensor, and how its memory is given back: version 1 of the ABI, `DLManagedTensorVersioned`.
 #[repr(C)]
 pub struct VersionedTensor {
-    /// Major and minor. If the major version is unknown, nothing behind `deleter` may be read.
+    /// Major and minor. If the major version is unknown, nothing after `deleter` may be read.
     pub version: [u32; 2],
     /// For the library that made the tensor.
     pub manager_ctx: *mut c_void,

@@ -36,7 +36,7 @@ impl Place {
         self.rows == 0 || self.width == 0
     }
 
-    /// The address behind the last element. (A matrix that has been checked ends within the address space.)
+    /// The address after the last element. (A matrix that has been checked ends within the address space.)
     #[inline]
     pub fn end(&self) -> u64 {
         let before = self.rows.saturating_sub(1).saturating_mul(self.pitch);

@@ -104,7 +104,7 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
         let [all, columns] = self.shape;
         let fits = require_range("row", &rows, 0, all);
         self.group.judged(call, fits)?;
-        // An empty view begins at the start, because there may be no memory behind the last row.
+        // An empty view begins at the start, because there may be no memory after the last row.
         let offset = if rows.is_empty() {
             0
         } else {

@@ -370,7 +370,7 @@ impl<T: Value> Chunk<'_, Host, T> {
 impl<T: Value> Chunk<'_, Cuda, T> {
     /// The address of the first row on the device. The other rows follow it without padding.
     ///
-    /// Code on the chunk's stream, or behind it, may read the rows.
+    /// Code on the chunk's stream, or after it, may read the rows.
     pub fn as_device_ptr(&self) -> u64 {
         self.a.as_device_ptr() + self.offset() as u64
     }

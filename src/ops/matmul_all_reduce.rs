@@ -16,7 +16,7 @@ use crate::schedule::Config;
 /// The owner of a row of `out` adds its partials and sends the sum to all ranks. For few rows, all ranks send their
 /// partials to all ranks instead, and each rank adds all rows. Rows are few if M · N elements fit in 1 MiB on two
 /// ranks, in 512 KiB on up to four, or in 256 KiB on up to eight. (Over several hosts: in 1 MiB on two ranks, and on more in
-/// 256 KiB and in 2 MiB divided by the ranks of other hosts.) Two ranks of a host also do so if partials are stored behind
+/// 256 KiB and in 2 MiB divided by the ranks of other hosts.) Two ranks of a host also do so if partials are stored after
 /// the product ([`Config::product_first`]), however many rows there are.
 ///
 /// The numbers and the memory are those of [`matmul_reduce_scatter`](crate::matmul_reduce_scatter), with two exceptions.

@@ -105,7 +105,7 @@ pub fn matmul_reduce_scatter<B: Backend, T: Element, W: WeightOf<T>, O: OutputOf
 /// - [`Route::Push`](crate::tuning::Route::Push): each block is sent when it has been computed, and the kernel adds the
 ///   blocks that have arrived.
 /// - [`Route::Store`](crate::tuning::Route::Store): the kernel stores each tile to its owner at once. On GPUs it stores to
-///   at most seven peers. With [`Config::product_first`], a second kernel stores all rows behind the product.
+///   at most seven peers. With [`Config::product_first`], a second kernel stores all rows after the product.
 ///
 /// By default, up to eight ranks with GPUs of their own store few rows and push many. Other groups pull.
 pub type MatmulReduceScatter<'a, B, T> = ProductBuilder<'a, B, T, ScatterProduct>;

@@ -38,7 +38,7 @@ impl<'a, B: Backend> Quantized<'a, B> {
     /// Makes a scale for each 128 columns of a row: [M, ⌈N/128⌉]. The last block of a row may have fewer columns.
     ///
     /// The matrix may have as many columns as [`ShardedScales::columns_of_blocks`](crate::fp8::ShardedScales::columns_of_blocks)
-    /// says, so that it may be the own rows of scales that are gathered. Those behind the scales are not written.
+    /// says, so that it may be the own rows of scales that are gathered. Those after the scales are not written.
     pub fn blocks(scales: impl Into<MatrixViewMut<'a, B, f32>>) -> Self {
         Quantized::made(scales.into(), Quantization::blocks())
     }
@@ -114,7 +114,7 @@ impl<'a, B: Backend> Quantized<'a, B> {
         require_same_group("scales of out", self.group, group)?;
         let mut expected = self.quantization.shape(shape);
         let whole = [expected[0], whole_columns::<B>(expected[1])];
-        // The own rows of scales that are gathered may have columns behind.
+        // The own rows of scales that are gathered may have columns after them.
         if self.quantization.scaling == Scaling::Blocks && self.shape == whole {
             expected = whole;
         }

@@ -261,7 +261,7 @@ pub trait AnyGroup: Any + Send + Sync {
     ) -> Result<()>;
     /// Whether what is put on a stream is recorded into a graph. False on the host backend.
     unsafe fn is_captured(&self, stream: usize) -> Result<bool>;
-    /// Records a CUevent behind all operations so far. Nothing is done on the host backend.
+    /// Records a CUevent after all operations so far. Nothing is done on the host backend.
     unsafe fn record_event(&self, event: usize) -> Result<()>;
     /// Makes later operations wait for a CUevent. Nothing is done on the host backend.
     unsafe fn wait_for_event(&self, event: usize) -> Result<()>;

@@ -247,7 +247,7 @@ impl Parts {
         [rows, columns]: [usize; 2],
         is_sharded: bool,
     ) -> Result<()> {
-        /// Columns behind sharded scales, whose rows are whole pieces of up to 16 bytes.
+        /// Columns after sharded scales, whose rows are whole pieces of up to 16 bytes.
         const BEHIND: usize = 3;
         below("a matrix", matrix, self.matrices.len())?;
         let spec = self.matrices[matrix];

@@ -28,7 +28,7 @@ pub struct Config {
     pub chunking: Chunking,
     /// Who moves the chunks.
     pub route: Route,
-    /// True if partial sums that are stored ([`Route::Store`]) are stored behind the product, by a second kernel, which
+    /// True if partial sums that are stored ([`Route::Store`]) are stored after the product, by a second kernel, which
     /// also adds up what comes. So the product's kernel may be any, and each rank chooses its own. It affects nothing but
     /// sums that are stored. (Those that are pulled always follow the product, and those that are pushed never do.)
     pub product_first: bool,

@@ -42,7 +42,7 @@ impl Trace {
 
     /// Adds the trace of the same rank's next operation, which began when this one had ended.
     ///
-    /// On the host all operations have one clock. On GPUs each trace begins at 0, so the next trace is moved behind the
+    /// On the host all operations have one clock. On GPUs each trace begins at 0, so the next trace is moved after the
     /// end of this one.
     pub fn extend(&mut self, next: Trace) {
         let end = self.spans.iter().map(|span| span.end).max().unwrap_or(0);

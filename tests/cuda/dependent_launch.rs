@@ -75,7 +75,7 @@ impl Chain {
         Ok([one.to_vec()?, other.to_vec()?])
     }
 
-    /// Checks that the products have the same bits one behind the other as apart.
+    /// Checks that the products have the same bits one after the other as apart.
     fn check(&mut self, config: Config) -> Result<()> {
         let same = |outputs: [Vec<bf16>; 2], expected: &[Vec<bf16>; 2]| {
             let pairs = outputs.iter().zip(expected);

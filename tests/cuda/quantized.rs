@@ -1,4 +1,4 @@
-//! Products that quantise their results, by their kernel or behind it.
+//! Products that quantise their results, by their kernel or after it.
 
 use gemmesh::elements::WeightOf;
 use gemmesh::error::Kind;
@@ -97,7 +97,7 @@ fn operands_of_every_type_have_quantised_products() {
 #[test]
 fn gathers_quantise_their_products() {
     let Some(_leave) = gpu() else { return };
-    // Three blocks, whose scales have a column behind.
+    // Three blocks, whose scales have a column after them.
     const K: usize = 384;
     quantized_products::gathers_quantise_their_products::<Cuda>(test_name!(), K, |group, seed| {
         let quantization = Rule::ALL[0].quantization();
@@ -160,7 +160,7 @@ fn captured_gathers_quantise_in_each_replay() {
                 replay::<F8E4M3>(&group, Config::new(tile, Chunking::new(1 + turn), route))?;
             }
         }
-        // Kernels of 16 bits don't quantise, so another one does so behind them.
+        // Kernels of 16 bits don't quantise, so another one does so after them.
         let tile = shapes_of([DType::Bf16; 2])[0].tile;
         replay::<bf16>(&group, Config::new(tile, Chunking::new(2), Route::Push))?;
         Ok(String::new())

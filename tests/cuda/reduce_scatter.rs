@@ -60,7 +60,7 @@ fn exchanged(parts: usize) -> Vec<Option<Config>> {
     kernels.into_iter().map(Some).collect()
 }
 
-/// Partials that are stored behind the product.
+/// Partials that are stored after the product.
 fn behind() -> Option<Config> {
     let config = configs().pop().flatten();
     config.map(|config| config.with_route(Route::Store))

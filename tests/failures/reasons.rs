@@ -69,7 +69,7 @@ fn an_error_that_a_thread_returns_is_told_to_those_who_wait_for_it() {
     }
 }
 
-/// As those of crates that keep what stands behind an error.
+/// As those of crates that keep what stands after an error.
 struct Chained;
 
 impl From<Error> for Chained {

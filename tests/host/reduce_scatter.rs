@@ -385,7 +385,7 @@ proptest! {
                 let first = if own { 0 } else { partials.own(owner.unwrap(), block.rows.start) };
                 prop_assert_eq!(block.sum.first, first);
             }
-            // GPUs store 16 rows at a time: those behind the last of a rank's are no one's.
+            // GPUs store 16 rows at a time: those after the last of a rank's are no one's.
             for owner in 0..layout.world() {
                 let end = partials.own(owner, layout.rows_of(owner).end) + 15;
                 let addends = product.blocks.iter().flat_map(|block| &block.sum.addends);

@@ -211,7 +211,7 @@ impl Prepared {
     }
 }
 
-/// The two weights that lie one behind the other, each of `n` rows.
+/// The two weights that lie one after the other, each of `n` rows.
 fn halves(weight: &Matrix<Cuda, bf16>, n: usize) -> Result<[MatrixView<'_, Cuda, bf16>; 2]> {
     Ok([weight.rows(0..n)?, weight.rows(n..2 * n)?])
 }

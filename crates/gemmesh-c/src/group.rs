@@ -400,7 +400,7 @@ pub unsafe extern "C" fn gemmesh_group_set_stream(
     })
 }
 
-/// Records a CUevent behind all operations so far. Nothing is done on the host backend.
+/// Records a CUevent after all operations so far. Nothing is done on the host backend.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_record_event(
     group: *const gemmesh_group,
@@ -427,7 +427,7 @@ pub unsafe extern "C" fn gemmesh_wait_for_event(
 }
 
 /// The columns of scales that are sharded with an operand [M, K], whose scaling is GEMMESH_SCALING_SHARDED_ROWS or
-/// GEMMESH_SCALING_SHARDED_BLOCKS. Those behind the scales have no meaning.
+/// GEMMESH_SCALING_SHARDED_BLOCKS. Those after the scales have no meaning.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_scale_columns(
     group: *const gemmesh_group,

@@ -74,7 +74,7 @@ pub unsafe extern "C" fn gemmesh_matrix_free(matrix: *mut gemmesh_matrix) -> gem
     })
 }
 
-/// Copies from the host, when all work on the group's stream is complete. The host's rows lie one behind the other,
+/// Copies from the host, when all work on the group's stream is complete. The host's rows lie one after the other,
 /// `bytes` bytes in all.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_copy_from_host(
@@ -92,7 +92,7 @@ pub unsafe extern "C" fn gemmesh_copy_from_host(
     })
 }
 
-/// Copies to the host, when all work on the group's stream is complete. The host's rows lie one behind the other,
+/// Copies to the host, when all work on the group's stream is complete. The host's rows lie one after the other,
 /// `bytes` bytes in all.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gemmesh_copy_to_host(

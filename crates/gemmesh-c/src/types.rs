@@ -167,7 +167,7 @@ pub struct gemmesh_memory {
     pub rows: usize,
     /// The number of columns.
     pub columns: usize,
-    /// Bytes from row to row, a multiple of gemmesh_group_row_alignment. 0: the rows lie one behind the other.
+    /// Bytes from row to row, a multiple of gemmesh_group_row_alignment. 0: the rows lie one after the other.
     pub pitch: usize,
 }
 

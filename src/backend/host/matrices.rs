@@ -111,7 +111,7 @@ impl MatrixPlace {
     /// The address of an element.
     ///
     /// # Safety
-    /// The matrix has the element, or it is the one behind a row's last.
+    /// The matrix has the element, or it is the one after a row's last.
     pub unsafe fn element<T>(self, row: usize, column: usize) -> *mut T {
         // SAFETY: as this function's.
         unsafe { self.ptr.add(row * self.pitch).cast::<T>().add(column) }
@@ -145,7 +145,7 @@ pub struct RowsView<'a, T> {
 }
 
 impl<'a, T> RowsView<'a, T> {
-    /// A row; none behind the last.
+    /// A row; none after the last.
     pub fn get(&self, row: usize) -> Option<&'a [T]> {
         if row >= self.rows {
             return None;

@@ -240,7 +240,7 @@ impl<'a> CallMessages<'a, '_> {
         rows + KEY
     }
 
-    /// The regions of a transfer in this rank's memory, and where its message has them, one behind the other.
+    /// The regions of a transfer in this rank's memory, and where its message has them, one after the other.
     fn regions(&self, transfer: &Transfer) -> impl Iterator<Item = (*mut u8, Extent, Extent)> {
         let rank = self.members.rank;
         let own = transfer

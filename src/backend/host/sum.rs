@@ -117,7 +117,7 @@ impl Columns<'_> {
         total
     }
 
-    /// Adds the bias, if the call has one. Returns the up projection's bias, which lies behind it, if the product is
+    /// Adds the bias, if the call has one. Returns the up projection's bias, which lies after it, if the product is
     /// gated.
     ///
     /// # Safety

@@ -25,7 +25,7 @@ use crate::schedule::{Addend, OutputBlock, Problem, Reduction, Schedule, Transfe
 /// is made. It multiplies its own rows last, and adds the partials that have come.
 ///
 /// If partials are pulled, this schedule follows that of [`multiply`]. It pulls the peers' partials of this rank's rows
-/// and adds them up. No kernel of a peer has to run at that time. If they are stored behind the product,
+/// and adds them up. No kernel of a peer has to run at that time. If they are stored after the product,
 /// the schedule follows that of [`multiply`] too. Its kernel stores the partials of the peers' rows, and adds up what comes.
 ///
 /// If [`is_one_shot`](super::partials::is_one_shot) is true, all rows are made first, and then each rank gets the

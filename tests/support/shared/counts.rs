@@ -103,7 +103,7 @@ pub fn step<B: Produces, T: Value>(group: &Group<B>, seed: u64) -> Result<(), Er
     Ok(())
 }
 
-/// With and without a function that makes them. What lies behind them in the output stays.
+/// With and without a function that makes them. What lies after them in the output stays.
 #[track_caller]
 pub fn blocks_of_counts_reach_their_ranks<B: Produces>(test: &str, world: usize) {
     all_done(ranks::<B>(test, world, |rank| {

@@ -112,7 +112,7 @@ pub fn a_row_has_the_bits_that_it_has_in_any_batch<B: Tested>(test: &str) {
     }));
 }
 
-/// Every operation of no rows ends, with nothing done, by every route; and ranks are in step behind it.
+/// Every operation of no rows ends, with nothing done, by every route; and ranks are in step after it.
 #[track_caller]
 pub fn no_rows_are_nothing_to_do<B: Tested>(test: &str) {
     const N: usize = 24;

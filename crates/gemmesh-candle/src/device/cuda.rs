@@ -35,7 +35,7 @@ pub struct Output<T: Value> {
 const PER_THREAD: usize = 2;
 
 impl Gpu {
-    /// Copies rows of so many bytes behind all that is on the stream. An address comes with the bytes from row to row.
+    /// Copies rows of so many bytes after all that is on the stream. An address comes with the bytes from row to row.
     ///
     /// # Safety
     /// Both are memory of the GPU of so many rows, which stays allocated in the stream's order.

@@ -115,7 +115,7 @@ fn values<'a, T: Value>(group: &Group<Host>, rows: &Rows<'a>) -> Result<Cow<'a, 
         unreachable!("the storage has been checked");
     };
     if rows.rows == 0 || rows.columns == 0 {
-        // They may begin anywhere, also behind what there is.
+        // They may begin anywhere, also after what there is.
         return Ok(Cow::Borrowed(&[]));
     }
     let all = &storage.as_slice::<T>()?[rows.offset..];

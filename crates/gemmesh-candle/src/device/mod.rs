@@ -36,7 +36,7 @@ pub trait Tensors: Backend + Debug {
     /// That of a device of candle's.
     fn place_of(group: &Group<Self>, device: &CandleDevice) -> Result<Self::Place>;
 
-    /// Puts what the group does next behind what candle has begun.
+    /// Puts what the group does next after what candle has begun.
     fn enter(group: &Group<Self>, place: &Self::Place) -> Result<Self::Order>;
 
     /// Whether there may be rows of so many columns.

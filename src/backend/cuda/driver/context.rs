@@ -158,7 +158,7 @@ impl DeviceContext {
 /// The driver's name of a GPU.
 fn name(rank: usize, device: sys::CUdevice) -> Result<String> {
     let mut name = [0; 128];
-    // SAFETY: writes at most as many bytes as it is told, with a zero behind the name.
+    // SAFETY: writes at most as many bytes as it is told, with a zero after the name.
     unsafe {
         cuda!(
             rank,

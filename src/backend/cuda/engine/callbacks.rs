@@ -25,7 +25,7 @@ use crate::schedule::{Request, Schedule};
 pub(super) struct Callers<'a> {
     gpu: &'a Gpu,
     calls: usize,
-    /// By call: the event behind its work, if blocks go over a network.
+    /// By call: the event after its work, if blocks go over a network.
     made: Vec<Event>,
     pub(super) stamps: Stamps,
 }
@@ -45,7 +45,7 @@ impl<'a> Callers<'a> {
         &self.gpu.streams().callers[index % 2]
     }
 
-    /// The stream of the next call, behind the work that was on the main stream when the operation began.
+    /// The stream of the next call, after the work that was on the main stream when the operation began.
     fn next(&mut self) -> Result<&'a Stream> {
         let stream = self.of(self.calls);
         match self.calls {
@@ -132,7 +132,7 @@ pub(super) fn consume(
 /// Does what [`drive::produce`](crate::schedule::drive::produce) does on the host. The copy stream asks for a block
 /// when it comes to it. The blocks that this rank keeps follow. A kept block is added to the arrived partials as soon
 /// as both are there, while the next block is made. The stream that made the block adds it. In a graph, the main stream
-/// adds it, behind the copies. A graph may run its branches one after the other, so a branch that waited for a peer
+/// adds it, after the copies. A graph may run its branches one after the other, so a branch that waited for a peer
 /// could hold back the work that this peer waits for.
 pub(super) fn produce(
     at: &EnqueueContext,

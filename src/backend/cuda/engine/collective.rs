@@ -62,7 +62,7 @@ pub fn reduce(
     )
 }
 
-/// Launches a kernel that adds up `rows` of a reduction, behind the work that brings the addends.
+/// Launches a kernel that adds up `rows` of a reduction, after the work that brings the addends.
 pub fn add(
     stream: &Stream,
     schedule: &Schedule,
@@ -81,7 +81,7 @@ pub fn add(
     }
 }
 
-/// Launches the kernel that quantises rows, behind the work that makes them. `begins_early`: before a kernel that does so
+/// Launches the kernel that quantises rows, after the work that makes them. `begins_early`: before a kernel that does so
 /// has ended.
 pub fn quantize(
     stream: &Stream,

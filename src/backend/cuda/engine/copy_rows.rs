@@ -14,7 +14,7 @@ pub fn copy_rows(
 ) -> Result<()> {
     let _bound = gpu.device.bind()?;
     let main = gpu.main();
-    // SAFETY: the caller has checked that both matrices have these rows. Their memory is freed behind the mark. No peer
+    // SAFETY: the caller has checked that both matrices have these rows. Their memory is freed after the mark. No peer
     // reads or writes the rows: earlier operations wait for the peers on this stream, and peers begin later ones with
     // this rank when its stream gets there. In a capture the caller keeps the matrices, as for every operation.
     unsafe {

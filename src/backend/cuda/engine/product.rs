@@ -5,7 +5,7 @@ use crate::backend::cuda::driver::{LaunchShape, Stream};
 use crate::backend::cuda::program::launch::ProductLaunch;
 use crate::error::Result;
 
-/// Launches a product's kernel on `stream`, and behind it the one that quantises its results, if there is one.
+/// Launches a product's kernel on `stream`, and after it the one that quantises its results, if there is one.
 pub fn launch(stream: &Stream, launch: &ProductLaunch) -> Result<()> {
     let instance = &launch.kernel.instance;
     let kernel = launch.kernel;

@@ -13,7 +13,7 @@ use crate::backend::cuda::program::Program;
 use crate::error::Result;
 use crate::schedule::{Route, Schedule, Transfer};
 
-/// Enqueues all of this rank's pushes on the copy stream, behind the main stream's work.
+/// Enqueues all of this rank's pushes on the copy stream, after the main stream's work.
 ///
 /// The kernel that gives the permit is launched after this. Behind that launch, the main stream must wait for the copy
 /// stream.
@@ -60,7 +60,7 @@ pub fn enqueue(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Re
     if forks {
         copies.wait_for(&streams.deferred_copies, &streams.joined)?;
     }
-    // The resets stand behind all copies, where no one waits for them, and before the next kernel that sets the words,
+    // The resets stand after all copies, where no one waits for them, and before the next kernel that sets the words,
     // because that kernel waits for these copies.
     stored.push(permit);
     let resets = stored.iter().map(|&word| StreamMemOp::Write(word, 0));

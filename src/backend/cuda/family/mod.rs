@@ -63,7 +63,7 @@ pub trait Family: KernelList {
     /// Whether the configuration's kernel can sum up fp8 without promotion.
     fn can_be_fast(&self, config: &Config) -> bool;
 
-    /// Whether the configuration's kernel quantises its results. If not, they are quantised behind it.
+    /// Whether the configuration's kernel quantises its results. If not, they are quantised after it.
     fn quantizes(&self, config: &Config, gated: bool, scaling: Scaling) -> bool;
 
     /// The arguments of a kernel for these matrices. `dtype`: the type of `a`. `b` has as many bytes.

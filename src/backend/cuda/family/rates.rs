@@ -115,7 +115,7 @@ mod by_name {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Link {
-    /// Time before the first tile and behind the last one.
+    /// Time before the first tile and after the last one.
     pub around: f64,
     /// Time until the first byte moves, while own tiles are made.
     pub start: f64,

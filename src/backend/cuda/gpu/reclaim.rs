@@ -83,7 +83,7 @@ struct KeptObjects(Mutex<KeptState>);
 
 #[derive(Default)]
 struct KeptState {
-    /// The marks behind operations. The latest operation's is last.
+    /// The marks after operations. The latest operation's is last.
     marks: Vec<Arc<Mark>>,
     entries: Vec<KeptEntry>,
     /// Whether the thread lives.
@@ -126,9 +126,9 @@ impl Reclaimer {
         // Held, so that the main stream is not replaced in between.
         let main = self.streams.lock_main();
         let KeptState { marks, .. } = &mut *self.kept.lock();
-        // The new mark stands behind all lost ones, which are needed no longer.
+        // The new mark stands after all lost ones, which are needed no longer.
         marks.retain(|mark| !mark.is_lost());
-        // A mark that somebody holds must not be recorded again. Table slots hold the marks behind which they are free,
+        // A mark that somebody holds must not be recorded again. Table slots hold the marks after which they are free,
         // and the oldest marks come free first.
         let is_unheld = |mark: &Arc<Mark>| Arc::strong_count(mark) == 1;
         let oldest = |marks: &mut Vec<Arc<Mark>>| {
@@ -159,7 +159,7 @@ impl Reclaimer {
         self.kept.lock().marks.last().cloned()
     }
 
-    /// A mark behind all work that is on the streams now, including the caller's kernels and replays of graphs.
+    /// A mark after all work that is on the streams now, including the caller's kernels and replays of graphs.
     ///
     /// While the main stream is being captured, its new work does not run. Then this is the latest operation's mark, if
     /// there is one.

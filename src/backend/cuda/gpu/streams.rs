@@ -114,7 +114,7 @@ impl Streams {
 
 /// Makes later work on `stream` wait for the work that is on `main` now.
 ///
-/// Work that is not captured can't be waited for in a graph. Whoever launches the graph orders it behind that work, as
+/// Work that is not captured can't be waited for in a graph. Whoever launches the graph orders it after that work, as
 /// the documentation of `Group::set_stream` says.
 fn follow(stream: &Stream, main: &Stream, event: &Event) -> Result<()> {
     let begins_capture = stream.is_capturing()? && !main.is_capturing()?;

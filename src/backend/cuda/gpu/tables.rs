@@ -205,9 +205,9 @@ impl Slot {
 }
 
 impl Drop for Slot {
-    /// Returns the slot, free behind the latest mark.
+    /// Returns the slot, free after the latest mark.
     ///
-    /// Nothing uses it behind that mark, because a mark follows every operation, and programs that graphs run are kept
+    /// Nothing uses it after that mark, because a mark follows every operation, and programs that graphs run are kept
     /// as long as the group. The upload of a program that never ran may come later, but it is on the same stream as the
     /// next program's upload.
     fn drop(&mut self) {

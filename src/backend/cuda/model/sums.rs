@@ -87,7 +87,7 @@ fn whole(rates: &Rates) -> Config {
     Config::new(rates.family.widest(), Chunking::new(1), Route::Push)
 }
 
-/// The base of those whose partials are stored behind the product.
+/// The base of those whose partials are stored after the product.
 fn following(rates: &Rates) -> Config {
     whole(rates)
         .with_route(Route::Store)
@@ -185,7 +185,7 @@ fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config
     }
 }
 
-/// The time of an operation whose partials are stored behind a product of this K.
+/// The time of an operation whose partials are stored after a product of this K.
 fn time_behind(rates: &Rates, problem: &Problem, numerics: Numerics, depth: usize) -> f64 {
     let Ok(layout) = problem.layout.of_columns(depth) else {
         return f64::INFINITY;

@@ -47,7 +47,7 @@ fn entries(tiles: usize, steps: usize, count: usize) -> impl Iterator<Item = Sli
         let (tile, number) = (index / count, index % count);
         let part = steps * number / count..steps * (number + 1) / count;
         let part = match part.is_empty() {
-            // If K is too short to be shared, the slice takes a step behind its end, where operands are zero.
+            // If K is too short to be shared, the slice takes a step after its end, where operands are zero.
             true => steps..steps + 1,
             false => part,
         };

@@ -28,7 +28,7 @@ pub struct ProductLaunch<'p> {
     arguments: Arc<dyn KernelArguments>,
     params: GemmeshParams,
     trace: Option<Deferred<DeviceMemory>>,
-    /// What is quantised behind the kernel.
+    /// What is quantised after the kernel.
     quantized: SmallVec<[GemmeshQuantization; MAX_WEIGHTS]>,
 }
 
@@ -122,7 +122,7 @@ impl<'p> ProductLaunch<'p> {
         self.arguments.all(&self.params, sums)
     }
 
-    /// What the results are quantised by, with its parameters for each output. It is launched behind this kernel.
+    /// What the results are quantised by, with its parameters for each output. It is launched after this kernel.
     pub fn quantized(&self) -> impl Iterator<Item = (QuantizedBehind, GemmeshQuantization)> {
         let behind = self.kernel.quantized.into_iter();
         behind.flat_map(|of| self.quantized.iter().map(move |told| (of, *told)))

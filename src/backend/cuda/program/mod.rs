@@ -52,7 +52,7 @@ pub struct Program {
     /// Memory for rows that go over the network.
     pub staging: Staging,
     kernel: ProgramKernel,
-    /// The kernel that adds rows behind copies or behind a product's kernel.
+    /// The kernel that adds rows after copies or after a product's kernel.
     reduction: Option<ReductionKernel>,
     /// The kernel that adds up what goes to other hosts.
     host_sums: Option<ReductionKernel>,
@@ -168,7 +168,7 @@ impl Program {
         })
     }
 
-    /// The reduction behind copies or behind the main kernel, and its kernel. None if the main kernel adds.
+    /// The reduction after copies or after the main kernel, and its kernel. None if the main kernel adds.
     pub fn reduction(&self) -> Option<(&Reduction, &ReductionKernel)> {
         self.schedule.reduction().zip(self.reduction.as_ref())
     }
@@ -217,7 +217,7 @@ impl Program {
     }
 }
 
-/// As [`Program::ends_with_kernel`]. A reduction is behind the kernel, and what goes over the network may last longer.
+/// As [`Program::ends_with_kernel`]. A reduction is after the kernel, and what goes over the network may last longer.
 fn ends_with_kernel(schedule: &Schedule, reduction: Option<&ReductionKernel>) -> bool {
     reduction.is_none() && !schedule.uses(Route::Net)
 }

@@ -103,7 +103,7 @@ pub fn matrices(
     stored: DType,
     operands: &Operands,
 ) -> Result<Matrices> {
-    // The kernel loads no row behind the product's last one.
+    // The kernel loads no row after the product's last one.
     let a = DeviceMatrix {
         rows: product.m,
         ..operands.whole(schedule, product.a)?

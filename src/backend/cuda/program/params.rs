@@ -118,7 +118,7 @@ fn peers(
         // The kernel itself notes its start, because from then on it waits for peers. If copies push, their stream
         // notes that the kernel should run.
         started: if copies { 0 } else { monitor.started() } as *mut u32,
-        // Work behind the kernel is a part of the operation.
+        // Work after the kernel is a part of the operation.
         completed: if completes { monitor.completed() } else { 0 } as *mut u32,
         task_count: tables.task_count,
         copies: copies.into(),

@@ -42,7 +42,7 @@ pub struct ProductKernel {
     pub places: Option<Places>,
     /// The rows of each rank, if partials are sent by low latency.
     pub low_latency: Option<LowLatencyRows>,
-    /// What quantises the results behind the kernel, if it does not do so itself.
+    /// What quantises the results after the kernel, if it does not do so itself.
     pub quantized: Option<QuantizedBehind>,
     /// The type that the kernel stores its results in.
     pub stored: DType,

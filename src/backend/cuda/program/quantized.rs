@@ -1,4 +1,4 @@
-//! Products whose results are quantised behind their kernel, because it cannot do so itself.
+//! Products whose results are quantised after their kernel, because it cannot do so itself.
 //!
 //! The kernel stores its results as f32 in memory that all operations of a stream share. A second kernel quantises them.
 
@@ -45,7 +45,7 @@ pub fn result_bytes(
     Some(bytes.fold(0, usize::saturating_add))
 }
 
-/// Whether so many bytes of results, which `config` makes, can be quantised behind the product.
+/// Whether so many bytes of results, which `config` makes, can be quantised after the product.
 pub fn fit(config: &Config, bytes: usize) -> bool {
     bytes <= BYTES && config.tile.k_slices == 1
 }

@@ -1,4 +1,4 @@
-//! Reductions by a kernel of their own, behind the work that brings the rows.
+//! Reductions by a kernel of their own, after the work that brings the rows.
 
 use std::ffi::c_void;
 use std::ops::Range;

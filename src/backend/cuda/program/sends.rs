@@ -45,7 +45,7 @@ pub fn is_low_latency(schedule: &Schedule) -> bool {
     source.rows * source.row_bytes() <= MOST.min(low_latency::room(schedule.world()))
 }
 
-/// The kernel's table, and how many of its entries are stores. Arrivals stand behind these if they come through
+/// The kernel's table, and how many of its entries are stores. Arrivals stand after these if they come through
 /// low-latency areas.
 pub fn table(schedule: &Schedule) -> (Vec<GemmeshSend>, u32) {
     let mut table = sends(schedule);

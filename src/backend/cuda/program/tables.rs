@@ -23,7 +23,7 @@ pub struct ProgramTables {
     /// The chunks that a product's kernel stores for peers.
     pub tasks: DevicePtr,
     pub task_count: u32,
-    /// What a collective's kernel stores. Arrivals stand behind it if they come through low-latency areas.
+    /// What a collective's kernel stores. Arrivals stand after it if they come through low-latency areas.
     pub sends: DevicePtr,
     pub send_count: u32,
     pub blocks: DevicePtr,

@@ -247,7 +247,7 @@ impl Peers {
     }
 }
 
-/// In one process, the driver puts copies of different devices' streams one behind the other, and a wait in one stream
+/// In one process, the driver puts copies of different devices' streams one after the other, and a wait in one stream
 /// would block all.
 pub fn needs_processes(rank: usize) -> Error {
     let what = "it is in one process with another rank: ranks on GPUs must be processes of their own; start them with \

@@ -88,7 +88,7 @@ fn config(text: &str) -> Config {
         .with_product_first(text.contains("behind the product"))
 }
 
-/// The number that stands behind a name.
+/// The number that stands after a name.
 fn number_after(text: &str, name: &str) -> Option<usize> {
     let (_, rest) = text.split_once(name)?;
     let rest = rest.trim_start_matches([':', ' ']);

@@ -149,7 +149,7 @@ impl Encoder<'_> {
         if matrices.targets.is_some() {
             return Ok(tails);
         }
-        // The box of the rows behind the last whole box of `rows`, in multiples of `of`.
+        // The box of the rows after the last whole box of `rows`, in multiples of `of`.
         let tail = |matrix: DeviceMatrix, rows: u32, of: u32| match matrix.rows as u32 % rows {
             0 => Ok(TensorMap::none()),
             left => self.loaded(matrix, left.next_multiple_of(of)),

@@ -50,7 +50,7 @@ impl Watch {
             _ => noted,
         };
         // The record names the operation. Flags of pushes have a count of their own, and by now this kernel and those
-        // behind it may have run through.
+        // after it may have run through.
         let running = match fault.recording {
             0 => Running::Live(Epoch::from_raw(fault.operation)),
             recording => Running::Replay(recording),
