@@ -373,7 +373,7 @@ typedef struct gemmesh_memory {
   size_t rows;
   // The number of columns.
   size_t columns;
-  // Bytes from row to row, a multiple of gemmesh_group_row_alignment. 0: the rows lie one behind the other.
+  // Bytes from row to row, a multiple of gemmesh_group_row_alignment. 0: the rows lie one after the other.
   size_t pitch;
 } gemmesh_memory;
 
@@ -616,14 +616,14 @@ gemmesh_status gemmesh_group_stream(const struct gemmesh_group *group, void **st
 // They begin after the earlier ones. Nothing is done on the host backend.
 gemmesh_status gemmesh_group_set_stream(const struct gemmesh_group *group, void *stream);
 
-// Records a CUevent behind all operations so far. Nothing is done on the host backend.
+// Records a CUevent after all operations so far. Nothing is done on the host backend.
 gemmesh_status gemmesh_record_event(const struct gemmesh_group *group, void *event);
 
 // Makes later operations wait for a CUevent. Nothing is done on the host backend.
 gemmesh_status gemmesh_wait_for_event(const struct gemmesh_group *group, void *event);
 
 // The columns of scales that are sharded with an operand [M, K], whose scaling is GEMMESH_SCALING_SHARDED_ROWS or
-// GEMMESH_SCALING_SHARDED_BLOCKS. Those behind the scales have no meaning.
+// GEMMESH_SCALING_SHARDED_BLOCKS. Those after the scales have no meaning.
 gemmesh_status gemmesh_scale_columns(const struct gemmesh_group *group,
                                      const struct gemmesh_scaling *scaling,
                                      size_t k,
@@ -642,14 +642,14 @@ gemmesh_status gemmesh_matrix_memory(const struct gemmesh_matrix *matrix, struct
 // Frees a matrix; NULL is none. Its memory is freed when the operations that use it are complete.
 gemmesh_status gemmesh_matrix_free(struct gemmesh_matrix *matrix);
 
-// Copies from the host, when all work on the group's stream is complete. The host's rows lie one behind the other,
+// Copies from the host, when all work on the group's stream is complete. The host's rows lie one after the other,
 // `bytes` bytes in all.
 gemmesh_status gemmesh_copy_from_host(const struct gemmesh_group *group,
                                       const struct gemmesh_memory *to,
                                       const void *from,
                                       size_t bytes);
 
-// Copies to the host, when all work on the group's stream is complete. The host's rows lie one behind the other,
+// Copies to the host, when all work on the group's stream is complete. The host's rows lie one after the other,
 // `bytes` bytes in all.
 gemmesh_status gemmesh_copy_to_host(const struct gemmesh_group *group,
                                     const struct gemmesh_memory *from,
