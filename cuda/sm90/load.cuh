@@ -76,6 +76,13 @@ __device__ __forceinline__ void load_rows(const RowLoads<C>& rows, RowScaleCopie
     }
 }
 
+// Rows that come to this rank but are no tile's addends, such as the peers' sums of an all-reduce, must have come before
+// the kernel ends, because the operation ends with it.
+template <class C>
+__device__ __forceinline__ void await_other_rows(const GemmeshSums& sums, ChunkFlags& flags, Shared<C>& shared) {
+    if (sums.flag_begin < sums.flag_end) flags.wait(sums.flag_begin, sums.flag_end, shared.entrance.get().epoch);
+}
+
 // One warp, the producer of `a`: waits for each tile's rows. One thread of it loads them, stage by stage.
 template <class C>
 __device__ __forceinline__ void produce_rows(const Maps& maps, const GemmeshParams& params,
@@ -133,12 +140,7 @@ __device__ __forceinline__ void produce_rows(const Maps& maps, const GemmeshPara
             }
         }
     }
-    if constexpr (C::kSums) {
-        // Rows that come to this rank but are no tile's addends, such as the peers' sums of an all-reduce, must have
-        // come before the kernel ends, because the operation ends with it.
-        const GemmeshSums& sums = *partials.sums;
-        if (sums.flag_begin < sums.flag_end) flags.wait(sums.flag_begin, sums.flag_end, shared.entrance.get().epoch);
-    }
+    if constexpr (C::kSums) await_other_rows(*partials.sums, flags, shared);
 }
 
 // One thread: calls `load` with the loads of `b` of the walk's tile. There is one copy of it for each way in which `b`

@@ -292,16 +292,23 @@ __device__ __forceinline__ void sum_tile(Bands<C>& bands, const GemmeshParams& p
     store_sums<C>(bands[0], params, block, index, shared, at, placed, addends, self, row, left, has_all_of_k);
 }
 
+// The number of this warp in its warpgroup.
+//
+// The shuffle tells the compiler that a warp's lanes branch alike on their rows. Else it takes all that follows for
+// divergent, computes each operand's address in vector registers, and moves four of them before each wgmma. Low-latency
+// kernels of the largest tiles have no register for it.
+template <class C>
+__device__ __forceinline__ uint32_t warp_of_group() {
+    uint32_t warp = threadIdx.x / 32 % 4;
+    if constexpr (!C::kLowLatency) warp = __shfl_sync(~0u, warp, 0);
+    return warp;
+}
+
 // One warpgroup: multiplies its part of each tile, or each tile whose turn it is, and stores it.
 template <class C>
 __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& params, const SumArguments& partials,
                                         TableWalk& walk, Shared<C>& shared, uint32_t cta, uint32_t consumer) {
-    // The shuffle tells the compiler that a warp's lanes branch alike on their rows. Else it takes all that follows for
-    // divergent, computes each operand's address in vector registers, and moves four of them before each wgmma.
-    // Low-latency kernels of the largest tiles have no register for it.
-    uint32_t warp = threadIdx.x / 32 % 4;
-    if constexpr (!C::kLowLatency) warp = __shfl_sync(~0u, warp, 0);
-    const ConsumerWarp<C> self{cta, consumer, warp, threadIdx.x % 32};
+    const ConsumerWarp<C> self{cta, consumer, warp_of_group<C>(), threadIdx.x % 32};
     // where the consumer's part of a tile begins, if it shares the tile
     const uint32_t own = C::kPingpong ? 0 : consumer * (C::kSideBySide ? C::kConsumerN : kBandRows);
     const uint32_t own_row = C::kSideBySide || C::kSwapAb ? 0 : own;
