@@ -8,7 +8,7 @@ use gemmesh::error::called_at;
 use gemmesh::pipelines::{AllGatherAndConsume, ProduceAndAllToAll, ProduceAndReduceScatter};
 use gemmesh::products::RowSplit;
 use gemmesh::raw::{
-    self, AnyGroup, AnyShards, BackendKind, Joining, Product, ProductKind, Split, join,
+    self, AnyGroup, AnyProduct, AnyShards, BackendKind, Joining, ProductKind, Split, join,
 };
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
@@ -770,7 +770,7 @@ impl Group {
             let (a, b) = (a_scaling.map(a), b_scaling.map(b));
             let quantization =
                 quantization.map(|word| names::quantization("quantization", word, false, 0));
-            let mut product = Product {
+            let mut product = AnyProduct {
                 dtype: dtype.map_or(Ok(DType::Bf16), |dtype| names::dtype("dtype", dtype))?,
                 weight_dtype: weight_dtype
                     .map(|dtype| names::dtype("weight_dtype", dtype))
@@ -910,7 +910,7 @@ impl Group {
         }
         require_callable(consume, "consume").map_err(refuse)?;
         let function = Function::new(consume, &group, keeper_of(a));
-        let mut call = |rows: raw::Rows| {
+        let mut call = |rows: raw::AnyRows| {
             function.call(rows.rows, rows.source, (rows.memory, None), rows.stream)
         };
         let result = reader.enqueued(py, || {

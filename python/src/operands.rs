@@ -4,8 +4,8 @@ use std::sync::{Arc, RwLockReadGuard};
 
 use gemmesh::fp8::{Quantization, Scaling};
 use gemmesh::raw::{
-    AnyGroup, AnyShards, BackendKind, Memory, Operand, Output, Outputs, RowOperand, ShardedScales,
-    Tensor,
+    AnyGroup, AnyOperand, AnyOutput, AnyOutputs, AnyShardedScales, AnyShards, BackendKind, Memory,
+    RowOperand, Tensor,
 };
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
@@ -323,23 +323,23 @@ impl<'a> Reader<'a> {
     }
 
     /// An operand of this rank's own, with its scales if it has any.
-    pub fn operand(&mut self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<Operand> {
+    pub fn operand(&mut self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<AnyOperand> {
         let Ok(scaled) = object.cast_exact::<Scaled>() else {
-            return Ok(Operand {
+            return Ok(AnyOperand {
                 values: self.memory(object, name)?,
                 scales: None,
             });
         };
         let (py, scaled) = (object.py(), scaled.get());
         let scales = self.memory(scaled.scales.bind(py), &format!("the scales of {name}"))?;
-        Ok(Operand {
+        Ok(AnyOperand {
             values: self.memory(scaled.values.bind(py), name)?,
             scales: Some((scales, scaled.scaling)),
         })
     }
 
     /// One weight, or a list or tuple of several.
-    pub fn weights(&mut self, object: &Bound<'_, PyAny>) -> PyResult<Vec<Operand>> {
+    pub fn weights(&mut self, object: &Bound<'_, PyAny>) -> PyResult<Vec<AnyOperand>> {
         let weights = self.listed(object);
         weights.iter().map(|one| self.operand(one, "b")).collect()
     }
@@ -355,18 +355,18 @@ impl<'a> Reader<'a> {
     }
 
     /// One output, or a list or tuple of several.
-    pub fn outputs(&mut self, object: &Bound<'_, PyAny>) -> PyResult<Vec<Output>> {
+    pub fn outputs(&mut self, object: &Bound<'_, PyAny>) -> PyResult<Vec<AnyOutput>> {
         let outputs = self.listed(object);
         let outputs = outputs.iter().map(|one| {
             let Ok(quantized) = one.cast_exact::<Quantized>() else {
-                return Ok(Output {
+                return Ok(AnyOutput {
                     values: self.written(one, "out")?,
                     scales: None,
                 });
             };
             let (py, quantized) = (one.py(), quantized.get());
             let scales = self.written(quantized.scales.bind(py), "the scales of out")?;
-            Ok(Output {
+            Ok(AnyOutput {
                 values: self.written(quantized.values.bind(py), "out")?,
                 scales: Some((scales, quantized.quantization)),
             })
@@ -451,8 +451,8 @@ impl<'a> HeldRows<'a> {
 
     pub fn operand(&self) -> RowOperand<'_> {
         let scales = self.scales.as_ref().map(|scales| match scales {
-            HeldScales::Own(memory, scaling) => ShardedScales::Own(*memory, *scaling),
-            HeldScales::Sharded(shards, scaling) => ShardedScales::Sharded(shards, *scaling),
+            HeldScales::Own(memory, scaling) => AnyShardedScales::Own(*memory, *scaling),
+            HeldScales::Sharded(shards, scaling) => AnyShardedScales::Sharded(shards, *scaling),
         });
         RowOperand::Sharded(&self.shards, scales)
     }
@@ -485,7 +485,7 @@ pub fn keeper_of(object: &Bound<'_, PyAny>) -> Keeper {
 
 /// Where a product goes: matrices of this rank's own, or a sharded matrix.
 pub enum HeldOutputs<'a> {
-    Own(Vec<Output>),
+    Own(Vec<AnyOutput>),
     Sharded(RwLockReadGuard<'a, AnyShards>),
 }
 
@@ -498,10 +498,10 @@ impl<'a> HeldOutputs<'a> {
         })
     }
 
-    pub fn outputs(&self) -> Outputs<'_> {
+    pub fn outputs(&self) -> AnyOutputs<'_> {
         match self {
-            HeldOutputs::Own(outputs) => Outputs::Own(outputs),
-            HeldOutputs::Sharded(shards) => Outputs::Sharded(shards),
+            HeldOutputs::Own(outputs) => AnyOutputs::Own(outputs),
+            HeldOutputs::Sharded(shards) => AnyOutputs::Sharded(shards),
         }
     }
 }

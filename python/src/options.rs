@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use gemmesh::DType;
-use gemmesh::raw::{BackendKind, Options, Product, ProductKind};
+use gemmesh::raw::{AnyProduct, BackendKind, Options, ProductKind};
 use pyo3::conversion::FromPyObjectOwned;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -128,8 +128,8 @@ pub struct Asked<'a, 'py> {
 
 impl Asked<'_, '_> {
     /// The product. The type of its rows is that of the argument.
-    pub fn product(self, kind: ProductKind) -> Said<Product> {
-        Ok(Product {
+    pub fn product(self, kind: ProductKind) -> Said<AnyProduct> {
+        Ok(AnyProduct {
             activation: names::activation(self.activation)?,
             gated: self.gated,
             weight_layout: names::weight_layout(self.weight_layout)?,
@@ -142,7 +142,7 @@ impl Asked<'_, '_> {
             stages: count("stages", self.stages)?,
             rows: counts("rows", self.rows)?,
             route: self.route.map(names::route).transpose()?,
-            ..Product::new(kind, DType::Bf16)
+            ..AnyProduct::new(kind, DType::Bf16)
         })
     }
 }

@@ -7,8 +7,8 @@ use gemmesh::DType;
 use gemmesh::fp8::{Quantization, Scaling};
 use gemmesh::products::WeightLayout;
 use gemmesh::raw::{
-    self, AnyGroup, AnyShards, Memory, Operand, PreparedFor, Product, ProductCall, ProductKind,
-    RowOperand,
+    self, AnyGroup, AnyOperand, AnyProduct, AnyShards, Memory, PreparedFor, ProductCall,
+    ProductKind, RowOperand,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyList;
@@ -31,7 +31,7 @@ pub struct Given<'a, 'py> {
 
 /// The rows of a product.
 enum GivenRows<'a> {
-    Own(Operand),
+    Own(AnyOperand),
     Sharded(HeldRows<'a>),
 }
 
@@ -74,18 +74,18 @@ impl<'a> GivenRows<'a> {
         match self.operand() {
             RowOperand::Own(operand) => scaling_of(&operand),
             RowOperand::Sharded(_, None) => Scaling::None,
-            RowOperand::Sharded(_, Some(raw::ShardedScales::Own(_, scaling)))
-            | RowOperand::Sharded(_, Some(raw::ShardedScales::Sharded(_, scaling))) => scaling,
+            RowOperand::Sharded(_, Some(raw::AnyShardedScales::Own(_, scaling)))
+            | RowOperand::Sharded(_, Some(raw::AnyShardedScales::Sharded(_, scaling))) => scaling,
         }
     }
 }
 
-fn scaling_of(operand: &Operand) -> Scaling {
+fn scaling_of(operand: &AnyOperand) -> Scaling {
     operand.scales.map_or(Scaling::None, |(_, scaling)| scaling)
 }
 
 /// N of a weight.
-fn n_of(weight: &Operand, layout: WeightLayout) -> usize {
+fn n_of(weight: &AnyOperand, layout: WeightLayout) -> usize {
     let [rows, columns] = weight.values.shape;
     match layout {
         WeightLayout::Nk => rows,
@@ -96,7 +96,7 @@ fn n_of(weight: &Operand, layout: WeightLayout) -> usize {
 /// The arguments of a product, read from Python's objects.
 struct Arguments<'a> {
     rows: GivenRows<'a>,
-    weights: Vec<Operand>,
+    weights: Vec<AnyOperand>,
     outputs: HeldOutputs<'a>,
     bias: Option<Memory>,
     residual: Option<Memory>,
@@ -107,7 +107,7 @@ impl<'a> Arguments<'a> {
     fn new<'py>(
         reader: &mut Reader,
         group: &Arc<dyn AnyGroup>,
-        product: &Product,
+        product: &AnyProduct,
         given: &Given<'a, 'py>,
         made: &'a OnceCell<Bound<'py, PyAny>>,
     ) -> PyResult<Arguments<'a>> {
@@ -155,7 +155,7 @@ pub fn reader_of<'a>(group: &'a dyn AnyGroup, kind: ProductKind) -> Reader<'a> {
 fn make(
     py: Python<'_>,
     group: &Arc<dyn AnyGroup>,
-    product: &Product,
+    product: &AnyProduct,
     given: &Given<'_, '_>,
     run: impl FnOnce(DType, &ProductCall) -> gemmesh::Result<()> + Send,
 ) -> PyResult<Py<PyAny>> {
@@ -174,7 +174,7 @@ fn make(
 pub fn run(
     py: Python<'_>,
     group: &Arc<dyn AnyGroup>,
-    mut product: Product,
+    mut product: AnyProduct,
     given: &Given<'_, '_>,
 ) -> PyResult<Py<PyAny>> {
     let of = product.clone();
@@ -189,9 +189,9 @@ pub fn run(
 fn new_outputs<'py>(
     py: Python<'py>,
     group: &Arc<dyn AnyGroup>,
-    product: &Product,
+    product: &AnyProduct,
     rows: &GivenRows<'_>,
-    (weights, is_list): (&[Operand], bool),
+    (weights, is_list): (&[AnyOperand], bool),
 ) -> PyResult<Bound<'py, PyAny>> {
     if product.kind == ProductKind::MatmulAllReduce {
         let reader = reader_of(&**group, product.kind);
@@ -209,7 +209,7 @@ fn new_outputs<'py>(
         (ProductKind::MatmulReduceScatter, None) => Some(group.even_rows(m)[group.rank()]),
         _ => Some(m),
     };
-    let new = |weight: &Operand| -> PyResult<Bound<'py, PyAny>> {
+    let new = |weight: &AnyOperand| -> PyResult<Bound<'py, PyAny>> {
         let shape = [rows.unwrap_or(0), n_of(weight, product.weight_layout)];
         let matrix = Matrix(Kept::zeros(py, group, dtype, shape)?);
         Ok(Bound::new(py, matrix)?.into_any())
@@ -227,7 +227,7 @@ fn new_outputs<'py>(
 pub fn prepare(
     py: Python<'_>,
     group: &Arc<dyn AnyGroup>,
-    mut product: Product,
+    mut product: AnyProduct,
     given: &Given<'_, '_>,
 ) -> PyResult<Prepared> {
     let mut reader = Reader::alone(&**group, product.kind.name());
@@ -276,14 +276,14 @@ pub fn prepare(
 /// `prepared(a, b, out, bias=None, residual=None)` returns `out`. Calls need no planning and allocate nothing.
 #[pyclass(frozen, module = "gemmesh")]
 pub struct Prepared {
-    planned: Freed<Box<dyn raw::Prepared>>,
+    planned: Freed<Box<dyn raw::AnyPrepared>>,
     group: Freed<Arc<dyn AnyGroup>>,
-    product: Product,
+    product: AnyProduct,
 }
 
 impl Prepared {
     /// The product.
-    pub fn planned(&self) -> &dyn raw::Prepared {
+    pub fn planned(&self) -> &dyn raw::AnyPrepared {
         &**self.planned
     }
 
@@ -379,7 +379,7 @@ pub fn quantize(
     let outputs = reader.outputs(out)?;
     let quantized: Option<(Memory, (Memory, Quantization))> = match outputs[..] {
         [
-            raw::Output {
+            raw::AnyOutput {
                 values,
                 scales: Some(scales),
             },

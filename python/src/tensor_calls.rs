@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use gemmesh::interop::dlpack::DLTensor;
-use gemmesh::raw::{AnyGroup, Memory, Operand, Output, Outputs, ProductCall, RowOperand};
+use gemmesh::raw::{AnyGroup, AnyOperand, AnyOutput, AnyOutputs, Memory, ProductCall, RowOperand};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
@@ -235,8 +235,8 @@ impl Planned {
         py: Python<'_>,
         group: &dyn AnyGroup,
         tensors: &Tensors,
-    ) -> PyResult<(Operand, Vec<Operand>)> {
-        let operand = |values| Operand {
+    ) -> PyResult<(AnyOperand, Vec<AnyOperand>)> {
+        let operand = |values| AnyOperand {
             values,
             scales: None,
         };
@@ -257,7 +257,7 @@ impl Planned {
         py: Python<'py>,
         group: &dyn AnyGroup,
         tensors: &Tensors,
-        (rows, weights): (Operand, Vec<Operand>),
+        (rows, weights): (AnyOperand, Vec<AnyOperand>),
         lent: Option<Py<Sharded>>,
     ) -> PyResult<Bound<'py, PyList>> {
         let told = |error: PyErr| {
@@ -271,7 +271,7 @@ impl Planned {
             let call = ProductCall {
                 a,
                 weights: &weights,
-                outputs: Outputs::Own(&outputs),
+                outputs: AnyOutputs::Own(&outputs),
                 bias: None,
                 residual: None,
             };
@@ -324,7 +324,7 @@ impl Planned {
         &self,
         py: Python<'py>,
         group: &dyn AnyGroup,
-    ) -> PyResult<(Bound<'py, PyList>, Vec<Output>)> {
+    ) -> PyResult<(Bound<'py, PyList>, Vec<AnyOutput>)> {
         let (made, mut outputs) = (PyList::empty(py), Vec::with_capacity(self.outputs.len()));
         for (args, options) in &self.outputs {
             let out = self
@@ -334,7 +334,7 @@ impl Planned {
             let Some((_, tensor)) = described(&out) else {
                 return Err(misuse(py, "an output is a tensor that cannot be described"));
             };
-            outputs.push(Output {
+            outputs.push(AnyOutput {
                 values: memory_of(py, &tensor, group, self.name(), "out")?,
                 scales: None,
             });

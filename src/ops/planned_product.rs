@@ -5,9 +5,8 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use super::call::{self, Arguments, RawShards};
-use super::product::{ProductOptions, describe};
-use super::product_operands::{Addends, BoundMatrices, ProductOperands, RawResults, RawRows};
-use super::row_split::RowSplit;
+use super::product::{ProductOptions, ProductRequest, describe};
+use super::product_operands::{Addends, CallMatrices, ProductOperands, RawResults, RawRows};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::error::{Error, Result};
@@ -51,32 +50,21 @@ impl ProductOptions<'_> {
         planned.launch(operands, results, None)
     }
 
-    /// Plans the product of such rows with weights of these N. `into`: a sharded matrix like that of the sums.
+    /// Plans the product.
     #[track_caller]
-    pub fn prepare<B: Backend>(
-        &self,
-        group: &Group<B>,
-        addends: &Addends<B>,
-        rows: RowSplit,
-        into: Option<RawShards<B>>,
-        widths: &[usize],
-    ) -> Result<PlannedProduct<B>> {
-        let problem = self.prepared_problem(group, addends, rows, into, widths);
+    pub fn prepare<B: Backend>(&self, request: ProductRequest<B>) -> Result<PlannedProduct<B>> {
+        let group = request.group;
+        let problem = self.prepared_problem(request);
         let planned = problem.and_then(|problem| self.plan(group, problem));
         group.judged(self.operation.name(), planned)
     }
 
-    /// Whether the group can multiply such rows.
+    /// Whether the group can make the product.
     #[track_caller]
-    pub fn supported<B: Backend>(
-        &self,
-        group: &Group<B>,
-        addends: &Addends<B>,
-        rows: RowSplit,
-        widths: &[usize],
-    ) -> Result<()> {
+    pub fn supported<B: Backend>(&self, request: ProductRequest<B>) -> Result<()> {
+        let group = request.group;
         let answer = || {
-            let problem = self.prepared_problem(group, addends, rows, None, widths)?;
+            let problem = self.prepared_problem(request)?;
             let (schedule, config) = group.checked_schedule(&problem, self.config)?;
             let has_product = schedule.product().is_some();
             if let Some(before) = product_before(&problem, has_product) {
@@ -236,7 +224,7 @@ impl<B: Backend> PlannedProduct<B> {
         let operation = Operation::GATHER;
         judged(a.group(), operation, a.check(&self.group, &self.problem))?;
         let program = self.kept_part(&self.gather, operation)?;
-        let mut matrices = BoundMatrices::default();
+        let mut matrices = CallMatrices::default();
         a.bind(&mut matrices);
         self.enqueue(operation, None, &program, matrices, trace)
     }
@@ -252,7 +240,7 @@ impl<B: Backend> PlannedProduct<B> {
         let operation = Operation::MULTIPLY;
         self.check(operation, operands, Some(results))?;
         let program = self.kept_part(&self.multiply, operation)?;
-        let mut matrices = BoundMatrices::default();
+        let mut matrices = CallMatrices::default();
         operands.bind(&mut matrices, &self.problem);
         results.bind(&mut matrices, &self.problem);
         self.enqueue(operation, None, &program, matrices, trace)
@@ -264,7 +252,7 @@ impl<B: Backend> PlannedProduct<B> {
         let operation = Operation::MULTIPLY_PARTIALS;
         self.check(operation, operands, None)?;
         let program = self.part(operation)?;
-        let mut matrices = BoundMatrices::default();
+        let mut matrices = CallMatrices::default();
         operands.bind(&mut matrices, &self.problem);
         self.enqueue(self.problem.operation, None, &program, matrices, None)
     }
@@ -284,7 +272,7 @@ impl<B: Backend> PlannedProduct<B> {
             None
         };
         let out = results.sharded();
-        let mut matrices = BoundMatrices::default();
+        let mut matrices = CallMatrices::default();
         addends.bind(&mut matrices, &self.problem);
         results.bind(&mut matrices, &self.problem);
         self.enqueue(operation, None, &program, matrices, None)?;
@@ -307,7 +295,7 @@ impl<B: Backend> PlannedProduct<B> {
             RowResult::SumOfOwnRows => Operation::COPY_PARTIALS,
             RowResult::SumOfAllRows => Operation::COPY_PARTIALS_AND_SUMS,
         };
-        let mut matrices = BoundMatrices::default();
+        let mut matrices = CallMatrices::default();
         let of = Error::of(self.group.rank(), operation.name());
         if let Some(a) = a {
             a.check(&self.group, &self.problem).map_err(of)?;
@@ -344,7 +332,7 @@ impl<B: Backend> PlannedProduct<B> {
         mut trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let (out, operation) = (results.sharded(), self.problem.operation);
-        let mut matrices = BoundMatrices::default();
+        let mut matrices = CallMatrices::default();
         operands.bind(&mut matrices, &self.problem);
         results.bind(&mut matrices, &self.problem);
         let (before, first) = (self.before.as_ref(), trace.as_deref_mut());
@@ -362,7 +350,7 @@ impl<B: Backend> PlannedProduct<B> {
         let (Some(gather), Some(out)) = (gather, out) else {
             return Ok(());
         };
-        let mut matrices = BoundMatrices::default();
+        let mut matrices = CallMatrices::default();
         matrices.bound[A] = out.bound();
         let arguments = Arguments {
             call: self.problem.operation.name(),
@@ -416,10 +404,10 @@ impl<B: Backend> PlannedProduct<B> {
         operation: Operation,
         before: Option<&Arc<B::Program>>,
         program: &Arc<B::Program>,
-        matrices: BoundMatrices<B>,
+        matrices: CallMatrices<B>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let BoundMatrices {
+        let CallMatrices {
             mut bound,
             shared,
             added,

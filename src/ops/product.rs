@@ -64,6 +64,18 @@ pub struct CallForm {
     pub b_scaling: WeightScalings,
 }
 
+/// What a product is planned for.
+pub struct ProductRequest<'m, B: Backend> {
+    pub group: &'m Group<B>,
+    /// What can be added.
+    pub addends: Addends<'m, B>,
+    pub rows: RowSplit,
+    /// A sharded matrix like that of the sums.
+    pub into: Option<RawShards<'m, B>>,
+    /// N of each weight.
+    pub widths: &'m [usize],
+}
+
 impl ProductOptions<'_> {
     pub fn new(operation: Operation, dtype: DType) -> Self {
         ProductOptions {
@@ -154,21 +166,14 @@ impl ProductOptions<'_> {
         }
     }
 
-    /// The problem of a call that is prepared. `into`: a sharded matrix like that of the sums.
-    pub fn prepared_problem<B: Backend>(
-        &self,
-        group: &Group<B>,
-        addends: &Addends<B>,
-        rows: RowSplit,
-        into: Option<RawShards<B>>,
-        widths: &[usize],
-    ) -> Result<Problem> {
-        self.check_widths(widths)?;
+    /// The problem of a call that is prepared.
+    pub fn prepared_problem<B: Backend>(&self, request: ProductRequest<B>) -> Result<Problem> {
+        self.check_widths(request.widths)?;
         let mut call = self.planned();
-        if let Some(out) = into {
+        if let Some(out) = request.into {
             call.output = out.dtype.into();
         }
-        self.problem(group, addends, rows, into, widths, call)
+        self.problem(request, call)
     }
 
     /// The problem of a call that was not prepared. The plan of it is what its other arguments are checked against.
@@ -196,20 +201,24 @@ impl ProductOptions<'_> {
             a_scaling: operands.a.scaling()?,
             b_scaling,
         };
-        let (group, addends) = (operands.a.group(), &operands.addends);
-        self.problem(group, addends, rows, into, &widths, call)
+        let request = ProductRequest {
+            group: operands.a.group(),
+            addends: operands.addends,
+            rows,
+            into,
+            widths: &widths,
+        };
+        self.problem(request, call)
     }
 
-    /// The problem of a product with weights of these widths, to which `addends` can be added.
-    fn problem<B: Backend>(
-        &self,
-        group: &Group<B>,
-        addends: &Addends<B>,
-        rows: RowSplit,
-        into: Option<RawShards<B>>,
-        widths: &[usize],
-        call: CallForm,
-    ) -> Result<Problem> {
+    fn problem<B: Backend>(&self, request: ProductRequest<B>, call: CallForm) -> Result<Problem> {
+        let ProductRequest {
+            group,
+            addends,
+            rows,
+            into,
+            widths,
+        } = request;
         let sums = self.operation.sends_product();
         if let Some(out) = into.filter(|_| sums) {
             require_same_group("out", out.group, group)?;

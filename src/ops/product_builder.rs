@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 
 use super::operands::{AddendView, WeightScaling, WeightWidths, Weights};
 use super::planned_product::PlannedProduct;
-use super::product::ProductOptions;
+use super::product::{ProductOptions, ProductRequest};
 use super::product_form::{
     GatherProduct, OfAllRanks, OwnOutputs, OwnRows, PlannedOutputs, PlannedRows, ProductForm,
     ScatterProduct, SeveralWeights, into_own_rows, operands,
@@ -148,7 +148,7 @@ impl<'a, B: Backend, T: Element, F: ProductForm> ProductBuilder<'a, B, T, F> {
         &self,
         a: impl Into<F::Rows<'m, B, T>>,
         weights: impl Into<Weights<'m, B, T>>,
-        outputs: impl Into<F::Outputs<'o, B, T>>,
+        outputs: impl Into<F::Results<'o, B, T>>,
     ) -> Result<()>
     where
         'a: 'm,
@@ -181,8 +181,15 @@ impl<'a, B: Backend, T: Element, F: ProductForm> ProductBuilder<'a, B, T, F> {
         let PlannedRows { group, rows } = a.into().into();
         let PlannedOutputs { widths, into } = outputs.into().into();
         let addends = self.addends;
+        let request = ProductRequest {
+            group,
+            addends,
+            rows,
+            into,
+            widths: &widths,
+        };
         Ok(Prepared {
-            planned: self.options.prepare(group, &addends, rows, into, &widths)?,
+            planned: self.options.prepare(request)?,
             addends,
             types: PhantomData,
         })
@@ -230,8 +237,13 @@ impl<'a, B: Backend, T: Element, F: ProductForm> ProductBuilder<'a, B, T, F> {
         rows: impl Into<RowSplit>,
         n: impl Into<WeightWidths>,
     ) -> Result<()> {
-        let (rows, widths) = (rows.into(), n.into().0);
-        self.options.supported(group, &self.addends, rows, &widths)
+        self.options.supported(ProductRequest {
+            group,
+            addends: self.addends,
+            rows: rows.into(),
+            into: None,
+            widths: &n.into().0,
+        })
     }
 }
 
@@ -394,7 +406,7 @@ impl<'a, B: Backend, T: Element, F: ProductForm> Prepared<'a, B, T, F> {
         &self,
         a: impl Into<F::Rows<'m, B, T>>,
         weights: impl Into<Weights<'m, B, T>>,
-        outputs: impl Into<F::Outputs<'o, B, T>>,
+        outputs: impl Into<F::Results<'o, B, T>>,
     ) -> Result<()>
     where
         'a: 'm,
@@ -418,7 +430,7 @@ impl<'a, B: Backend, T: Element, F: OfAllRanks> Prepared<'a, B, T, F> {
         &self,
         a: impl Into<F::Rows<'m, B, T>>,
         weights: impl Into<Weights<'m, B, T>>,
-        outputs: impl Into<F::Outputs<'o, B, T>>,
+        outputs: impl Into<F::Results<'o, B, T>>,
     ) -> Result<Trace>
     where
         'a: 'm,

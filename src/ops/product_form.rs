@@ -24,11 +24,11 @@ use crate::schedule::{Operation, Widths};
 /// | [`ReduceProduct`] | [`MatmulAllReduce`](crate::MatmulAllReduce) | [`Operand`] | [`SharedOutput`] |
 ///
 /// `prepare` takes rows and outputs like those of the runs.
-pub trait ProductForm: sealed::Form {
+pub trait ProductForm: sealed::SealedForm {
     /// The rows that are multiplied.
     type Rows<'m, B: Backend, T: Element>: Into<RawRows<'m, B>>;
     /// Where the product goes.
-    type Outputs<'o, B: Backend, T: Element>: Into<RawResults<'o, B>>;
+    type Results<'o, B: Backend, T: Element>: Into<RawResults<'o, B>>;
     /// What the rows of a prepared product are like.
     type RowsLike<'m, B: Backend, T: Element>: Into<PlannedRows<'m, B>>;
     /// What the outputs of a prepared product are like.
@@ -47,7 +47,7 @@ pub trait OfAllRanks: ProductForm {}
 pub(super) mod sealed {
     use super::Operation;
 
-    pub trait Form {
+    pub trait SealedForm {
         const OPERATION: Operation;
         /// The name of the builder, and that of a product that it has prepared.
         const NAMES: [&'static str; 2];
@@ -64,14 +64,14 @@ macro_rules! form {
         #[derive(Clone, Copy, Debug)]
         pub enum $form {}
 
-        impl sealed::Form for $form {
+        impl sealed::SealedForm for $form {
             const OPERATION: Operation = Operation::$operation;
             const NAMES: [&'static str; 2] = $names;
         }
 
         impl ProductForm for $form {
             type Rows<'m, B: Backend, T: Element> = $rows<'m, B, T>;
-            type Outputs<'m, B: Backend, T: Element> = $outputs<'m, B, T>;
+            type Results<'m, B: Backend, T: Element> = $outputs<'m, B, T>;
             type RowsLike<'m, B: Backend, T: Element> = $like;
             type OutputsLike<'m, B: Backend, T: Element> = $out_like;
         }

@@ -56,16 +56,16 @@ pub struct ProductOperands<'a, B: Backend> {
 }
 
 /// The matrices of a call, by number in its schedule.
-pub struct BoundMatrices<'a, B: Backend> {
+pub struct CallMatrices<'a, B: Backend> {
     pub bound: [Bound<'a, B>; MATRICES],
     /// The numbers of the sharded matrices that ranks compare.
     pub shared: SmallVec<[u32; 2]>,
     pub added: Added,
 }
 
-impl<B: Backend> Default for BoundMatrices<'_, B> {
+impl<B: Backend> Default for CallMatrices<'_, B> {
     fn default() -> Self {
-        BoundMatrices {
+        CallMatrices {
             bound: [const { Bound::Nothing }; MATRICES],
             shared: SmallVec::new(),
             added: Added::default(),
@@ -146,7 +146,7 @@ impl<'a, B: Backend> RawRows<'a, B> {
         }
     }
 
-    pub fn bind<'m>(&self, matrices: &mut BoundMatrices<'m, B>)
+    pub fn bind<'m>(&self, matrices: &mut CallMatrices<'m, B>)
     where
         'a: 'm,
     {
@@ -167,7 +167,7 @@ impl<'a, B: Backend> ProductOperands<'a, B> {
         check_weights(planned, problem, &self.weights)
     }
 
-    pub fn bind<'m>(&self, matrices: &mut BoundMatrices<'m, B>, problem: &Problem)
+    pub fn bind<'m>(&self, matrices: &mut CallMatrices<'m, B>, problem: &Problem)
     where
         'a: 'm,
     {
@@ -211,7 +211,7 @@ impl<'a, B: Backend> Addends<'a, B> {
         Ok(())
     }
 
-    pub fn bind<'m>(&self, matrices: &mut BoundMatrices<'m, B>, problem: &Problem)
+    pub fn bind<'m>(&self, matrices: &mut CallMatrices<'m, B>, problem: &Problem)
     where
         'a: 'm,
     {
@@ -265,7 +265,7 @@ impl<'a, B: Backend> RawResults<'a, B> {
     }
 
     /// Moves the outputs' memory into `matrices`.
-    pub fn bind<'m>(&mut self, matrices: &mut BoundMatrices<'m, B>, problem: &Problem)
+    pub fn bind<'m>(&mut self, matrices: &mut CallMatrices<'m, B>, problem: &Problem)
     where
         'a: 'm,
     {

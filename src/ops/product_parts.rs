@@ -158,7 +158,7 @@ impl<'a, B: Backend, T: Element, F: OwnRows + OfAllRanks> Prepared<'a, B, T, F> 
     /// # Errors
     /// As [`Prepared::run`].
     #[track_caller]
-    pub fn sum_partials<'o>(&self, outputs: impl Into<F::Outputs<'o, B, T>>) -> Result<()> {
+    pub fn sum_partials<'o>(&self, outputs: impl Into<F::Results<'o, B, T>>) -> Result<()> {
         self.planned
             .reduce(&self.addends, &mut outputs.into().into())
     }
@@ -173,7 +173,7 @@ impl<'a, B: Backend, T: Element, F: OwnRows + OfAllRanks> Prepared<'a, B, T, F> 
     /// Until the copy has ended, no other rank begins an operation that makes partials or sums, or writes its rows of the
     /// output.
     #[track_caller]
-    pub unsafe fn copy_partials<'o>(&self, outputs: impl Into<F::Outputs<'o, B, T>>) -> Result<()> {
+    pub unsafe fn copy_partials<'o>(&self, outputs: impl Into<F::Results<'o, B, T>>) -> Result<()> {
         // SAFETY: as this function's.
         unsafe { self.planned.copy(None, Some(&mut outputs.into().into())) }
     }

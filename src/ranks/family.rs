@@ -14,7 +14,7 @@ const KNOWN: usize = 16;
 
 /// One rank's view of a group and of all groups that were split from it, directly or not.
 #[derive(Debug, Default)]
-pub struct Family {
+pub struct GroupFamily {
     errors: Mutex<Errors>,
     /// Of its waits, which the ranks of the whole group read.
     pub noted_words: NotedWords,
@@ -50,7 +50,7 @@ impl GotError {
     }
 }
 
-impl Family {
+impl GroupFamily {
     /// Notes an error that the program has got, and that may be passed on.
     pub fn note(&self, error: GotError) {
         let latest = &mut self.errors().latest;
@@ -107,7 +107,7 @@ mod tests {
 
     #[test]
     fn a_program_that_tells_of_a_failure_is_known_by_its_words() {
-        let family = Family::default();
+        let family = GroupFamily::default();
         let failure = in_pair(Kind::Capturing.on(3));
         let got = &failure.got;
         assert_eq!(family.told_by(&got.to_string(), 3), None);
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn the_latest_errors_are_known_by_their_words_also_if_the_rank_went_on() {
-        let family = Family::default();
+        let family = GroupFamily::default();
         let errors = (0..2 * KNOWN).map(|rank| in_pair(Kind::Capturing.on(rank)));
         let errors: Vec<GotError> = errors.collect();
         for error in &errors {

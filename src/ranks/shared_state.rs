@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use self::leaders::Leaders;
 use super::call::{FIXED, WORDS};
-use super::family::{Family, GotError};
+use super::family::{GotError, GroupFamily};
 use super::last_panic;
 use super::naming::Naming;
 use super::reports::ReportSender;
@@ -118,7 +118,7 @@ pub struct SharedState {
     /// How many of the program's collective calls this rank has made. A call has one number or several.
     made: AtomicU64,
     departure: Mutex<Departure>,
-    family: Arc<Family>,
+    family: Arc<GroupFamily>,
     /// If this group was split from another one.
     part_of: Option<PartOf>,
     /// What the group is called, once its ranks have agreed on it.

@@ -2,7 +2,7 @@
 
 use super::Memory;
 use super::group::AnyBackend;
-use super::product::{Operand, Outputs, ProductCall, RowOperand, ShardedScales};
+use super::product::{AnyOperand, AnyOutputs, AnyShardedScales, ProductCall, RowOperand};
 use crate::backend::Backend;
 use crate::element::DType;
 use crate::error::Result;
@@ -39,7 +39,11 @@ impl<'g, 'c: 'g, B: AnyBackend> CallArguments<'g, 'c, B> {
         self.view(name, memory)
     }
 
-    fn operand(&self, [name, scales]: [&str; 2], operand: &Operand) -> Result<RawOperand<'g, B>> {
+    fn operand(
+        &self,
+        [name, scales]: [&str; 2],
+        operand: &AnyOperand,
+    ) -> Result<RawOperand<'g, B>> {
         let scales = match operand.scales {
             Some((memory, scaling)) => Some(Scales::raw(self.scales(scales, memory)?, scaling)),
             None => None,
@@ -66,11 +70,11 @@ impl<'g, 'c: 'g, B: AnyBackend> CallArguments<'g, 'c, B> {
         };
         let scales = match scales {
             None => None,
-            Some(ShardedScales::Own(memory, scaling)) => {
+            Some(AnyShardedScales::Own(memory, scaling)) => {
                 let scales = self.scales(SCALES_OF_A, *memory)?;
                 Some(PlacedScales::Own(Scales::raw(scales, *scaling)))
             }
-            Some(ShardedScales::Sharded(shards, scaling)) => {
+            Some(AnyShardedScales::Sharded(shards, scaling)) => {
                 Some(PlacedScales::sharded(shards.raw(SCALES_OF_A)?, *scaling)?)
             }
         };
@@ -94,8 +98,8 @@ impl<'g, 'c: 'g, B: AnyBackend> CallArguments<'g, 'c, B> {
 
     pub fn results(&self) -> Result<RawResults<'g, B>> {
         let all = match self.call.outputs {
-            Outputs::Sharded(shards) => return Ok(RawResults::Sharded(shards.raw("out")?)),
-            Outputs::Own(all) => all,
+            AnyOutputs::Sharded(shards) => return Ok(RawResults::Sharded(shards.raw("out")?)),
+            AnyOutputs::Own(all) => all,
         };
         let mut outputs = RawOutputs::new();
         for output in all {

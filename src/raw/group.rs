@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use super::Memory;
 use super::arguments::quantized;
+use super::joining::{BackendKind, Options};
 use super::pipelines::{Consume, Produce};
-use super::product::{self, Prepared, PreparedFor, Product, ProductCall};
+use super::product::{self, AnyPrepared, AnyProduct, PreparedFor, ProductCall};
 use super::shards::{self, AnyShards, ShardsOf, Split, with_type};
 #[cfg(feature = "cuda")]
 use crate::backend::Cuda;
@@ -16,7 +17,7 @@ use crate::element::{DType, F8E4M3, F8E5M2, bf16, f16};
 #[cfg(doc)]
 use crate::error::Kind;
 use crate::error::{Error, Result, called_at, require_count, require_shape};
-use crate::group::{Builder, GATHERED_BYTES, Group};
+use crate::group::Group;
 use crate::interop::dlpack::{DLDevice, DLTensor};
 use crate::interop::tensors;
 use crate::matrix::Place;
@@ -26,134 +27,8 @@ use crate::ops::{
     AllGatherAndConsume, ProduceAndAllToAll, ProduceAndReduceScatter, RowSplit, collectives,
     quantize,
 };
-use crate::schedule::{MatrixSpec, Numerics, Quantization, Scaling};
+use crate::schedule::{MatrixSpec, Quantization, Scaling};
 use crate::trace::{Timeline, Trace};
-
-/// Which backend a group has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BackendKind {
-    /// [`Host`](crate::Host).
-    Host,
-    /// `Cuda`.
-    Cuda,
-}
-
-/// Options of a group: those of [`Builder`].
-#[derive(Clone, Debug, Default)]
-pub struct Options {
-    /// [`Builder::timeout`].
-    pub timeout: Option<Duration>,
-    /// [`Builder::arrival_timeout`].
-    pub arrival_timeout: Option<Duration>,
-    /// [`Builder::host_timeout`].
-    pub host_timeout: Option<Duration>,
-    /// [`Builder::workers`].
-    pub workers: Option<usize>,
-    /// [`Builder::device`].
-    pub device: Option<usize>,
-    /// [`Builder::max_ctas`].
-    pub max_ctas: Option<usize>,
-    /// [`Builder::numerics`].
-    pub numerics: Option<Numerics>,
-    /// [`Builder::name`].
-    pub name: Option<String>,
-}
-
-impl Options {
-    fn builder<B: Backend>(self) -> Builder<B> {
-        let mut builder = Group::builder();
-        macro_rules! set {
-            ($($option:ident),*) => {$(
-                if let Some(value) = self.$option {
-                    builder = builder.$option(value);
-                }
-            )*};
-        }
-        set!(
-            timeout,
-            arrival_timeout,
-            host_timeout,
-            workers,
-            device,
-            max_ctas,
-            numerics,
-            name
-        );
-        builder
-    }
-}
-
-/// A function that sends this rank's bytes to all ranks, and returns those of all ranks, by rank.
-pub type Gather<'a> =
-    dyn FnMut(&[u8; GATHERED_BYTES]) -> Result<Vec<Vec<u8>>, Box<dyn std::error::Error>> + 'a;
-
-/// How ranks find one another.
-pub enum Joining<'a> {
-    /// As their launcher says: [`Group::from_env`].
-    Env,
-    /// At an address: [`Group::connect`].
-    Address {
-        /// This rank.
-        rank: usize,
-        /// The number of ranks.
-        world: usize,
-        /// HOST:PORT of rank 0, or a path on one host.
-        address: &'a str,
-    },
-    /// By a function that gathers bytes: [`Builder::connect_with`].
-    Gather {
-        /// This rank.
-        rank: usize,
-        /// The number of ranks.
-        world: usize,
-        /// Gathers bytes of all ranks.
-        gather: &'a mut Gather<'a>,
-    },
-}
-
-/// Joins a group. Collective.
-///
-/// # Errors
-/// As the functions that [`Joining`] names; [`Kind::Unsupported`] if the library has no such backend.
-pub fn join(backend: BackendKind, options: Options, joining: Joining) -> Result<Arc<dyn AnyGroup>> {
-    match backend {
-        BackendKind::Host => join_as::<Host>(options, joining),
-        #[cfg(feature = "cuda")]
-        BackendKind::Cuda => join_as::<Cuda>(options, joining),
-        #[cfg(not(feature = "cuda"))]
-        BackendKind::Cuda => {
-            let (rank, call) = match joining {
-                Joining::Env => {
-                    let described = crate::launch::rank_environment()?;
-                    (described.map_or(0, |rank| rank.rank), "Group::from_env")
-                }
-                Joining::Address { rank, .. } => (rank, "Group::connect"),
-                Joining::Gather { rank, .. } => (rank, "Group::connect_with"),
-            };
-            let what = "this build of the library has the host backend only; ask for that backend, or build the library \
-                        with CUDA";
-            Err(Error::unsupported(what).on(rank).in_call(call.into()))
-        }
-    }
-}
-
-fn join_as<B: AnyBackend>(options: Options, joining: Joining) -> Result<Arc<dyn AnyGroup>> {
-    let builder = options.builder::<B>();
-    let group = match joining {
-        Joining::Env => builder.from_env(),
-        Joining::Address {
-            rank,
-            world,
-            address,
-        } => builder.connect(rank, world, address),
-        Joining::Gather {
-            rank,
-            world,
-            gather,
-        } => builder.connect_with(rank, world, gather),
-    }?;
-    Ok(Arc::new(group))
-}
 
 /// A backend whose matrices can be told from others' at run time.
 pub trait AnyBackend: Backend {
@@ -291,16 +166,16 @@ pub trait AnyGroup: Any + Send + Sync {
     unsafe fn copy(&self, from: Memory, to: Memory) -> Result<()>;
 
     /// Makes a product, as the short calls do. Collective unless it is [`ProductKind::Matmul`](super::ProductKind::Matmul).
-    unsafe fn run(&self, product: &Product, call: &ProductCall) -> Result<()>;
+    unsafe fn run(&self, product: &AnyProduct, call: &ProductCall) -> Result<()>;
     /// Plans a product, so that it can run many times.
     fn prepare(
         &self,
-        product: &Product,
+        product: &AnyProduct,
         rows: PreparedFor,
         widths: &[usize],
-    ) -> Result<Box<dyn Prepared>>;
+    ) -> Result<Box<dyn AnyPrepared>>;
     /// Whether the group can multiply such rows, [M, K], with weights of these N.
-    fn supports(&self, product: &Product, rows: &RowSplit, widths: &[usize]) -> Result<()>;
+    fn supports(&self, product: &AnyProduct, rows: &RowSplit, widths: &[usize]) -> Result<()>;
     /// Quantises `x` to `out`, whose scales are the last argument.
     unsafe fn quantize(&self, x: Memory, out: Memory, scales: (Memory, Quantization))
     -> Result<()>;
@@ -686,21 +561,21 @@ impl<B: AnyBackend> AnyGroup for Group<B> {
         })
     }
 
-    unsafe fn run(&self, product: &Product, call: &ProductCall) -> Result<()> {
+    unsafe fn run(&self, product: &AnyProduct, call: &ProductCall) -> Result<()> {
         // SAFETY: as this function's.
         unsafe { product::run(self, product, call) }
     }
 
     fn prepare(
         &self,
-        product: &Product,
+        product: &AnyProduct,
         rows: PreparedFor,
         widths: &[usize],
-    ) -> Result<Box<dyn Prepared>> {
+    ) -> Result<Box<dyn AnyPrepared>> {
         product::prepare(self, product, rows, widths)
     }
 
-    fn supports(&self, product: &Product, rows: &RowSplit, widths: &[usize]) -> Result<()> {
+    fn supports(&self, product: &AnyProduct, rows: &RowSplit, widths: &[usize]) -> Result<()> {
         product::supports(self, product, rows, widths)
     }
 

@@ -9,6 +9,7 @@
 
 mod arguments;
 mod group;
+mod joining;
 mod pipelines;
 mod product;
 mod shards;
@@ -21,14 +22,12 @@ use crate::{Error, Result};
 
 pub use crate::interop::tensors::{Tensor, VersionedTensor, export, export_versioned};
 pub use crate::matrix::Memory;
-pub use group::{
-    AnyBackend, AnyGroup, BackendKind, Gather, Joining, Options, join, refused, unsuitable,
-    wrong_device,
-};
-pub use pipelines::{Consume, Produce, Rows, RowsFor};
+pub use group::{AnyBackend, AnyGroup, refused, unsuitable, wrong_device};
+pub use joining::{BackendKind, Gather, Joining, Options, join};
+pub use pipelines::{AnyRows, Consume, Produce, RowsFor};
 pub use product::{
-    Operand, Output, Outputs, Prepared, PreparedFor, Product, ProductCall, ProductKind, RowOperand,
-    ShardedScales,
+    AnyOperand, AnyOutput, AnyOutputs, AnyPrepared, AnyProduct, AnyShardedScales, PreparedFor,
+    ProductCall, ProductKind, RowOperand,
 };
 pub use shards::{AnyShards, Shards, Split};
 

@@ -12,7 +12,7 @@ use crate::ops::produce::RawBlock;
 use crate::ops::{AllGatherAndConsume, CallbackResult, all_gather_and_consume};
 
 /// Rows that have arrived or, on GPUs, that a stream waits for.
-pub struct Rows {
+pub struct AnyRows {
     /// Their numbers in the matrix.
     pub rows: Range<usize>,
     /// The rank that owns them.
@@ -38,7 +38,7 @@ pub struct RowsFor {
 }
 
 /// A function that gets rows.
-pub type Consume<'a> = dyn FnMut(Rows) -> CallbackResult + 'a;
+pub type Consume<'a> = dyn FnMut(AnyRows) -> CallbackResult + 'a;
 /// A function that makes rows.
 pub type Produce<'a> = dyn FnMut(RowsFor) -> CallbackResult + 'a;
 
@@ -51,7 +51,7 @@ pub(super) fn gather<B: Backend>(
     let (first, [_, k]) = (a.address(), a.shape());
     options.gather(a, None, None, |chunk: all_gather_and_consume::ChunkRows| {
         let pitch = k * a.dtype.bytes();
-        consume(Rows {
+        consume(AnyRows {
             memory: Memory {
                 address: first + (chunk.rows.start * pitch) as u64,
                 dtype: a.dtype,

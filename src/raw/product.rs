@@ -10,7 +10,7 @@ use crate::group::Group;
 use crate::ops::RowSplit;
 use crate::ops::call::require_property;
 use crate::ops::planned_product::{PlannedProduct, judged};
-use crate::ops::product::ProductOptions;
+use crate::ops::product::{ProductOptions, ProductRequest};
 use crate::ops::product_operands::{Addends, OWN, SHARDED, misplaced};
 use crate::profile::span::Span;
 use crate::route::Route;
@@ -57,7 +57,7 @@ impl ProductKind {
 
 /// A product: what the typed builders say.
 #[derive(Clone, Debug)]
-pub struct Product {
+pub struct AnyProduct {
     /// Which product.
     pub kind: ProductKind,
     /// The type of `a`.
@@ -88,10 +88,10 @@ pub struct Product {
     pub quantization: Option<Quantization>,
 }
 
-impl Product {
+impl AnyProduct {
     /// A product with default options.
-    pub fn new(kind: ProductKind, dtype: DType) -> Product {
-        Product {
+    pub fn new(kind: ProductKind, dtype: DType) -> AnyProduct {
+        AnyProduct {
             kind,
             dtype,
             activation: Activation::default(),
@@ -136,7 +136,7 @@ impl Product {
 
 /// An operand in this rank's memory, with its scales if it has any: f32, shaped as their [`Scaling`] says.
 #[derive(Clone, Copy, Debug)]
-pub struct Operand {
+pub struct AnyOperand {
     /// The matrix.
     pub values: Memory,
     /// Its scales, and what each of them is of.
@@ -145,7 +145,7 @@ pub struct Operand {
 
 /// The scales of a sharded operand.
 #[derive(Clone, Copy)]
-pub enum ShardedScales<'a> {
+pub enum AnyShardedScales<'a> {
     /// Each rank has all of them.
     Own(Memory, Scaling),
     /// They are gathered with the rows.
@@ -156,14 +156,14 @@ pub enum ShardedScales<'a> {
 #[derive(Clone, Copy)]
 pub enum RowOperand<'a> {
     /// This rank's own.
-    Own(Operand),
+    Own(AnyOperand),
     /// Those of all ranks, which are gathered.
-    Sharded(&'a AnyShards, Option<ShardedScales<'a>>),
+    Sharded(&'a AnyShards, Option<AnyShardedScales<'a>>),
 }
 
 /// An output in this rank's memory, with its scales if it is quantised.
 #[derive(Clone, Copy, Debug)]
-pub struct Output {
+pub struct AnyOutput {
     /// The matrix.
     pub values: Memory,
     /// Where its scales go, and what each of them is of.
@@ -172,9 +172,9 @@ pub struct Output {
 
 /// Where a product goes.
 #[derive(Clone, Copy)]
-pub enum Outputs<'a> {
+pub enum AnyOutputs<'a> {
     /// To this rank's own matrices.
-    Own(&'a [Output]),
+    Own(&'a [AnyOutput]),
     /// Sums: this rank's own rows, or all.
     Sharded(&'a AnyShards),
 }
@@ -185,9 +185,9 @@ pub struct ProductCall<'a> {
     /// The rows.
     pub a: RowOperand<'a>,
     /// The weights.
-    pub weights: &'a [Operand],
+    pub weights: &'a [AnyOperand],
     /// Where the products go.
-    pub outputs: Outputs<'a>,
+    pub outputs: AnyOutputs<'a>,
     /// A row that is added to each row of the product.
     pub bias: Option<Memory>,
     /// A matrix that is added to the product.
@@ -206,7 +206,7 @@ pub enum PreparedFor<'a> {
 }
 
 /// A product that has been planned. It keeps its group alive.
-pub trait Prepared: Send + Sync {
+pub trait AnyPrepared: Send + Sync {
     /// Runs it.
     ///
     /// # Safety
@@ -240,7 +240,7 @@ impl<B: AnyBackend> PlannedProduct<B> {
     }
 }
 
-impl<B: AnyBackend> Prepared for PlannedProduct<B> {
+impl<B: AnyBackend> AnyPrepared for PlannedProduct<B> {
     unsafe fn run(&self, call: &ProductCall) -> Result<()> {
         // SAFETY: as this function's.
         unsafe { self.call(call, None) }
@@ -272,7 +272,7 @@ impl<B: AnyBackend> Prepared for PlannedProduct<B> {
 /// As the calls of [`AnyGroup`].
 pub(super) unsafe fn run<B: AnyBackend>(
     group: &Group<B>,
-    product: &Product,
+    product: &AnyProduct,
     call: &ProductCall,
 ) -> Result<()> {
     let operation = product.kind.operation();
@@ -286,10 +286,10 @@ pub(super) unsafe fn run<B: AnyBackend>(
 /// Plans a product.
 pub(super) fn prepare<B: AnyBackend>(
     group: &Group<B>,
-    product: &Product,
+    product: &AnyProduct,
     rows: PreparedFor,
     widths: &[usize],
-) -> Result<Box<dyn Prepared>> {
+) -> Result<Box<dyn AnyPrepared>> {
     let planned = plan(group, product, None, rows, widths)?;
     match product.route {
         Some(route) if planned.config.route != route => {
@@ -303,7 +303,7 @@ pub(super) fn prepare<B: AnyBackend>(
 /// Plans a product as `config` says, or as the backend chooses.
 fn plan<B: AnyBackend>(
     group: &Group<B>,
-    product: &Product,
+    product: &AnyProduct,
     config: Option<Config>,
     rows: PreparedFor,
     widths: &[usize],
@@ -333,18 +333,29 @@ fn plan<B: AnyBackend>(
         config,
         ..product.options()
     };
-    options.prepare(group, &Addends::default(), rows, into, &widths)
+    options.prepare(ProductRequest {
+        group,
+        addends: Addends::default(),
+        rows,
+        into,
+        widths: &widths,
+    })
 }
 
 /// Whether a product is supported.
 pub(super) fn supports<B: AnyBackend>(
     group: &Group<B>,
-    product: &Product,
+    product: &AnyProduct,
     rows: &RowSplit,
     widths: &[usize],
 ) -> Result<()> {
     let judge = Error::of(group.rank(), product.kind.name());
     product.check().map_err(judge)?;
-    let (options, addends) = (product.options(), Addends::default());
-    options.supported(group, &addends, rows.clone(), widths)
+    product.options().supported(ProductRequest {
+        group,
+        addends: Addends::default(),
+        rows: rows.clone(),
+        into: None,
+        widths,
+    })
 }

@@ -6,7 +6,7 @@ use std::ffi::{c_char, c_int, c_void};
 use gemmesh::pipelines::{
     AllGatherAndConsume, CallbackResult, ProduceAndAllToAll, ProduceAndReduceScatter,
 };
-use gemmesh::raw::{Rows, RowsFor};
+use gemmesh::raw::{AnyRows, RowsFor};
 
 use crate::calls::{Call, guarded, in_group};
 use crate::convert::{by_pair, by_rank, described, memory, words};
@@ -62,7 +62,7 @@ impl Callback {
         outcome(unsafe { (self.function)(&rows, self.context) })
     }
 
-    fn consume(&self, chunk: Rows) -> CallbackResult {
+    fn consume(&self, chunk: AnyRows) -> CallbackResult {
         self.call(gemmesh_rows {
             rows: chunk.rows.into(),
             rank: chunk.source,

@@ -7,8 +7,8 @@ use gemmesh::fp8::Scaling;
 use gemmesh::products::MAX_WEIGHTS;
 use gemmesh::products::RowSplit;
 use gemmesh::raw::{
-    AnyGroup, AnyShards, Memory, Operand, Output, Outputs, Prepared, PreparedFor, Product,
-    ProductCall, RowOperand, ShardedScales,
+    AnyGroup, AnyOperand, AnyOutput, AnyOutputs, AnyPrepared, AnyProduct, AnyShardedScales,
+    AnyShards, Memory, PreparedFor, ProductCall, RowOperand,
 };
 use smallvec::SmallVec;
 
@@ -32,7 +32,7 @@ pub struct gemmesh_prepared(());
 struct Planned {
     group: Arc<dyn AnyGroup>,
     is_collective: Call,
-    prepared: Box<dyn Prepared>,
+    prepared: Box<dyn AnyPrepared>,
     explanation: OnceLock<CString>,
 }
 
@@ -42,7 +42,7 @@ static PREPARED: Table<Planned> = Table::new("prepared product", 0xa4);
 ///
 /// # Safety
 /// As [`sized`], for what it points to, too.
-unsafe fn product(pointer: *const gemmesh_product, world: usize) -> Result<Product> {
+unsafe fn product(pointer: *const gemmesh_product, world: usize) -> Result<AnyProduct> {
     // SAFETY: as this function's.
     let asked = unsafe { sized("the product", pointer)? };
     let (scalings, count) = (asked.weight_scaling, asked.weight_scaling_count);
@@ -56,7 +56,7 @@ unsafe fn product(pointer: *const gemmesh_product, world: usize) -> Result<Produ
         // SAFETY: as this function's.
         false => Some(unsafe { by_rank("rows", asked.rows, asked.row_count, world)? }.to_vec()),
     };
-    Ok(Product {
+    Ok(AnyProduct {
         activation: numbers::activation(asked.activation)?,
         gated: asked.gated != 0,
         weight_layout: numbers::weight_layout(asked.weight_layout)?,
@@ -69,7 +69,7 @@ unsafe fn product(pointer: *const gemmesh_product, world: usize) -> Result<Produ
         scaling: (numbers::scaling("a", asked.scaling)?, of_weights),
         quantization: numbers::quantization(asked.quantization)?,
         route: numbers::route(asked.route)?,
-        ..Product::new(
+        ..AnyProduct::new(
             numbers::product_kind(asked.kind)?,
             numbers::dtype("a", asked.dtype)?,
         )
@@ -80,11 +80,11 @@ unsafe fn product(pointer: *const gemmesh_product, world: usize) -> Result<Produ
 ///
 /// # Safety
 /// As [`given`], for its scales.
-unsafe fn operand(argument: &str, operand: &gemmesh_operand) -> Result<Operand> {
+unsafe fn operand(argument: &str, operand: &gemmesh_operand) -> Result<AnyOperand> {
     // SAFETY: as this function's.
     let scales = unsafe { memory_if_given("the scales", operand.scales)? };
     let scaling = numbers::scaling(argument, operand.scaling)?;
-    Ok(Operand {
+    Ok(AnyOperand {
         values: memory_of(argument, &operand.values)?,
         scales: together(argument, scales, scaling)?,
     })
@@ -119,7 +119,7 @@ fn together<T>(
 ///
 /// # Safety
 /// As [`given`], for its scales.
-unsafe fn output(output: &gemmesh_output) -> Result<Output> {
+unsafe fn output(output: &gemmesh_output) -> Result<AnyOutput> {
     // SAFETY: as this function's.
     let scales = unsafe { memory_if_given("the scales of out", output.scales)? };
     let how = numbers::quantization(output.quantization)?;
@@ -140,7 +140,7 @@ unsafe fn output(output: &gemmesh_output) -> Result<Output> {
             ));
         }
     };
-    Ok(Output {
+    Ok(AnyOutput {
         values: memory_of("out", &output.values)?,
         scales,
     })
@@ -148,7 +148,7 @@ unsafe fn output(output: &gemmesh_output) -> Result<Output> {
 
 /// The rows as C gives them, of which the sharded matrices are held.
 enum RowsGiven {
-    Own(Operand),
+    Own(AnyOperand),
     Sharded(Arc<AnyShards>, Option<(ScalesGiven, Scaling)>),
 }
 
@@ -197,8 +197,8 @@ impl RowsGiven {
             RowsGiven::Own(own) => RowOperand::Own(*own),
             RowsGiven::Sharded(values, scales) => {
                 let scales = scales.as_ref().map(|(scales, scaling)| match scales {
-                    ScalesGiven::Own(memory) => ShardedScales::Own(*memory, *scaling),
-                    ScalesGiven::Sharded(shards) => ShardedScales::Sharded(shards, *scaling),
+                    ScalesGiven::Own(memory) => AnyShardedScales::Own(*memory, *scaling),
+                    ScalesGiven::Sharded(shards) => AnyShardedScales::Sharded(shards, *scaling),
                 });
                 RowOperand::Sharded(values, scales)
             }
@@ -223,11 +223,11 @@ unsafe fn with_arguments(
     unsafe {
         let call = sized("the call", pointer)?;
         let a = RowsGiven::new(call)?;
-        let mut weights = SmallVec::<[Operand; MAX_WEIGHTS]>::new();
+        let mut weights = SmallVec::<[AnyOperand; MAX_WEIGHTS]>::new();
         for weight in slice_of_few("weights", call.weights, call.weight_count, MAX_WEIGHTS)? {
             weights.push(operand("b", weight)?);
         }
-        let mut outputs = SmallVec::<[Output; MAX_WEIGHTS]>::new();
+        let mut outputs = SmallVec::<[AnyOutput; MAX_WEIGHTS]>::new();
         for out in slice_of_few("outputs", call.outputs, call.output_count, MAX_WEIGHTS)? {
             outputs.push(output(out)?);
         }
@@ -238,8 +238,8 @@ unsafe fn with_arguments(
             Some(_) if !outputs.is_empty() => {
                 return Err(only_one("out", "outputs and sharded_output"));
             }
-            Some(shards) => Outputs::Sharded(shards),
-            None => Outputs::Own(&outputs),
+            Some(shards) => AnyOutputs::Sharded(shards),
+            None => AnyOutputs::Own(&outputs),
         };
         run(&ProductCall {
             a: a.operand(),

@@ -33,7 +33,7 @@ use gpu::kernels;
 use model::choices::Choices;
 use model::tuned;
 use program::operands::{CallMatrix, Operands};
-use program::{Program, Selected};
+use program::{GpuProgram, Selected};
 use shared::Shared;
 use shared::lanes::{self, Lanes};
 use shared::symmetric::{Peers, Symmetric};
@@ -152,7 +152,7 @@ impl sealed::Implementation for Cuda {
     const BLOCK: usize = driver::BLOCK;
     type Symmetric = Symmetric;
     type Buffer = DeviceBuffer;
-    type Program = Program;
+    type Program = GpuProgram;
 
     fn open(members: &Members, options: &OpenOptions) -> Result<Cuda> {
         if members.in_process {
@@ -256,11 +256,11 @@ impl sealed::Implementation for Cuda {
         Selected::new(&self.gpu, schedule).map(drop)
     }
 
-    fn prepare(&self, members: &Members, schedule: Schedule) -> Result<Program> {
-        Program::new(&self.gpu, &self.shared, members, schedule)
+    fn prepare(&self, members: &Members, schedule: Schedule) -> Result<GpuProgram> {
+        GpuProgram::new(&self.gpu, &self.shared, members, schedule)
     }
 
-    fn schedule(program: &Program) -> &Schedule {
+    fn schedule(program: &GpuProgram) -> &Schedule {
         &program.schedule
     }
 
@@ -333,7 +333,7 @@ impl sealed::Implementation for Cuda {
         }
     }
 
-    fn run(&self, members: &Members, program: &Program, call: Run<Cuda>) -> Result<()> {
+    fn run(&self, members: &Members, program: &GpuProgram, call: Run<Cuda>) -> Result<()> {
         let _bound = self.gpu.device.bind()?;
         let main = self.gpu.main();
         let schedule = &program.schedule;

@@ -7,14 +7,14 @@ use super::{Message, Transport};
 use crate::error::Result;
 
 /// Messages by sender and receiver, in the order in which they were sent.
-type Queues = BTreeMap<[usize; 2], VecDeque<Vec<u8>>>;
+type SentMessages = BTreeMap<[usize; 2], VecDeque<Vec<u8>>>;
 
 /// What has been sent and not received.
 #[derive(Clone, Debug, Default)]
-pub struct Mailboxes(Arc<Mutex<Queues>>);
+pub struct Mailboxes(Arc<Mutex<SentMessages>>);
 
 impl Mailboxes {
-    fn lock(&self) -> MutexGuard<'_, Queues> {
+    fn lock(&self) -> MutexGuard<'_, SentMessages> {
         // Each change is one call.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use super::context::EnqueueContext;
 use crate::backend::cuda::driver::{LaunchShape, Stream, StreamMemOp};
-use crate::backend::cuda::program::Program;
+use crate::backend::cuda::program::GpuProgram;
 use crate::backend::cuda::program::operands::{CallMatrix, Operands};
 use crate::backend::cuda::shared::words::Waits;
 use crate::backend::delays::chunk_delay;
@@ -60,7 +60,7 @@ pub fn announce(at: &EnqueueContext, epoch: Epoch, and: Option<StreamMemOp>) -> 
 /// [`announce`] for a captured operation. Also counts its replays.
 ///
 /// Does what [`announce_in_graph`](crate::schedule::drive::announce_in_graph) does on the host.
-pub fn announce_in_graph(at: &EnqueueContext, program: &Program) -> Result<()> {
+pub fn announce_in_graph(at: &EnqueueContext, program: &GpuProgram) -> Result<()> {
     let EnqueueContext {
         gpu,
         shared,

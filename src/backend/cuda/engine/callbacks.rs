@@ -10,7 +10,7 @@ use super::stamps::Stamps;
 use crate::backend::contract::sealed::{Consumer, Producer};
 use crate::backend::cuda::driver::{Event, Stream, StreamMemOp};
 use crate::backend::cuda::gpu::Gpu;
-use crate::backend::cuda::program::Program;
+use crate::backend::cuda::program::GpuProgram;
 use crate::backend::cuda::shared::words::Signals;
 use crate::error::Result;
 use crate::profile::span::{Lane, Work};
@@ -136,7 +136,7 @@ pub(super) fn consume(
 /// could hold back the work that this peer waits for.
 pub(super) fn produce(
     at: &EnqueueContext,
-    program: &Program,
+    program: &GpuProgram,
     call: &ProgramCall,
     signals: &Signals,
     producer: &mut Producer,

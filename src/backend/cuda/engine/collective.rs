@@ -11,12 +11,12 @@ use crate::backend::cuda::abi::{
 use crate::backend::cuda::driver::{LaunchShape, Stream};
 use crate::backend::cuda::program::operands::Operands;
 use crate::backend::cuda::program::reduction::ReductionKernel;
-use crate::backend::cuda::program::{Program, params, reduction};
+use crate::backend::cuda::program::{GpuProgram, params, reduction};
 use crate::error::Result;
 use crate::schedule::{Reduction, Schedule};
 
 /// Launches the kernel that stores rows and adds arrivals on the main stream, if the program has one.
-pub fn launch(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Result<()> {
+pub fn launch(at: &EnqueueContext, program: &GpuProgram, call: &ProgramCall) -> Result<()> {
     let Some(kernel) = program.collective() else {
         return Ok(());
     };
@@ -41,7 +41,7 @@ pub fn launch(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Res
 /// Adds `rows`, or all rows if none are given. Does nothing if the program's main kernel adds them.
 pub fn reduce(
     stream: &Stream,
-    program: &Program,
+    program: &GpuProgram,
     rows: Option<Range<usize>>,
     operands: &Operands,
 ) -> Result<()> {

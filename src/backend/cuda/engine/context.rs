@@ -2,7 +2,7 @@
 
 use crate::backend::cuda::driver::Stream;
 use crate::backend::cuda::gpu::Gpu;
-use crate::backend::cuda::program::Program;
+use crate::backend::cuda::program::GpuProgram;
 use crate::backend::cuda::program::operands::Operands;
 use crate::backend::cuda::program::params::CallNumbers;
 use crate::backend::cuda::shared::Shared;
@@ -43,13 +43,13 @@ impl<'a> EnqueueContext<'a> {
     }
 
     /// The epoch and, in a capture, the recording's number of a call of `program`.
-    pub fn run(&self, program: &Program, epoch: Epoch) -> CallNumbers {
+    pub fn run(&self, program: &GpuProgram, epoch: Epoch) -> CallNumbers {
         let recording = self.recorded.then(|| self.record(program, &program.waits));
         CallNumbers { epoch, recording }
     }
 
     /// The number of the recording of `program`.
-    pub fn record(&self, program: &Program, waits: &Waits) -> u32 {
+    pub fn record(&self, program: &GpuProgram, waits: &Waits) -> u32 {
         let name = program.schedule.agreed().map_or("", Agreed::name);
         self.shared.monitor.record(name, waits)
     }

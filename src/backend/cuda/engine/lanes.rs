@@ -14,7 +14,7 @@ use super::stamps::Stamps;
 use crate::backend::cuda::abi::GemmeshPushEpoch;
 use crate::backend::cuda::driver::{DevicePtr, Stream, StreamMemOp};
 use crate::backend::cuda::gpu::streams::LANES;
-use crate::backend::cuda::program::Program;
+use crate::backend::cuda::program::GpuProgram;
 use crate::backend::cuda::program::operands::CallMatrix;
 use crate::backend::cuda::shared::lanes::{DeviceMessage, EXPLAINED, Lanes};
 use crate::backend::cuda::shared::words::Signals;
@@ -60,7 +60,7 @@ pub fn join(at: &EnqueueContext, schedule: &Schedule) -> Result<()> {
 /// The kernel may run already. It leaves the transports' kernels multiprocessors.
 pub fn enqueue<'a, 'm>(
     at: &'a EnqueueContext<'a>,
-    program: &'a Program,
+    program: &'a GpuProgram,
     call: &'a ProgramCall<'_>,
     flags: ChunkFlags<'a>,
     make: Option<&'a mut Make<'m>>,
@@ -149,7 +149,7 @@ fn halves(messages: &[DeviceMessage], are_alone: bool) -> [DeviceMessages; 2] {
 /// The transfers of a call between this host and others, turn by turn.
 struct CallTurns<'a, 'm, 'c> {
     at: &'a EnqueueContext<'a>,
-    program: &'a Program,
+    program: &'a GpuProgram,
     schedule: &'a Schedule,
     call: &'a ProgramCall<'c>,
     flags: ChunkFlags<'a>,

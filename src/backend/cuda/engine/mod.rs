@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use crate::backend::contract::sealed::Callback;
 use crate::backend::cuda::gpu::streams::Streams;
-use crate::backend::cuda::program::Program;
+use crate::backend::cuda::program::GpuProgram;
 use crate::backend::cuda::program::support::{COMMANDS, commands};
 use crate::backend::cuda::shared::monitor::OUTSTANDING;
 use crate::error::Result;
@@ -36,7 +36,7 @@ const ENQUEUED: Duration = Duration::from_millis(2);
 /// Enqueues a call. `callback`: the caller's function that runs during the call.
 pub fn run(
     at: &EnqueueContext,
-    program: &Program,
+    program: &GpuProgram,
     mut call: ProgramCall,
     callback: Option<Callback>,
 ) -> Result<()> {
@@ -70,7 +70,7 @@ pub fn run(
 
 fn enqueue(
     at: &EnqueueContext,
-    program: &Program,
+    program: &GpuProgram,
     call: &mut ProgramCall,
     callback: Option<Callback>,
 ) -> Result<()> {

@@ -9,7 +9,7 @@ use super::announce::{copy_regions, delay};
 use super::context::{EnqueueContext, ProgramCall};
 use crate::backend::cuda::abi::GemmeshPushEpoch;
 use crate::backend::cuda::driver::{DevicePtr, Stream, StreamMemOp};
-use crate::backend::cuda::program::Program;
+use crate::backend::cuda::program::GpuProgram;
 use crate::error::Result;
 use crate::schedule::{Route, Schedule, Transfer};
 
@@ -17,7 +17,7 @@ use crate::schedule::{Route, Schedule, Transfer};
 ///
 /// The kernel that gives the permit is launched after this. Behind that launch, the main stream must wait for the copy
 /// stream.
-pub fn enqueue(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Result<()> {
+pub fn enqueue(at: &EnqueueContext, program: &GpuProgram, call: &ProgramCall) -> Result<()> {
     let (schedule, recorded) = (&program.schedule, at.recorded);
     let (control, streams) = (&at.shared.control, at.gpu.streams());
     let copies = &streams.copies;

@@ -6,7 +6,7 @@ use super::lanes::{self, ChunkFlags};
 use super::stamps::stamp;
 use super::{ENQUEUED, align, collective, product, push, wait};
 use crate::backend::cuda::driver::StreamMemOp;
-use crate::backend::cuda::program::Program;
+use crate::backend::cuda::program::GpuProgram;
 use crate::backend::cuda::program::launch::ProductLaunch;
 use crate::error::Result;
 use crate::protocol::epoch::Epoch;
@@ -15,7 +15,7 @@ use crate::schedule::Route;
 /// Enqueues an operation that multiplies nothing and whose kernel moves its rows.
 pub fn enqueue_collective(
     at: &EnqueueContext,
-    program: &Program,
+    program: &GpuProgram,
     call: &ProgramCall,
 ) -> Result<()> {
     begin(at, program, call.epoch)?;
@@ -23,7 +23,7 @@ pub fn enqueue_collective(
 }
 
 /// Begins an operation whose kernel waits for peers, unless it is captured.
-fn begin(at: &EnqueueContext, program: &Program, epoch: Epoch) -> Result<()> {
+fn begin(at: &EnqueueContext, program: &GpuProgram, epoch: Epoch) -> Result<()> {
     if at.recorded {
         return Ok(());
     }
@@ -41,7 +41,7 @@ fn begin(at: &EnqueueContext, program: &Program, epoch: Epoch) -> Result<()> {
 /// epochs on the device, so the enqueued work can also be captured and replayed.
 pub fn enqueue_product(
     at: &EnqueueContext,
-    program: &Program,
+    program: &GpuProgram,
     call: &mut ProgramCall,
     launch: ProductLaunch,
 ) -> Result<()> {

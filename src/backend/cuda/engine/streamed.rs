@@ -11,7 +11,7 @@ use super::stamps::{Stamps, stamp};
 use super::{ENQUEUED, align, collective, product, wait};
 use crate::backend::contract::sealed::{Callback, Consumer};
 use crate::backend::cuda::driver::{DevicePtr, StreamMemOp};
-use crate::backend::cuda::program::Program;
+use crate::backend::cuda::program::GpuProgram;
 use crate::backend::cuda::program::launch::ProductLaunch;
 use crate::backend::cuda::shared::words::{Signals, close};
 use crate::error::Result;
@@ -21,7 +21,7 @@ use crate::schedule::Route;
 /// Enqueues a call. Its kernel, if it has one, waits for the flags of copies.
 pub fn enqueue(
     at: &EnqueueContext,
-    program: &Program,
+    program: &GpuProgram,
     call: &mut ProgramCall,
     launch: Option<ProductLaunch>,
     callback: Option<Callback>,
@@ -74,7 +74,7 @@ pub fn enqueue(
 /// The phases of a call whose streams wait.
 struct Streamed<'a> {
     at: &'a EnqueueContext<'a>,
-    program: &'a Program,
+    program: &'a GpuProgram,
     signals: Signals<'a>,
 }
 

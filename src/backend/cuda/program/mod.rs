@@ -43,7 +43,7 @@ use tables::ProgramTables;
 
 /// A schedule with its kernels, and their tables on the device.
 #[derive(Debug)]
-pub struct Program {
+pub struct GpuProgram {
     pub schedule: Schedule,
     /// Which ranks its operations wait for.
     pub waits: Waits,
@@ -109,7 +109,7 @@ enum ProgramKernel {
     Collective(Box<CollectiveKernel>),
 }
 
-impl Program {
+impl GpuProgram {
     /// Compiles a schedule.
     ///
     /// # Errors
@@ -119,7 +119,7 @@ impl Program {
         shared: &Shared,
         members: &Members,
         schedule: Schedule,
-    ) -> Result<Program> {
+    ) -> Result<GpuProgram> {
         let Selected {
             destination,
             chosen,
@@ -156,7 +156,7 @@ impl Program {
             }
             None => ProgramKernel::None,
         };
-        Ok(Program {
+        Ok(GpuProgram {
             waits,
             turns: Arc::new(NetworkTurns::of(&schedule)),
             staging: Staging::new(gpu, &schedule)?,
@@ -217,7 +217,7 @@ impl Program {
     }
 }
 
-/// As [`Program::ends_with_kernel`]. A reduction is after the kernel, and what goes over the network may last longer.
+/// As [`GpuProgram::ends_with_kernel`]. A reduction is after the kernel, and what goes over the network may last longer.
 fn ends_with_kernel(schedule: &Schedule, reduction: Option<&ReductionKernel>) -> bool {
     reduction.is_none() && !schedule.uses(Route::Net)
 }
